@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from stagewright.cluster import Cluster, load_cluster
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.stage import Stage
 from stagewright.planning.candidate import Choice, approximate_seconds, make_candidate
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
+from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
+from stagewright.planning.joint.plan import scheduled
+from stagewright.planning.joint.policy import Policy
+from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.traced import Wiring
 from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import Pipeline, costing
-from stagewright.planning.prediction.predict import run_timeline, step_seconds
-from stagewright.planning.prediction.transfers import flight_seconds, transfers_slow
+from stagewright.planning.prediction.bubble import bubble
+from stagewright.planning.prediction.pipeline import Pipeline, body_costs, costing
+from stagewright.planning.prediction.predict import run_timeline, step_costs, step_seconds
+from stagewright.planning.prediction.step_times import rank_receiving_seconds, simulated
+from stagewright.planning.prediction.transfers import flight_seconds, lane_seconds, transfers_slow
+from stagewright.planning.predictions import StepCosts, TransferCosts
+from stagewright.schedule import build
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -26,11 +38,11 @@ JOB = Job(global_batch=8, sequence_length=64, dtype="fp32")
 POST_S = 1e-2
 
 
-def posting(seconds: float | None) -> Cluster:
+def posting(seconds: float | None, kind: str = "cuda") -> Cluster:
     """A node of devices whose processors take `seconds` for each message."""
     cluster = load_cluster("4x-t4")
     node = cluster.nodes[0]
-    device = node.device.model_copy(update={"message_overhead_s": seconds})
+    device = node.device.model_copy(update={"message_overhead_s": seconds, "kind": kind})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
 
 
@@ -64,7 +76,7 @@ def test_a_sender_is_busy_until_its_bytes_have_left() -> None:
     for num_microbatches, holds_up in ((1, False), (8, True)):
         job = JOB.model_copy(update={"global_batch": 2 * num_microbatches})
         beside, busy = (
-            estimate(MODEL, posting(seconds), job, pp=2, schedule="gpipe").predictions.step_seconds
+            estimate(MODEL, posting(seconds, "cpu"), job, pp=2, schedule="gpipe").predictions.step_seconds
             for seconds in (None, 0.0)
         )
         assert (busy > beside * 1.002) if holds_up else busy == pytest.approx(beside, rel=2e-3)
@@ -92,16 +104,70 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     assert slow > fast
 
 
-def test_transfers_take_multiprocessors_of_what_runs_beside_them() -> None:
-    """The stated share of a pass within a node, two multiprocessors of a device between nodes; of a processor nothing."""
-    job = JOB.model_copy(update={"dtype": "bf16"})
-    graph = trace(MODEL, 1, **job.traced("cuda"))
-    for name, share in (("1x2x-h100", 0.15), ("2x1x-h100", 2 / 132)):
-        cluster = load_cluster(name)
-        body = BodyCosts(graph, costing(graph, cluster, job))
-        line = make_candidate(body, Choice(1, 2, 1, 4, "1f1b"), cluster, job).line
-        flights = {(0, 1): 2.0, (1, 0): 1.0}
-        assert transfers_slow(line, flights).tolist() == pytest.approx([3 * share] * 2)
+def pipeline_of_two(cluster: Cluster, runtime: str = STAGEWRIGHT) -> Pipeline:
+    job = JOB.model_copy(update={"dtype": "bf16", "runtime": runtime})
+    body = body_costs(trace(MODEL, 1, **job.traced("cuda")), cluster, job)
+    return make_candidate(body, Choice(1, 2, 1, 4, "1f1b"), cluster, job).line
+
+
+@pytest.mark.parametrize(("name", "share"), [("1x2x-h100", 4 / 132), ("2x1x-h100", 2 / 132)])
+def test_transfers_take_multiprocessors_of_what_the_sender_computes(name: str, share: float) -> None:
+    """The thread blocks of a lane within a node, two between nodes; the receiver waits."""
+    line = pipeline_of_two(load_cluster(name))
+    assert transfers_slow(line, {(0, 1): 2.0, (1, 0): 1.0}).tolist() == pytest.approx([2 * share, share])
+
+
+def test_other_runtimes_hide_transfers_as_before() -> None:
+    cluster = load_cluster("1x2x-h100")
+    theirs = pipeline_of_two(cluster, "torch-fsdp")
+    assert transfers_slow(theirs, {(0, 1): 2.0, (1, 0): 1.0}).tolist() == pytest.approx([0.45, 0.45])
+    assert not step_costs(theirs).receivers_wait and theirs.receives_ahead == 1
+    assert not pipeline_of_two(posting(None, "cpu")).uses_lanes
+
+
+def test_a_lane_is_as_fast_as_its_thread_blocks_copy() -> None:
+    """What NCCL attained between two H100 with at most four of them, and a link that is slower as it is."""
+    cluster = load_cluster("1x2x-h100")
+    for num_bytes, measured in ((8e6, 66.1e9), (64e6, 131.5e9), (1e9, 132.6e9)):
+        taken = lane_seconds(cluster, num_bytes, 0, 1, 1) - lane_seconds(cluster, 0, 0, 1, 1)
+        assert num_bytes / taken == pytest.approx(measured, rel=0.01)
+    slow = load_cluster("2x1x-h100")
+    assert lane_seconds(slow, 1e9, 0, 1, 1) == slow.blocks_seconds(1e9, 0, 1, 1)
+    assert lane_seconds(slow, 1e9, 1, 1, 1) == 0
+
+
+def test_a_receiver_waits_for_what_it_could_use() -> None:
+    """By hand: of two microbatches, each forward of the second rank starts when it is free and the value is sent, and
+    takes its transfer and its computation; so does each backward of the first."""
+    sent = TransferCosts(
+        source=0, target=1, value_bytes=1, gradient_bytes=1, value_seconds=10.0, gradient_seconds=20.0
+    )
+    passes = {"forward_seconds": (1.0, 1.0), "input_grad_seconds": (1.0, 1.0), "weight_grad_seconds": (1.0, 1.0)}
+    costs = StepCosts(**passes, backward_seconds=(2.0, 2.0), transfers=(sent,), receivers_wait=True)
+    program = build("1f1b", 2, 2)  # 0F0 0F1 0B0 0B1 and 1F0 1B0 1F1 1B1
+    timeline = simulated(program, costs)
+    assert timeline.end_s.tolist() == [1, 2, 36, 58, 12, 14, 25, 27]
+    assert simulated(program, costs.model_copy(update={"receivers_wait": False})).makespan_s == 56
+    assert rank_receiving_seconds(program, costs) == [40, 20]
+    found = bubble(program, costs)
+    assert found.total == pytest.approx(1 - 12 / (2 * 58))
+    assert found.transfers == pytest.approx(found.total - (1 - 12 / (2 * 9)))
+
+
+def test_the_joint_search_sees_what_receivers_wait_for() -> None:
+    """Its own times of a layout are those of the simulator, with transfers in the ranks' time and with none on the way."""
+    table = LayerTable.of([1.0, 2, 3, 1], [1.0, 2, 3, 1], [1.0, 1, 1, 1], boundary_bytes=4.0)
+    layout = Layout((1, 2, 3, 4), (0, 1, 1, 0))
+    policy = Policy.of(Rule(1, False, False, float("inf"), 0.0, NO_BACKLOG, False, 0.0), 4)
+    problem = Problem.of(table, 2, 3, bytes_per_s=8.0, receivers_wait=True)
+    stages, costs = stages_of(problem, layout), stage_costs(problem, layout)
+    assert stages.hop.tolist() == [0] * 4 and set(hops(problem, layout).values()) == {0}
+    assert stages.forward.tolist() == costs.forward_s.tolist() == [1, 2.5, 3, 1.5]
+    assert stages.input_grad.tolist() == costs.input_grad_s.tolist() == [1.5, 2, 3.5, 1]
+    waiting, hidden = (
+        scheduled("joint", one, layout, policy) for one in (problem, replace(problem, receivers_wait=False))
+    )
+    assert waiting is not None and hidden is not None and waiting.makespan_s > hidden.makespan_s
 
 
 def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class TransferCosts(StrictModel):
     value_bytes: Bytes
     gradient_bytes: Bytes
     value_seconds: Seconds
-    """On the way, beside what computes."""
+    """On the way, beside what computes unless `receivers_wait`."""
     gradient_seconds: Seconds
 
 
@@ -97,6 +97,9 @@ class StepCosts(StrictModel):
     """Of programs that update parameters between the computations of a batch."""
     transfers: tuple[TransferCosts, ...]
     """Of every pair of stages between which something travels, neighbours always."""
+    receivers_wait: bool = False
+    """Whether receives are posted right before their use: a transfer begins when its receiver has done everything before the
+    action that uses it, which waits for it."""
     sum_seconds: tuple[Seconds, ...] = ()
     """Per pipeline rank, when it is done with the batch: what no action of it has summed over replicas, or over ranks that
     hold the same parameter. None where the program updates parameters itself."""

@@ -24,6 +24,7 @@ from stagewright.planning.plan_stages import cut_names, stage_cuts
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
+from stagewright.planning.prediction.step_times import with_receiving
 from stagewright.schedule.automatic import StageTimes, automatic
 from stagewright.schedule.held import in_flight
 from stagewright.schedule.placement import Placement
@@ -136,6 +137,7 @@ def _ordered(plan: Plan, line: Pipeline, body: BodyCosts) -> Plan:
     )
     if costs is None or not is_plain:
         return plan
+    costs = with_receiving(costs)
     ends = [0, *stage_cuts(plan, body.graph), len(body.graph.body)]
     saved = np.diff(np.asarray(body.saved_bytes, float)[ends])
     between = {(one.source, one.target): one.value_seconds for one in costs.transfers}

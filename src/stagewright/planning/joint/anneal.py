@@ -24,10 +24,8 @@ def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batc
     `batch` is the number of microbatches scheduled and of those left out, which are taken to need the
     seconds of the busiest rank each.
     """
-    sums, transfer_s, speed, memory_bytes, overhead_s = tables
-    stages = build_stages(
-        rank_of_layer, is_cut, table_of_rank, sums, transfer_s, speed, memory_bytes, overhead_s
-    )
+    sums, moves, speed, memory_bytes, overhead_s = tables
+    stages = build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s)
     for rank in range(len(speed)):
         needed = 0.0
         for n in range(stages.offsets[rank], stages.offsets[rank + 1]):

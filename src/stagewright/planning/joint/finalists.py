@@ -189,7 +189,9 @@ class Searches:
 
     def _found(self, learnt: Known, saves: bool) -> Found | None:
         choice = self.choice
-        wiring = Wiring(self.cluster, choice.pp, choice.dp * choice.tp)
+        wiring = Wiring(
+            self.cluster, choice.pp, choice.dp * choice.tp, self.known.job.uses_lanes(self.cluster)
+        )
         problem = problem_of(self.body, self.ends, choice.num_microbatches, wiring, learnt, saves=saves)
         return _searched(problem, self.report, str(choice), self.stop)
 

@@ -108,9 +108,11 @@ def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
     columns = problem.sums[table, :, ends] - problem.sums[table, :, starts]
     forward, input_grad, weight_grad, base, saved, held = columns.T
     speed = problem.speed[placed]
+    crosses = np.array([one != other for one, other in pairwise(placed)], bool)
+    received = np.concatenate([[0.0], problem.moves[1, starts[1:]] * crosses, [0.0]])
     return StageCosts.of(
-        forward / speed,
-        input_grad / speed,
+        forward / speed + received[:-1],
+        input_grad / speed + received[1:],
         weight_grad / speed,
         saved_bytes=saved,
         held_bytes=held,
@@ -124,7 +126,7 @@ def hops(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
 
 
 @numba.njit(cache=True, nogil=True)
-def build_stages(rank_of_layer, is_cut, table_of_rank, sums, transfer_s, speed, memory_bytes, overhead_s):
+def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s):
     """The `Stages` of layers on ranks; a stage ends where the rank changes or `is_cut` says so."""
     num_layers, num_ranks = len(rank_of_layer), len(speed)
     starts = np.empty(num_layers + 1, np.int64)
@@ -145,11 +147,15 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, transfer_s, speed, 
         for row in range(6):
             columns[row, stage] = own[row, starts[stage + 1]] - own[row, starts[stage]]
         if stage > 0 and rank[stage] != rank[stage - 1]:
-            hop[stage] = transfer_s[starts[stage]]
+            hop[stage] = moves[0, starts[stage]]
         limit[rank[stage]] -= columns[3, stage]
         counts[rank[stage] + 1] += 1
         for row in range(3):
             columns[row, stage] = columns[row, stage] / speed[rank[stage]] + overhead_s
+    for stage in range(1, num_stages):
+        if rank[stage] != rank[stage - 1]:
+            columns[0, stage] += moves[1, starts[stage]]
+            columns[1, stage - 1] += moves[1, starts[stage]]
     offsets = np.cumsum(counts)
     members = np.empty(num_stages, np.int64)
     place = offsets[:-1].copy()

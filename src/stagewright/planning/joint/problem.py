@@ -126,6 +126,8 @@ class Problem:
     bytes_per_s: float = np.inf
     overhead_s: float = 0.0
     thrifty: tuple[LayerTable, ...] = ()
+    receivers_wait: bool = False
+    """Whether a value takes its time of the rank that receives it, before what uses it, and not beside computations."""
 
     @classmethod
     def of(
@@ -140,6 +142,7 @@ class Problem:
         bytes_per_s: float = np.inf,
         overhead_s: float = 0.0,
         thrifty: Sequence[LayerTable] = (),
+        receivers_wait: bool = False,
     ) -> Problem:
         """A problem with one speed and memory for all ranks or one for each.
 
@@ -172,20 +175,28 @@ class Problem:
                 "layer, with parameters of the same size"
             )
         return cls(
-            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(thrifty)
+            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(thrifty),
+            receivers_wait,
         )  # fmt: skip
 
     @cached_property
     def transfer_s(self) -> Floats:
-        """Seconds to move what crosses each position between two layers to another rank; position 0 is the
-        start of the model."""
+        """Seconds on the way, beside computations, of what crosses each position between two layers to another rank;
+        position 0 is the start of the model."""
+        return self.moves[0]
+
+    @cached_property
+    def moves(self) -> Floats:
+        """`transfer_s`, and in a second row what each position takes of the rank that receives what crosses it."""
         moved = self.latency_s + self.layers.boundary_bytes / self.bytes_per_s
-        return np.concatenate([[0.0], moved[:-1]])
+        moves = np.zeros((2, len(moved)))
+        moves[int(self.receivers_wait), 1:] = moved[:-1]
+        return moves
 
     @cached_property
     def tables(self) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """For the kernels: sums per table and layer column, transfer seconds, speed and memory per rank, overhead."""
-        return self.sums, self.transfer_s, self.speed, self.memory_bytes, self.overhead_s
+        """For the kernels: sums per table and layer column, both rows of `moves`, speed and memory per rank, overhead."""
+        return self.sums, self.moves, self.speed, self.memory_bytes, self.overhead_s
 
     @cached_property
     def sums(self) -> Floats:

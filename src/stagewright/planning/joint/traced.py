@@ -13,6 +13,7 @@ from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.partition.line import known_ranges
 from stagewright.planning.partition.ranges import Givable
+from stagewright.planning.prediction.transfers import lane_seconds
 from stagewright.schedule import Action, Kind, Program
 from stagewright.schedule.list_scheduler.terms import Ints
 
@@ -40,17 +41,20 @@ class Wiring:
     cluster: Cluster
     num_ranks: int
     width: int
+    uses_lanes: bool = False
+    """Whether receives are posted right before their use."""
 
     def link(self) -> tuple[float, float]:
         """Latency in seconds and bytes per second of the slowest link between ranks that follow each other.
 
         Ignores: that other pairs of ranks may be further apart.
         """
+        seconds = lane_seconds if self.uses_lanes else Cluster.blocks_seconds
         latency, slowest = 0.0, 0.0
         for rank in range(self.num_ranks):
             ends = rank * self.width, (rank + 1) % self.num_ranks * self.width
-            least = self.cluster.blocks_seconds(0, *ends, self.width)
-            most = self.cluster.blocks_seconds(_LARGE_MESSAGE, *ends, self.width)
+            least = seconds(self.cluster, 0, *ends, self.width)
+            most = seconds(self.cluster, _LARGE_MESSAGE, *ends, self.width)
             latency, slowest = max(latency, least), max(slowest, most - least)
         return latency, _LARGE_MESSAGE / slowest if slowest else np.inf
 
@@ -87,6 +91,7 @@ def problem_of(
         kept, wiring.num_ranks, num_microbatches,
         memory_bytes=known.memory_bytes,
         latency_s=latency, bytes_per_s=bandwidth, overhead_s=known.overhead_s,
+        receivers_wait=wiring.uses_lanes,
         thrifty=tuple(_thrifty(kept, known_ranges(body).givable, ends)) if saves else (),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Program
 from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.lower import receives_ahead
 
 _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
 
@@ -65,6 +66,11 @@ class Pipeline:
     def uses_lanes(self) -> bool:
         """Whether its transfers run on lanes of GPUs."""
         return self.job.uses_lanes(self.cluster)
+
+    @property
+    def receives_ahead(self) -> int:
+        """By how many computations receives are posted before that which uses what arrives."""
+        return receives_ahead(self.uses_lanes)
 
     @cached_property
     def flats(self) -> tuple[Flat, ...]:

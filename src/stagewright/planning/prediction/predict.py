@@ -24,7 +24,12 @@ from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserved_bytes
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
+from stagewright.planning.prediction.step_times import (
+    idle_fraction,
+    rank_receiving_seconds,
+    simulated,
+    whole_step_seconds,
+)
 from stagewright.planning.prediction.transfers import (
     Floats,
     flight_seconds,
@@ -42,7 +47,6 @@ from stagewright.planning.predictions import (
 )
 from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.lanes import check_lanes
-from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import Timeline
 
@@ -56,7 +60,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         ScheduleError: its program would hang on GPUs.
     """
     if line.uses_lanes:
-        _check_hangs(line.program, stage_edges(line.stages))
+        _check_hangs(line.program, stage_edges(line.stages), line.receives_ahead)
     costs = step_costs(line)
     timeline = simulated(line.program, costs)
     step = whole_step_seconds(timeline, costs)
@@ -64,6 +68,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     reserved = reserved_peaks(line, memories)
     num_microbatches = line.program.num_microbatches * line.num_holders
     tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
+    waiting_s = rank_receiving_seconds(line.program, costs)
     return Predictions(
         step_seconds=step,
         lower_bound_seconds=_lower_bound(line, body),
@@ -71,12 +76,12 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         mfu=body.costing.model_flop
         * num_microbatches
         / (step * line.num_holders * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
-        bubble_fraction=timeline.bubble_fraction,
+        bubble_fraction=idle_fraction(line.program, costs, timeline),
         measured_share=body.costing.measured_share,
         ranks=tuple(
             RankPrediction(
                 rank=memory.rank,
-                busy_seconds=float(timeline.busy_s[memory.rank]),
+                busy_seconds=float(timeline.busy_s[memory.rank]) - waiting_s[memory.rank],
                 allocated_peak_bytes=memory.peak_bytes,
                 reserved_peak_bytes=reserved[memory.rank],
                 categories=memory.categories,
@@ -93,10 +98,9 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
 
 
 @lru_cache(maxsize=64)
-def _check_hangs(program: Program, edges: tuple[Edge, ...]) -> None:
+def _check_hangs(program: Program, edges: tuple[Edge, ...], ahead: int) -> None:
     """Raise where hosts or devices would wait for each other; kept, because plans of a search share their programs."""
-    lowered = insert_communication(program, edges, ahead=receives_ahead(on_gpus=True))
-    check_lanes(lowered, edges, waits_for_device=True)
+    check_lanes(lowered(program, edges, ahead), edges, waits_for_device=True)
 
 
 def _saved(memory: RankMemory) -> tuple[SavedPrediction, ...]:
@@ -206,6 +210,7 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
             )
             for low, high in edges
         ),
+        receivers_wait=line.uses_lanes,
     )
 
 
@@ -403,7 +408,7 @@ def lower_bound_seconds(
 def rank_memories(line: Pipeline) -> list[RankMemory]:
     """The memory of every pipeline rank over one batch, by replay of the lowered program."""
     program = shortened(line.program)
-    with_transfers = lowered(program, stage_edges(line.stages))
+    with_transfers = lowered(program, stage_edges(line.stages), line.receives_ahead)
     left_out = line.program.num_microbatches - program.num_microbatches
     return [
         replay_rank(line.memories, with_transfers, rank, line.resident(rank), left_out)
@@ -412,9 +417,9 @@ def rank_memories(line: Pipeline) -> list[RankMemory]:
 
 
 @lru_cache(maxsize=64)
-def lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
+def lowered(program: Program, edges: tuple[Edge, ...], ahead: int) -> Program:
     """With transfers; kept, because every partition of a search has the same few programs."""
-    return insert_communication(program, edges)
+    return insert_communication(program, edges, ahead=ahead)
 
 
 def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
@@ -428,7 +433,7 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     if not ranks:
         return least
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
-    program = lowered(shortened(line.program), stage_edges(line.stages))
+    program = lowered(shortened(line.program), stage_edges(line.stages), line.receives_ahead)
     found = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
     worst = max(found[rank] / memories[rank].peak_bytes for rank in fullest)
     for rank in ranks:

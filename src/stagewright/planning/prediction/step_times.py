@@ -13,6 +13,7 @@ from stagewright.simulation import StageCosts, Timeline, simulate
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
     """When the actions of one batch run."""
+    costs = with_receiving(costs)
     edges = [(one.source, one.target) for one in costs.transfers]
     flights = {(one.source, one.target): one.value_seconds for one in costs.transfers}
     flights |= {(one.target, one.source): one.gradient_seconds for one in costs.transfers}
@@ -27,6 +28,56 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         step_s=_or_zero(costs.update_seconds),
     )
     return simulate(program, stages, flights, edges=edges)
+
+
+def with_receiving(costs: StepCosts) -> StepCosts:
+    """`costs` of the same times, in which no transfer is hidden: where receivers wait, their forwards and backwards take as
+    much longer.
+
+    Ignores: that values of several ranks arrive at the same time; receives that are posted earlier, as another value of the
+    same rank is used first.
+    """
+    if not costs.receivers_wait:
+        return costs
+    forward, backward = receiving_seconds(costs)
+    still = {"value_seconds": 0.0, "gradient_seconds": 0.0}
+    update = {
+        "forward_seconds": np.add(costs.forward_seconds, forward),
+        "input_grad_seconds": np.add(costs.input_grad_seconds, backward),
+        "backward_seconds": np.add(costs.backward_seconds, backward),
+    }
+    return costs.model_copy(
+        update={name: tuple(column.tolist()) for name, column in update.items()}
+        | {
+            "transfers": tuple(one.model_copy(update=still) for one in costs.transfers),
+            "receivers_wait": False,
+        }
+    )
+
+
+def receiving_seconds(costs: StepCosts) -> tuple[list[float], list[float]]:
+    """For how long a forward and a backward of each stage wait for what is on its way once they could begin."""
+    forward, backward = ([0.0] * len(costs.forward_seconds) for _ in range(2))
+    for one in costs.transfers if costs.receivers_wait else ():
+        forward[one.target] += one.value_seconds
+        backward[one.source] += one.gradient_seconds
+    return forward, backward
+
+
+def rank_receiving_seconds(program: Program, costs: StepCosts) -> list[float]:
+    """For how long of a batch each rank waits for what is on its way once it could compute."""
+    forward, backward = receiving_seconds(costs)
+    placement, num_microbatches = program.placement, program.num_microbatches
+    return [
+        num_microbatches * sum(forward[stage] + backward[stage] for stage in placement.stages_of(rank))
+        for rank in range(program.num_ranks)
+    ]
+
+
+def idle_fraction(program: Program, costs: StepCosts, timeline: Timeline) -> float:
+    """Part of the ranks' time in a batch in which they do not compute."""
+    waiting_s = sum(rank_receiving_seconds(program, costs))
+    return timeline.bubble_fraction + waiting_s / (program.num_ranks * timeline.makespan_s)
 
 
 def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:

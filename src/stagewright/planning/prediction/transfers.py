@@ -8,13 +8,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.cluster import all_gather_seconds
+from stagewright.cluster import Cluster, all_gather_seconds
 from stagewright.graph.payload import messages
+from stagewright.schedule.lanes import LANE_CTAS
 
 if TYPE_CHECKING:
     from stagewright.planning.prediction.pipeline import Pipeline
 
 Floats = NDArray[np.float64]
+
+_CTA_BYTES_PER_S = 33e9
+"""Of a thread block that sends or receives over NVLink.
+
+Source: NCCL's sends and receives between two H100, 66.1 GB/s at 8 MB and 131.5 GB/s at 64 MB with at most 4 thread blocks,
+of which it uses 2 and 4 (meta-pytorch/torchcomms#2670 and #2635, May 2026). Ignores: what other devices attain.
+"""
+
+_FEW_CTAS_BYTES = 2 * 2**24
+"""A message larger than this uses all thread blocks that it may, a smaller one half of them.
+
+Source: NCCL, `addP2pToPlan`: parts of at most 32 steps of 512 KiB; what torchcomms#2635 counted."""
 
 _NETWORK_CHANNELS = 2
 """Of a transfer to another node, a multiprocessor each. Source: NCCL, `ncclTopoGetNchannels`."""
@@ -47,21 +60,26 @@ def taken_share(line: Pipeline, pipeline_rank: int) -> float:
 
 def transfers_slow(line: Pipeline, flights: Mapping[tuple[int, int], float]) -> Floats:
     """By how much a forward and a backward of each stage together are slower for the transfers beside them, whose kernels
-    occupy multiprocessors at either end: as many as collectives do within a node, two of its channels between nodes.
+    occupy multiprocessors at either end: as many as collectives do within a node, two of its channels between nodes. On
+    lanes it is the sender alone, as its receiver waits, and a lane's thread blocks within a node.
 
     Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; what `taken_share` is of within one. Ignores:
-    memory traffic of transfers; that a rank may have nothing to compute while they are on their way.
+    memory traffic of transfers; that a rank may have nothing to compute while they are on their way; that a send occupies
+    its multiprocessors from when it is issued, though its receiver may still compute (3 % of an H100 until then).
     """
     placed = line.program.placement.rank_of_stage
     slowed = np.zeros(len(placed))
     for (source, target), seconds in flights.items():
         ends = line.first_rank(placed[source]), line.first_rank(placed[target])
         between_nodes = line.cluster.node_of(ends[0]) != line.cluster.node_of(ends[1])
-        for stage in (source, target) if placed[source] != placed[target] else ():
+        slowed_stages = (source,) if line.uses_lanes else (source, target)
+        for stage in slowed_stages if placed[source] != placed[target] else ():
             share, products = taken_share(line, placed[stage]), line.device_of(placed[stage]).products
+            num = products.num_multiprocessors if products else _MULTIPROCESSORS
             if between_nodes:
-                num = products.num_multiprocessors if products else _MULTIPROCESSORS
                 share = min(share, _NETWORK_CHANNELS / num)
+            elif line.uses_lanes:
+                share = min(share, LANE_CTAS / num)
             slowed[stage] += seconds * share
     return slowed
 
@@ -118,7 +136,19 @@ def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) 
     """Of one message from a stage to another, in the replica where that takes longest."""
     placed = line.program.placement.rank_of_stage
     ends = line.first_rank(placed[source]), line.first_rank(placed[target])
-    return line.cluster.blocks_seconds(num_bytes, *ends, line.num_holders * line.tp)
+    width = line.num_holders * line.tp
+    seconds = lane_seconds if line.uses_lanes else Cluster.blocks_seconds
+    return seconds(line.cluster, num_bytes, *ends, width)
+
+
+def lane_seconds(cluster: Cluster, num_bytes: float, source: int, target: int, width: int) -> float:
+    """As `Cluster.blocks_seconds`, but no faster than the thread blocks of a lane copy."""
+    if source == target:
+        return 0.0
+    num_ctas = LANE_CTAS if num_bytes > _FEW_CTAS_BYTES else LANE_CTAS / 2
+    copied_s = num_bytes / (num_ctas * _CTA_BYTES_PER_S)
+    latency_s = cluster.blocks_seconds(0, source, target, width)
+    return max(cluster.blocks_seconds(num_bytes, source, target, width), latency_s + copied_s)
 
 
 def _sent(line: Pipeline, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

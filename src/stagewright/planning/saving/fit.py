@@ -169,7 +169,7 @@ def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSe
     whole = variants.line.program
     latest = _joined(search.latest.choice for search in searches)
     tried = with_choice(variants, units, latest, shortened(whole))
-    program = lowered(tried.program, stage_edges(tried.stages))
+    program = lowered(tried.program, stage_edges(tried.stages), tried.receives_ahead)
     left_out = whole.num_microbatches - program.num_microbatches
     for search in searches:
         resident = tried.resident(search.rank)

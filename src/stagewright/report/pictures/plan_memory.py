@@ -25,7 +25,7 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
     What transfers and moves change counts with the computation before them, where the program has them.
     Ignores: that operators of a computation take different times.
     """
-    lowered = insert_communication(line.program, stage_edges(line.stages))
+    lowered = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
     curves = []
     for rank, actions in enumerate(lowered.ranks):
         resident = line.resident(rank)
