@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA
 from matrix import SKIP_NET
-from nccl_simulation import BACKEND, register
+from nccl_simulation import BACKEND, register, synchronize_device
 from plans import make_plan
 
-from multiprocess import run_ranks
+from multiprocess import Failed, run_ranks, watch_ranks
 from random_programs import random_program
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.schedule import Program
@@ -25,9 +26,30 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.multiprocess
 
+Change = Callable[[], None]
 NUM_STEPS = 2
 PER_TEST = 14
 """Cases that one set of processes runs, one after the other."""
+
+
+def evaluation(session: Session) -> list[float]:
+    from stagewright.execution.evaluation import Evaluator
+
+    batches = [session.microbatches(step, session.graph) for step in (7, 8)]
+    return [Evaluator(session).run(batches).loss]
+
+
+def weights(session: Session) -> list[float]:
+    """Sums of the model's, which the first rank has."""
+    whole = session.model_files.whole(session)
+    return [float(tensor.double().sum()) for _, tensor in sorted(whole.items())]
+
+
+def links(session: Session) -> list[float]:
+    """Numbers of bytes that are timed between ranks, and the mean loss of a batch for which nothing is updated."""
+    from stagewright.execution.link_times import link_times
+
+    return [*(float(sum(link.there)) for link in link_times(session)), session.accumulate(NUM_STEPS)]
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,8 @@ class Case:
     """A plan to train, and what is done after it."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    evaluates: bool = False
+    between: Callable[[Session], list[float]] | None = None
+    """What is done with the session after its steps, and before one more."""
     then: dict[str, Any] | None = None
     """Options of the plan under which one more step is trained, in another session."""
     through_files: bool = False
@@ -121,8 +144,11 @@ CASES: dict[str, Case] = {
     "zero 3": sharded(3),
     "tensor parallel": Case({"pp": 1, "tp": 2}),
     "sequence parallel": Case({"pp": 1, "tp": 2, "sequence_parallel": True}),
-    "evaluation": Case({"schedule": "zb-v"}, evaluates=True),
-    "evaluation of shards": replace(sharded(3), evaluates=True),
+    "evaluation": Case({"schedule": "zb-v"}, evaluation),
+    "evaluation of shards": replace(sharded(3), between=evaluation),
+    "weights of a pipeline": Case({}, weights),
+    "weights of tensor parallel ranks": Case({"pp": 1, "tp": 2}, weights),
+    "links": Case({"schedule": "dualpipe-v"}, links),
     "checkpoint": Case({}, then={}, through_files=True),
     "checkpoint under another plan": replace(sharded(3), then={"schedule": "zb-v"}, through_files=True),
     "hand-over": Case({}, then={"schedule": "interleaved-1f1b", "num_chunks": 2}),
@@ -162,17 +188,38 @@ def sets() -> list[list[str]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", sets(), ids=lambda names: f"{len(names)} from {names[0]}")
 def test_a_run_gives_what_it_gives_under_gloo(names: Sequence[str], tmp_path: Path) -> None:
-    for index, name in enumerate(names):
-        CASES[name].save(tmp_path / f"{index}.json")
-    for of_rank in run_ranks(trained, CASES[names[0]].num_ranks, str(tmp_path), names, timeout=300):
-        under_gloo, under_nccl = of_rank
+    check(names, tmp_path)
+
+
+def check(names: Sequence[str], folder: Path, change: Change | None = None) -> None:
+    size = write_plans(names, folder)
+    for under_gloo, under_nccl in run_ranks(
+        trained, size, str(folder), names, ("gloo", BACKEND), change, timeout=300
+    ):
         assert under_nccl == under_gloo
 
 
-def trained(rank: int, size: int, folder: str, names: Sequence[str]) -> list[dict[str, list[float]]]:
-    """Losses and gradient norms of each case, under gloo and then under the simulated NCCL."""
+def write_plans(names: Sequence[str], folder: Path) -> int:
+    """Those of cases, by their place in `names`. Returns the number of ranks, which is the same for all."""
+    for index, name in enumerate(names):
+        CASES[name].save(folder / f"{index}.json")
+    (size,) = {CASES[name].num_ranks for name in names}
+    return size
+
+
+def trained(
+    rank: int,
+    size: int,
+    folder: str,
+    names: Sequence[str],
+    backends: Sequence[str],
+    change: Change | None = None,
+) -> list[dict[str, list[float]]]:
+    """Losses and gradient norms of each case, under one backend after the other, of the product as `change` leaves it."""
+    if change is not None:
+        change()
     results = []
-    for backend in ("gloo", BACKEND):
+    for backend in backends:
         with joined(backend, rank, size):
             results.append(
                 {
@@ -218,15 +265,12 @@ def of_case(case: Case, path: Path, checkpoints: Path) -> list[float]:
     import torch.distributed as dist
 
     from stagewright.execution.checkpoint import restore, save
-    from stagewright.execution.evaluation import Evaluator
     from stagewright.execution.handover import give, take
 
     session = new_session(load_plan(path))
     results = figures(session, *range(NUM_STEPS))
-    if case.evaluates:
-        batches = [session.microbatches(step, session.graph) for step in (7, 8)]
-        results.append(Evaluator(session).run(batches).loss)
-        results += figures(session, NUM_STEPS)
+    if case.between is not None:
+        results += case.between(session) + figures(session, NUM_STEPS)
     if case.then is not None:
         taken = None if case.through_files else take(session)
         if taken is None:
@@ -241,3 +285,149 @@ def of_case(case: Case, path: Path, checkpoints: Path) -> list[float]:
         results += figures(session, NUM_STEPS)
     session.close()
     return results
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def all_lanes_of_a_kind_are_shared() -> None:
+    from stagewright.execution.mesh import Groups
+
+    Groups.lane = lambda groups, lane: groups.lanes[lane.kind, True]  # type: ignore[method-assign]
+
+
+def nothing_is_connected_before() -> None:
+    from stagewright.execution.mesh import Groups
+
+    Groups.connect = lambda *_: None  # type: ignore[method-assign]
+
+
+def a_receive_is_swapped() -> None:
+    """The second receive of values is posted before the first."""
+    from stagewright.execution.rank_runner import RankRunner
+    from stagewright.schedule.action import Kind
+
+    follow = RankRunner.follow
+
+    def swapped(runner: RankRunner, program: Program) -> None:
+        ranks = [list(actions) for actions in program.ranks]
+        first, second = [action for action in ranks[1] if action.kind is Kind.RECV_F][:2]
+        ranks[1].remove(second)
+        ranks[1].insert(ranks[1].index(first), second)
+        follow(runner, program.with_ranks(ranks))
+
+    RankRunner.follow = swapped  # type: ignore[method-assign]
+
+
+def groups_are_destroyed_in_another_order() -> None:
+    import torch.distributed as dist
+
+    from stagewright.execution.collectives import ProcessGroups
+
+    destroy = ProcessGroups.destroy
+
+    def reversed_on_one(groups: ProcessGroups) -> None:
+        if dist.get_rank() == 1:
+            groups._own.reverse()
+        destroy(groups)
+
+    ProcessGroups.destroy = reversed_on_one  # type: ignore[method-assign]
+
+
+def passes_wait_for_the_device() -> None:
+    """As the first use of a kernel and memory from the driver may."""
+    from stagewright.execution.rank_runner import RankRunner
+    from stagewright.schedule.action import COMPUTE
+
+    act = RankRunner._act
+
+    def waiting(runner: RankRunner, action: Any, *others: Any) -> None:
+        if action.kind in COMPUTE:
+            synchronize_device()
+        act(runner, action, *others)
+
+    RankRunner._act = waiting  # type: ignore[method-assign]
+
+
+def passes_wait_for_receives_ahead() -> None:
+    from stagewright.execution import session
+
+    session.receives_ahead = lambda _: 1
+    passes_wait_for_the_device()
+
+
+FAULTS: list[tuple[Change, str, str]] = [
+    (all_lanes_of_a_kind_are_shared, "zb-v", r"no rank goes on: rank 0 waits for receive"),
+    (nothing_is_connected_before, "dualpipe-v on 4", r"no rank goes on: rank 0 creates the communicator"),
+    (a_receive_is_swapped, "gpipe", r"order mismatch: it met a (send|receive) of 2048 bytes"),
+    (
+        groups_are_destroyed_in_another_order,
+        "1f1b",
+        r"rank 0 destroys group (\d+) .*; rank 1 destroys group (?!\1)",
+    ),
+    (passes_wait_for_receives_ahead, "1f1b", r"waits for the whole device, which is at receive"),
+]
+"""What is changed in the product, the case that is run then, and what is said."""
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_fault_of_the_product_is_said(change: Change, name: str, text: str, tmp_path: Path) -> None:
+    size = write_plans([name], tmp_path)
+    ends = watch_ranks(trained, size, str(tmp_path), [name], (BACKEND,), change, grace=10.0)
+    details = [end.detail for end in ends if isinstance(end, Failed)]
+    assert len(details) == size and any(re.search(text, detail) for detail in details), details
+
+
+def test_passes_may_wait_for_the_device(tmp_path: Path) -> None:
+    """Receives are posted when nothing but they can be next, so no wait for the whole device closes a circle."""
+    check(
+        ["1f1b", "interleaved", "zb-h1", "zb-v", "v-min", "dualpipe-v", "joint"],
+        tmp_path,
+        passes_wait_for_the_device,
+    )
+
+
+# -- a whole run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_gives_what_it_gives_under_gloo(tmp_path: Path) -> None:
+    """Text, held-out data, another plan in the middle, a checkpoint, and another run that goes on from it."""
+    (tmp_path / "text.txt").write_bytes(bytes(range(96)) * 5)
+    for name, options in (("first", {}), ("second", {"schedule": "interleaved-1f1b", "num_chunks": 2})):
+        make_plan(tmp_path / f"{name}.json", overrides=dict(SMALL_LLAMA), sequence_length=16, **options)
+    under_gloo, under_nccl = (
+        run_ranks(through_trainer, 2, str(tmp_path), backend, timeout=120) for backend in ("gloo", BACKEND)
+    )
+    assert under_nccl == under_gloo
+
+
+def through_trainer(rank: int, size: int, folder: str, backend: str) -> list[float]:
+    import os
+
+    from stagewright.execution import collectives
+    from stagewright.execution.trainer import Trainer
+
+    register()
+    collectives.backend_of = lambda kind: backend
+    text, out = Path(folder, "text.txt"), Path(folder, backend)
+    options: dict[str, Any] = {
+        "held_out": text,
+        "device": "cpu",
+        "random_weights": True,
+        "checkpoint": out / "kept",
+    }
+    first, second = (load_plan(Path(folder, f"{name}.json")) for name in ("first", "second"))
+    results = []
+    with Trainer(first, text, out=out / "first", **options) as trainer:
+        for plan in (first, second):
+            if plan is second:
+                trainer.adopt(plan)
+            result = trainer.step()
+            results += [result.loss, result.gradient_norm, trainer.evaluate().loss]
+        trainer.save()
+        results += [float(tensor.double().sum()) for _, tensor in sorted(trainer.weights().items())]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # as a launcher does, so that the ranks meet anew
+    record = Trainer(second, text, out=out / "second", resume=True, evaluate_every=1, **options).fit()
+    return results if record is None else [*results, *record.losses]
