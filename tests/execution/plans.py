@@ -20,6 +20,7 @@ from stagewright.planning.plan import (
 )
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.prediction.sharding import sharded_program
+from stagewright.schedule import Program
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.subdivide import subdivided
@@ -63,15 +64,18 @@ def make_plan(
     num_units: int = 1,
     options: Mapping[str, object] | None = None,
     lora: Lora | None = None,
+    program: Program | None = None,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
     `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch. Each
-    stage of the schedule is divided into `num_units`.
+    stage of the schedule is divided into `num_units`. A `program` stands in for schedule, ranks and microbatches.
     `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved), ``reruns`` (runs operators again in the
     backwards of others, whatever that is good for) or ``offload``. `options` are further keys of the job.
     """
     overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
+    if program is not None:
+        schedule, pp, num_microbatches = "custom", program.num_ranks, program.num_microbatches
     keys: dict[str, object] = {
         "global_batch": num_microbatches * microbatch_size * dp,
         "sequence_length": sequence_length,
@@ -87,7 +91,7 @@ def make_plan(
     reference = resolve(model, overrides).adapted(lora)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)
-    whole = build_schedule(schedule, pp, num_microbatches, num_chunks)
+    whole = program or build_schedule(schedule, pp, num_microbatches, num_chunks)
     program = subdivided(whole, (num_units,) * whole.num_stages)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]

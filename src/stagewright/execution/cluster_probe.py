@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
 from stagewright.execution.accelerator import num_devices
-from stagewright.execution.collectives import ProcessGroups, exchange
+from stagewright.execution.collectives import ProcessGroups, backend_of, exchange
 from stagewright.execution.device import local_device
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.probe_description import describe, source_text
@@ -57,7 +57,7 @@ def joined(device: str, time_limit_s: float) -> Iterator[torch.device]:
             + (", or cuda where there is one" * (device != "cpu"))
         )
     target = local_device(device)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=time_limit_s))
+    dist.init_process_group(backend_of(device), timeout=timedelta(seconds=time_limit_s))
     try:
         yield target
         dist.barrier()

@@ -208,9 +208,15 @@ def _lane_options() -> Any:
     return options
 
 
+def _document_device() -> torch.device:
+    """The device of tensors that the default group takes: the host if it takes those, whatever its backend is called."""
+    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
 def from_first(text: str | None) -> str:
     """The text that the first rank gives; every rank must call this, the others with None."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _document_device()
     own = (
         torch.frombuffer(bytearray((text or "").encode()), dtype=torch.uint8)
         if text
@@ -225,7 +231,7 @@ def from_first(text: str | None) -> str:
 
 def exchange(document: Any) -> list[Any]:
     """Every rank's JSON document, in the order of ranks, which all must call this: what arrives is data and never code."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = _document_device()
     own = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=device))
