@@ -27,7 +27,7 @@ from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
-from stagewright.execution.loading import StoredAdapters, StoredWeights, part_of, starting_tensors
+from stagewright.execution.loading import StartingTensors, StoredAdapters, StoredWeights, part_of
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
@@ -171,13 +171,12 @@ class Session:
         if reference.lora is not None and reference.lora.folder is not None and not random_weights:
             adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        starting = starting_tensors(model, own, stored, self.part, adapters)
+        starting = StartingTensors(model, own, stored, self.part, adapters)
         self.weights = Weights(own, starting, device, accumulate, mine)
-        del starting
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
-        del model, stored, adapters
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
-        self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
+        self.shards = Shards(mine, self.weights, self.groups.replicas, starting, reduce_dtype)
+        del starting, model, stored, adapters
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
