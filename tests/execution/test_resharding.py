@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nccl_simulation
 import numpy as np
 import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA
@@ -253,7 +254,7 @@ def adopt(rank: int, num_ranks: int, folder: str, names: list[str]) -> list[floa
 
 @pytest.mark.multiprocess
 def test_state_moves_in_chunks(tmp_path: Path) -> None:
-    """The very numbers, from plan to plan; no rank has more in transit than a chunk each way."""
+    """The very numbers, from plan to plan; no rank has more in transit than a chunk each way. Under NCCL's rules."""
     names = ("pp2-zero1", "half-shards", "pp2-tp2", "pp2-zero1")
     for name in {*names}:
         way = {"pp": 1, "dp": 1, **WAYS[name]}
@@ -304,7 +305,8 @@ def hand_over(
                 super().between(other)
 
     handover._Moving = Metered  # type: ignore[misc]
-    dist.init_process_group("gloo")
+    nccl_simulation.register()
+    dist.init_process_group(nccl_simulation.BACKEND)
     session = new_session(f"{folder}/{names[0]}.json")
     session.train_step(0)
     states = []
