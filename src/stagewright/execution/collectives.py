@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.estimation.communicators import LANE_CTAS
 from stagewright.tracing.private import num_holders
 
 # torch 2.13 renamed both; the old names stay, with a warning.
@@ -31,10 +32,6 @@ class Traffic:
     num_copy_sums: int = 0
     copy_sum_bytes: int = 0
 
-
-LANE_CTAS = 4
-"""Thread blocks, each on a multiprocessor of its own, that NCCL may use for one lane. Unlimited, a large message takes up
-to 32 of an H100's 132 multiprocessors from what computes meanwhile."""
 
 _LETTING_GO_S = 1.0
 """For a backend to let go of tensors whose collective is over; beyond, who waits goes on all the same."""

@@ -140,12 +140,17 @@ class Session:
             check_lanes(lowered, stage_edges(self.stages))
         rank = self.mesh.pipeline_rank
         self.watch("creating process groups")
+        accelerator = accelerator_of(device)
+        free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
         self.groups = Groups.of(self.mesh)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE), self.groups.all)
         tied.count_elsewhere(self._counted_elsewhere())
         self._tied = tied
         # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
         self.groups.connect(lanes, rank, device, self.watch)
+        self._communicator_bytes: int | None = None
+        if accelerator.counts_bytes:
+            self._communicator_bytes = max(0, free_before - accelerator.free_and_total_bytes()[0])
         report("building the weights of this rank")
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -524,6 +529,7 @@ class Session:
             allocated_peak_bytes=self.metering.peak_bytes,
             peak_of_length=self.metering.peak_of_length if self.plan.job.sequence_lengths else {},
             reserved_peak_bytes=self.metering.reserved_bytes,
+            communicator_bytes=self._communicator_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
             sent_bytes=self.lengths.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
