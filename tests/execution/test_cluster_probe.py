@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import nccl_simulation
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +44,39 @@ def test_without_a_launcher_the_probe_says_how_to_start_it(monkeypatch: pytest.M
     monkeypatch.delenv("RANK", raising=False)
     result = CliRunner().invoke(app, ["probe", "--cluster"])
     assert result.exit_code != 0 and "torchrun" in result.stderr
+
+
+@pytest.mark.multiprocess
+def test_links_are_measured_over_a_communicator_at_a_time() -> None:
+    """Under NCCL's rules: each pair has one, both of whose directions are connected before anything is timed, and which is
+    gone before the next pair's."""
+    for rank, (peers, num_groups) in enumerate(run_ranks(measure_in_order, 3, timeout=90)):
+        assert peers == [other for other in range(3) if other != rank]
+        assert num_groups == {2}  # with the default group
+
+
+def measure_in_order(rank: int, num_ranks: int) -> tuple[list[int], set[int]]:
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution import links
+
+    num_groups: set[int] = set()
+    round_trip = links._round_trip
+
+    def counting(buffer: torch.Tensor, receiver: int, group: dist.ProcessGroup | None) -> float:
+        if buffer.numel() == links.MESSAGE_BYTES[0]:
+            num_groups.add(len(dist.distributed_c10d._world.pg_map))
+        return round_trip(buffer, receiver, group)
+
+    links._round_trip = counting
+    links._MOST_REPEATS, links.MESSAGE_BYTES = 3, (4, 256, 1024)
+    nccl_simulation.register()
+    dist.init_process_group(nccl_simulation.BACKEND)
+    curves = links.measure_links([[0, 1], [2]], torch.device("cpu"), 0.001)
+    assert all(curve.sender == rank and len(curve.points) == 3 for curve in curves)
+    dist.destroy_process_group()
+    return sorted(curve.receiver for curve in curves), num_groups
 
 
 HOSTS, RATE, SLOW_RATE = 3, 400e6 / 8, 80e6 / 8

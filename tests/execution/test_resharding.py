@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nccl_simulation
 import numpy as np
 import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA
@@ -249,3 +250,72 @@ def adopt(rank: int, num_ranks: int, folder: str, names: list[str]) -> list[floa
             result = trainer.step()
             found += [result.loss, result.gradient_norm]
     return found
+
+
+@pytest.mark.multiprocess
+def test_state_moves_in_chunks(tmp_path: Path) -> None:
+    """The very numbers, from plan to plan; no rank has more in transit than a chunk each way. Under NCCL's rules."""
+    names = ("pp2-zero1", "half-shards", "pp2-tp2", "pp2-zero1")
+    for name in {*names}:
+        way = {"pp": 1, "dp": 1, **WAYS[name]}
+        llama(tmp_path / f"{name}.json", num_microbatches=MICROBATCHES // way["dp"], **way)
+    sizes = [2000, 256, 1 << 20]
+    of_ranks = run_ranks(hand_over, 4, str(tmp_path), names, sizes, timeout=200)
+    for _, in_transit in of_ranks:
+        assert all(0 < most <= 2 * chunk_bytes for most, chunk_bytes in zip(in_transit, sizes, strict=True))
+    states = [_whole([region for states, _ in of_ranks for region in states[number]]) for number in range(4)]
+    assert len(states[0]) > 100 and all(state.keys() == states[0].keys() for state in states)
+    for state in states[1:]:
+        assert all(np.array_equal(state[name], array) for name, array in states[0].items())
+
+
+def _whole(regions: list[tuple[str, Region, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Tensors of the whole model by name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, region, _ in regions:
+        stop = Region.whole(tuple(map(sum, zip(region.start, region.shape, strict=True)))).shape
+        shapes[name] = tuple(map(max, stop, shapes.get(name, stop)))
+    arrays = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    for name, region, numbers in regions:
+        arrays[name][region.within(Region.whole(shapes[name]))] = numbers
+    return arrays
+
+
+def hand_over(
+    rank: int, num_ranks: int, folder: str, names: list[str], sizes: list[int]
+) -> tuple[list[list[tuple[str, Region, np.ndarray]]], list[int]]:
+    """What this rank stands for under each plan, after a step under the first, and the most bytes in transit on each way."""
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution import handover
+    from stagewright.execution.metering import StorageMeter
+
+    meters: list[StorageMeter] = []
+
+    class Metered(handover._Moving):
+        def __init__(self, device: torch.device, rank: int, taken: handover.Taken, *others: Any) -> None:
+            lasting = [tensor for _, _, tensor in taken.regions.values()]
+            meters.append(StorageMeter(elsewhere=[*lasting, *others[1]]))
+            with meters[-1]:
+                super().__init__(device, rank, taken, *others)
+
+        def between(self, other: int) -> None:
+            with meters[-1]:
+                super().between(other)
+
+    handover._Moving = Metered  # type: ignore[misc]
+    nccl_simulation.register()
+    dist.init_process_group(nccl_simulation.BACKEND)
+    session = new_session(f"{folder}/{names[0]}.json")
+    session.train_step(0)
+    states = []
+    for name, chunk_bytes in [*zip(names[1:], sizes, strict=True), (None, 0)]:
+        taken = handover.take(session)
+        states.append([(own, region, tensor.numpy()) for own, region, tensor in taken.regions.values()])
+        session.close()
+        if name is not None:
+            session = new_session(f"{folder}/{name}.json")
+            handover.give(session, taken, chunk_bytes)
+    dist.destroy_process_group()
+    return states, [meter.peak_bytes for meter in meters]

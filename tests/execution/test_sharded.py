@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
 from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, expected_traffic, predicted, train
 
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
+from stagewright.execution.collectives import Replicas
+from stagewright.execution.loading import StartingTensors
+from stagewright.execution.metering import StorageMeter
+from stagewright.execution.shards import Shards
+from stagewright.execution.weights import Weights
+from stagewright.graph.carving import carve
+from stagewright.graph.flat import flats
+from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import load_plan
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve
-
-pytestmark = pytest.mark.multiprocess
 
 TOLERANCE = 1e-12
 
@@ -44,6 +55,7 @@ def check_memory(cell: Cell, ranks: Sequence[Outcome], folder: Path) -> None:
         assert outcome.peak_bytes == pytest.approx(wanted[rank // cell.dp], rel=0.01), f"{cell}, rank {rank}"
 
 
+@pytest.mark.multiprocess
 def test_replicas_of_a_whole_model(tmp_path: Path) -> None:
     cells = [Cell(sharding=level, pp=1, overrides=SMALL_LLAMA) for level in (0, 1, 2, 3)]
     found = outcomes(cells, tmp_path)
@@ -53,6 +65,7 @@ def test_replicas_of_a_whole_model(tmp_path: Path) -> None:
         assert ranks[0].losses == pytest.approx(found[cells[0]][0].losses, rel=1e-12)
 
 
+@pytest.mark.multiprocess
 def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
     cells = [
         Cell(schedule="1f1b", sharding=1, overrides=SMALL_LLAMA),
@@ -64,6 +77,7 @@ def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
         check_memory(cell, ranks, tmp_path)
 
 
+@pytest.mark.multiprocess
 def test_stages_gathered_and_reduced_in_units(tmp_path: Path) -> None:
     """Of one rank and of two, with split backwards, tied parameters, recomputation and offloading."""
     alone = [
@@ -87,6 +101,7 @@ def test_stages_gathered_and_reduced_in_units(tmp_path: Path) -> None:
             assert [outcome.traffic for outcome in ranks] == [one for one in traffic for _ in range(cell.dp)]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("zero", [2, 3])
 def test_planned_units_take_what_was_planned(zero: int, tmp_path: Path) -> None:
     """A plan of the planner's own, in five units: plain losses, and the very bytes that it predicts."""
@@ -104,6 +119,7 @@ def test_planned_units_take_what_was_planned(zero: int, tmp_path: Path) -> None:
         assert outcome[0].peak_bytes == wanted
 
 
+@pytest.mark.multiprocess
 def test_sharing_out_within_groups_of_copies(tmp_path: Path) -> None:
     """Two groups of two replicas each; depth-first order sums within a group several times, over the copies once."""
     cells = [
@@ -122,3 +138,46 @@ def test_sharing_out_within_groups_of_copies(tmp_path: Path) -> None:
             assert traffic["num_copy_sums"] > 0
             assert all(outcome.traffic == traffic for outcome in ranks)
     assert all(0 < max(ranks.gradients.values()) < 0.05 for ranks in found[in_bf16])
+
+
+class DeviceMeter(StorageMeter):
+    """Counts live bytes of storages on one type of device; those of fake tensors, which are on another, are on none."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        super().__init__()
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == tensor.untyped_storage().device.type == self.device_type:
+            super()._count(tensor)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_start_takes_no_more_of_the_device_than_stays_there(level: int) -> None:
+    """And of the host one flat buffer at a time where parameters are sharded, one parameter where they are not. The device
+    is torch's meta device, whose tensors have sizes and no contents."""
+    reference = resolve("tiny-llama", dict(SMALL_LLAMA))
+    graph = trace(reference, 1, 16)
+    num_operators = len(graph.body)
+    stages = carve(graph, [num_operators // 3, 2 * num_operators // 3])
+    layout = flats(stages, [level] * len(stages), num_shards=4)
+    sizes = [flat.num_elements * ITEM_BYTES[flat.dtype] for flat in layout]
+    parameters = [
+        meta for stage in stages for meta in (stage.value(value).meta for value in stage.parameters)
+    ]
+    whole_bytes = sum(meta.storage_bytes for meta in parameters)
+    largest = max(meta.storage_bytes for meta in parameters)
+    starting = StartingTensors(DeferredModel(reference, 1, 16), stages)
+    no_group = cast(dist.ProcessGroup, None)
+    replicas = Replicas(1, 4, no_group, no_group)
+    with DeviceMeter("meta") as on_device, DeviceMeter("cpu") as on_host:
+        weights = Weights(stages, starting, torch.device("meta"), None, layout)
+        shards = Shards(layout, weights, replicas, starting)
+    stays = {
+        t.untyped_storage()
+        for t in (*weights.tensors.values(), *weights.gradients.values(), *shards.tensors())
+    }
+    resident = sum(storage.nbytes() for storage in stays)
+    assert on_device.peak_bytes == on_device.live_bytes == resident
+    assert (resident < whole_bytes / 3) == (level == 3)
+    assert on_host.peak_bytes <= 2 * largest + (max(sizes) if level == 3 else 0) < whole_bytes

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from stagewright.cli.app import app
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.loading import StoredWeights, starting_tensors
+from stagewright.execution.loading import StartingTensors, StoredWeights
 from stagewright.execution.quantised import refuse_quantised
 from stagewright.execution.weight_files import INDEX, WeightFiles, check_weights
 from stagewright.graph.carving import carve
@@ -84,9 +84,8 @@ def starting(folder: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
     assert reference.weights is not None
     model = DeferredModel(reference, 1, 8, dtype)
     stages = carve(trace(reference, 1, 8, dtype), [])
-    return starting_tensors(
-        model, stages, StoredWeights(reference.weights, model.module, reference.config or {})
-    )
+    stored = StoredWeights(reference.weights, model.module, reference.config or {})
+    return dict(StartingTensors(model, stages, stored))
 
 
 def refused(folder: Path, match: str) -> None:

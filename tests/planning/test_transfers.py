@@ -142,7 +142,11 @@ def test_a_receiver_waits_for_what_it_could_use() -> None:
     sent = TransferCosts(
         source=0, target=1, value_bytes=1, gradient_bytes=1, value_seconds=10.0, gradient_seconds=20.0
     )
-    passes = {"forward_seconds": (1.0, 1.0), "input_grad_seconds": (1.0, 1.0), "weight_grad_seconds": (1.0, 1.0)}
+    passes = {
+        "forward_seconds": (1.0, 1.0),
+        "input_grad_seconds": (1.0, 1.0),
+        "weight_grad_seconds": (1.0, 1.0),
+    }
     costs = StepCosts(**passes, backward_seconds=(2.0, 2.0), transfers=(sent,), receivers_wait=True)
     program = build("1f1b", 2, 2)  # 0F0 0F1 0B0 0B1 and 1F0 1B0 1F1 1B1
     timeline = simulated(program, costs)

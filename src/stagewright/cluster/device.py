@@ -114,6 +114,10 @@ class PerPrecisionFraction(PerPrecision):
     fp8: Fraction | None = None
 
 
+_COMMUNICATORS_SHARE = 0.75
+"""Of a device's reserve, that communicators may take before a plan is left less."""
+
+
 class Device(SourcedModel):
     """What one rank computes on. SI units; peaks are dense (no structured sparsity) and per device.
 
@@ -216,6 +220,12 @@ class Device(SourcedModel):
     def usable_bytes(self) -> int:
         """What a plan may let the allocator reserve: memory without the context and the reserve."""
         return int(self.memory_bytes * (1 - self.reserve_fraction)) - self.context_bytes
+
+    def usable_beside(self, communicator_bytes: int) -> int:
+        """The same where communicators take so many bytes: of the reserve, of which a part stays, and what is more than that
+        of the rest."""
+        in_reserve = int(_COMMUNICATORS_SHARE * self.reserve_fraction * self.memory_bytes)
+        return self.usable_bytes - max(0, communicator_bytes - in_reserve)
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s of large matrix products in `dtype`; raises `InputError` where the device lacks it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.execution.clock import synchronize
-from stagewright.execution.collectives import all_gather, reduce_scatter
+from stagewright.execution.collectives import all_gather, is_ordered, reduce_scatter
 from stagewright.execution.probe_measurements import linear_fit, seconds_together
 from stagewright.units import KIB, MIB
 
@@ -90,69 +91,99 @@ def measure_links(
     progress: Progress = lambda what, fraction: None,
 ) -> list[LinkCurve]:
     """The curves from this rank to every other, after all ranks have measured all pairs, both directions of each in turn."""
-    rank, found = dist.get_rank(), []
+    rank, curves = dist.get_rank(), []
     plan = rounds(nodes)
     for number, pairs in enumerate(plan):
         progress("links", number / len(plan))
         dist.barrier()
-        for a, b in pairs:
-            for sender, receiver in ((a, b), (b, a)):
-                if rank == sender:
-                    found.append(LinkCurve(sender, receiver, _send_all(receiver, device, seconds_per_size)))
-                elif rank == receiver:
-                    _receive_all(sender, device)
-    return found
+        for pair in pairs:
+            if rank not in pair:
+                continue
+            with _connected(pair, device) as group:
+                for sender, receiver in (pair, pair[::-1]):
+                    if rank == sender:
+                        points = _send_all(receiver, group, device, seconds_per_size)
+                        curves.append(LinkCurve(sender, receiver, points))
+                    else:
+                        _receive_all(sender, group, device)
+    return curves
 
 
-def _send_all(receiver: int, device: torch.device, box_s: float) -> tuple[tuple[float, float], ...]:
+@contextmanager
+def _connected(pair: Pair, device: torch.device) -> Iterator[dist.ProcessGroup | None]:
+    """Inside, the ranks of `pair` have exchanged a message each way, so that no later one waits for a connection.
+
+    Where messages match by order, they have a group of their own, which is destroyed at the end: NCCL creates a communicator
+    for each pair of ranks in a group, in 0.1 to 0.3 s, and one takes tens of MiB of both devices. With 64 ranks that is 63
+    of them on each, of which there is one at a time.
+    """
+    group = None
+    if is_ordered():
+        # Without the others: they would all wait for each other at each of the pairs.
+        created = dist.new_group(list(pair), use_local_synchronization=True)
+        group = created if isinstance(created, dist.ProcessGroup) else None
+    empty = torch.zeros(1, dtype=torch.uint8, device=device)
+    if dist.get_rank() == pair[0]:
+        _round_trip(empty, pair[1], group)
+    else:
+        _answer(empty, torch.zeros_like(empty), pair[0], group)
+    yield group
+    if group is not None:
+        synchronize(device)
+        dist.destroy_process_group(group)
+
+
+def _send_all(
+    receiver: int, group: dist.ProcessGroup | None, device: torch.device, box_s: float
+) -> tuple[tuple[float, float], ...]:
     """Messages of growing size to `receiver`, which is told how many will follow."""
     points: list[tuple[float, float]] = []
     for size in MESSAGE_BYTES:
         go = len(points) <= _FITTED or points[-1][1] < _LONGEST_S
-        _tell(receiver, int(go), device)
+        _tell(receiver, int(go), group, device)
         if not go:
             break
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        first = _round_trip(buffer, receiver)
+        first = _round_trip(buffer, receiver, group)
         repeats = 0 if first > _LONGEST_S else max(3, min(_MOST_REPEATS, int(box_s / first)))
-        _tell(receiver, repeats, device)
-        samples = [_round_trip(buffer, receiver) for _ in range(repeats)] or [first]
+        _tell(receiver, repeats, group, device)
+        samples = [_round_trip(buffer, receiver, group) for _ in range(repeats)] or [first]
         points.append((float(size), _quick(samples)))
     return tuple(points)
 
 
-def _receive_all(sender: int, device: torch.device) -> None:
+def _receive_all(sender: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
     answer = torch.zeros(1, dtype=torch.uint8, device=device)
     for size in MESSAGE_BYTES:
-        if not _told(sender, device):
+        if not _told(sender, group, device):
             return
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        _answer(buffer, answer, sender)
-        for _ in range(_told(sender, device)):
-            _answer(buffer, answer, sender)
+        _answer(buffer, answer, sender, group)
+        for _ in range(_told(sender, group, device)):
+            _answer(buffer, answer, sender, group)
 
 
-def _tell(receiver: int, number: int, device: torch.device) -> None:
-    dist.send(torch.tensor([number], device=device), receiver)
+def _tell(receiver: int, number: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    dist.send(torch.tensor([number], device=device), receiver, group)
 
 
-def _told(sender: int, device: torch.device) -> int:
+def _told(sender: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
     number = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(number, sender)
+    dist.recv(number, sender, group)
     return int(number)
 
 
-def _answer(buffer: torch.Tensor, answer: torch.Tensor, sender: int) -> None:
-    dist.recv(buffer, sender)
-    dist.send(answer, sender)
+def _answer(buffer: torch.Tensor, answer: torch.Tensor, sender: int, group: dist.ProcessGroup | None) -> None:
+    dist.recv(buffer, sender, group)
+    dist.send(answer, sender, group)
 
 
-def _round_trip(buffer: torch.Tensor, receiver: int) -> float:
+def _round_trip(buffer: torch.Tensor, receiver: int, group: dist.ProcessGroup | None) -> float:
     answer = torch.empty(1, dtype=torch.uint8, device=buffer.device)
     synchronize(buffer.device)
     start = time.perf_counter()
-    dist.send(buffer, receiver)
-    dist.recv(answer, receiver)
+    dist.send(buffer, receiver, group)
+    dist.recv(answer, receiver, group)
     synchronize(buffer.device)
     return time.perf_counter() - start
 

@@ -6,7 +6,7 @@ Source: of quantised weights, ``Fp8Dequantize`` and ``convert_moe_packed_tensors
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,53 @@ from stagewright.tracing.models.adapter_names import base_name, is_adapter, peft
 from stagewright.tracing.models.build import DeferredModel
 
 
-def starting_tensors(
-    model: DeferredModel,
-    stages: Sequence[Stage],
-    stored: StoredWeights | None = None,
-    part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
-    adapters: StoredAdapters | None = None,
-) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name: as they are `stored`, those of `adapters` as these are, or from the seed
-    where nothing is.
+class StartingTensors(Mapping[str, torch.Tensor]):
+    """Parameters, buffers and constants of `stages` by name, on the host: as they are `stored`, those of `adapters` as these
+    are, or from the seed where nothing is.
 
-    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
-    where a parameter is in none of the files, or cannot be read."""
-    parameters = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.parameters)
-    buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
+    A parameter is read or drawn when it is asked for, anew each time, and not kept: a stage may be larger than the host or
+    the device. Nothing else of the model is made.
 
-    def whole(name: str) -> torch.Tensor:
-        source = adapters if is_adapter(name) else stored
-        return model.tensors((name,))[name] if source is None else source.read(name)
+    Args:
+        part: ``part(name, whole)`` is what this rank keeps of a parameter.
 
-    # One by one, because a whole one may be many times a part.
-    found = {name: part(name, whole(name)) for name in parameters}
-    kept = {} if stored is None else stored.lasting(buffers)
-    return {
-        **found,
-        **model.tensors(name for name in buffers if name not in kept),
-        **kept,
-        **_constants(stages),
-    }
+    Raises:
+        InputError: when a parameter is asked for that is in none of the files, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: DeferredModel,
+        stages: Sequence[Stage],
+        stored: StoredWeights | None = None,
+        part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
+        adapters: StoredAdapters | None = None,
+    ) -> None:
+        self._model, self._stored, self._part, self._adapters = model, stored, part, adapters
+        self._parameters = dict.fromkeys(
+            stage.value(value).name for stage in stages for value in stage.parameters
+        )
+        buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
+        kept = {} if stored is None else stored.lasting(buffers)
+        drawn = model.tensors(name for name in buffers if name not in kept)
+        self._others = {**drawn, **kept, **_constants(stages)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._parameters:
+            return self._others[name]
+        source = self._adapters if is_adapter(name) else self._stored
+        whole = self._model.tensors((name,))[name] if source is None else source.read(name)
+        return self._part(name, whole)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters or name in self._others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parameters
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._parameters) + len(self._others)
 
 
 def unused_tensors(

@@ -22,7 +22,7 @@ from stagewright.estimation.signatures import signature_of
 from stagewright.execution.accelerator import Event, accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.data.synthetic import SyntheticBatches
-from stagewright.execution.loading import starting_tensors
+from stagewright.execution.loading import StartingTensors
 from stagewright.execution.probe import Progress, Request, checked, run_workers
 from stagewright.execution.probe_description import processor_name
 from stagewright.execution.probe_operators import Marks, Pass, faster_half, undelayed
@@ -169,7 +169,7 @@ class _Passes:
         (self._stage,) = carve(graph, [])
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
         wide = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        weights = Weights([self._stage], starting_tensors(model, [self._stage]), device, wide)
+        weights = Weights([self._stage], StartingTensors(model, [self._stage]), device, wide)
         batch = SyntheticBatches(model.inputs, job.seed).microbatch(0, 0, graph)
         self._inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         self._device, self._marks = device, Marks() if device.type == "cpu" else _Events(device)

@@ -43,6 +43,9 @@ class RankRecord(StrictModel):
     peak_of_length: dict[int, Bytes] = Field(default_factory=dict)
     """The same by tokens per sample, where there are several lengths."""
     reserved_peak_bytes: Bytes | None = None
+    communicator_bytes: Bytes | None = None
+    """That creating and connecting the communicators of transfers and collectives took of the device; None on CPUs. The one
+    of all ranks, which exists before, is not in it."""
     busy_seconds: Seconds
     """Of computations; without waiting, transfers and the optimizer."""
     sent_bytes: Bytes

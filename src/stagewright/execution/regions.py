@@ -54,6 +54,24 @@ class Region:
         inside = zip(self.start, outer.start, self.shape, strict=True)
         return tuple(slice(own - first, own - first + size) for own, first, size in inside)
 
+    def pieces(self, most_elements: int) -> Iterator[Region]:
+        """Boxes of at most so many elements that are together this one.
+
+        >>> [piece.shape for piece in Region((0, 0), (5, 4)).pieces(8)]
+        [(2, 4), (2, 4), (1, 4)]
+        >>> [piece.start for piece in Region((7, 0), (2, 4)).pieces(3)]
+        [(7, 0), (7, 3), (8, 0), (8, 3)]
+        """
+        if self.num_elements <= most_elements:
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.shape) if size > 1)
+        step = max(1, most_elements * self.shape[dim] // self.num_elements)
+        for first in range(0, self.shape[dim], step):
+            start, shape = list(self.start), list(self.shape)
+            start[dim], shape[dim] = start[dim] + first, min(step, shape[dim] - first)
+            yield from Region(tuple(start), tuple(shape)).pieces(most_elements)
+
 
 @dataclass(frozen=True)
 class Stretch:

@@ -27,7 +27,7 @@ from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
-from stagewright.execution.loading import StoredAdapters, StoredWeights, part_of, starting_tensors
+from stagewright.execution.loading import StartingTensors, StoredAdapters, StoredWeights, part_of
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
@@ -140,12 +140,17 @@ class Session:
             check_lanes(lowered, stage_edges(self.stages))
         rank = self.mesh.pipeline_rank
         self.watch("creating process groups")
+        accelerator = accelerator_of(device)
+        free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
         self.groups = Groups.of(self.mesh)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE), self.groups.all)
         tied.count_elsewhere(self._counted_elsewhere())
         self._tied = tied
         # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
         self.groups.connect(lanes, rank, device, self.watch)
+        self._communicator_bytes: int | None = None
+        if accelerator.counts_bytes:
+            self._communicator_bytes = max(0, free_before - accelerator.free_and_total_bytes()[0])
         report("building the weights of this rank")
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -171,13 +176,12 @@ class Session:
         if reference.lora is not None and reference.lora.folder is not None and not random_weights:
             adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        starting = starting_tensors(model, own, stored, self.part, adapters)
+        starting = StartingTensors(model, own, stored, self.part, adapters)
         self.weights = Weights(own, starting, device, accumulate, mine)
-        del starting
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
-        del model, stored, adapters
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
-        self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
+        self.shards = Shards(mine, self.weights, self.groups.replicas, starting, reduce_dtype)
+        del starting, model, stored, adapters
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
@@ -525,6 +529,7 @@ class Session:
             allocated_peak_bytes=self.metering.peak_bytes,
             peak_of_length=self.metering.peak_of_length if self.plan.job.sequence_lengths else {},
             reserved_peak_bytes=self.metering.reserved_bytes,
+            communicator_bytes=self._communicator_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
             sent_bytes=self.lengths.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),

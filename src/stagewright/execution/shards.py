@@ -7,26 +7,33 @@ When a buffer comes and goes is said by `stagewright.estimation.sharded`, from w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from stagewright.errors import RunError
 from stagewright.estimation.sharded import Moves, is_gathered
 from stagewright.execution.collectives import Pending, Replicas
-from stagewright.execution.weights import Weights
+from stagewright.execution.weights import Weights, starting_tensor
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, Flat
 from stagewright.tracing.arguments import DTYPES
 
 
 class FlatBuffer:
-    """One flat buffer of this rank; it takes its parameters over from `weights`.
+    """One flat buffer of this rank.
 
     Args:
+        starting: by name, on the host, what sharded parameters start from.
         reduce_dtype: in which gradients are summed over the replicas; None is that of the gradients.
     """
 
     def __init__(
-        self, flat: Flat, weights: Weights, replicas: Replicas, reduce_dtype: torch.dtype | None
+        self,
+        flat: Flat,
+        weights: Weights,
+        replicas: Replicas,
+        starting: Mapping[str, torch.Tensor],
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.flat = flat
         self.weights = weights
@@ -42,24 +49,25 @@ class FlatBuffer:
         self._gathering: Pending | None = None
         self._sums: dict[str, tuple[Pending, torch.Tensor]] = {}
         if flat.level >= OPTIMIZER:
-            self._take_parameters()
+            self._fill(starting)
         if flat.is_trained and flat.level < GRADIENTS:
             self.gradient = self.open()
             self.gradient_shard = self.gradient[self.part] if flat.level >= OPTIMIZER else None
 
-    def _take_parameters(self) -> None:
-        whole = self._zeros(self.dtype)
-        views = self._values(whole)
-        for value, view in views.items():
-            view.copy_(self.weights.tensors[value])
-        if self.flat.level < PARAMETERS:
+    def _fill(self, starting: Mapping[str, torch.Tensor]) -> None:
+        """Take the parameters from `starting` one by one; the device gets what stays there and no more."""
+        stays_whole = self.flat.level < PARAMETERS
+        device = self.weights.device if stays_whole else torch.device("cpu")
+        whole = torch.zeros(self.flat.num_elements, dtype=self.dtype, device=device)
+        for entry in self.flat.entries:
+            view = _view(whole, entry)
+            view.copy_(starting_tensor(starting, entry.name, entry.meta))
+            if stays_whole:
+                self.weights.put(entry.value, view)
+        if stays_whole:
             self.whole, self.shard = whole, whole[self.part]
-            for value, view in views.items():
-                self.weights.put(value, view)
-            return
-        self.shard = whole[self.part].clone()
-        for value in views:
-            self.weights.drop(value)
+        else:
+            self.shard = whole[self.part].to(self.weights.device, copy=True)
 
     def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.flat.num_elements, dtype=dtype, device=self.weights.device)
@@ -210,8 +218,9 @@ class Shards:
 
     Args:
         flats: those that its stages use; without any, nothing is sharded.
-        weights: the tensors of the rank, whole; what is sharded is taken out of them.
+        weights: the tensors of the rank, without the parameters that are sharded.
         replicas: None where there is one replica only.
+        starting: by name, on the host, what sharded parameters start from; each is asked for once.
         reduce_dtype: in which gradients are summed; None is that of the gradients.
     """
 
@@ -220,12 +229,15 @@ class Shards:
         flats: Sequence[Flat] = (),
         weights: Weights | None = None,
         replicas: Replicas | None = None,
+        starting: Mapping[str, torch.Tensor] = MappingProxyType({}),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.buffers: dict[Flat, FlatBuffer] = {}
         if weights is not None and replicas is not None:
-            self.buffers = {flat: FlatBuffer(flat, weights, replicas, reduce_dtype) for flat in self.flats}
+            self.buffers = {
+                flat: FlatBuffer(flat, weights, replicas, starting, reduce_dtype) for flat in self.flats
+            }
         self.replicas = replicas
 
     def is_gathered(self, stage: int) -> bool:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 from stagewright.execution.collectives import ProcessGroups
 from stagewright.graph import Origin
-from stagewright.graph.flat import Flat
+from stagewright.graph.flat import OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
+from stagewright.graph.tensor import TensorMeta
 
 
 class Weights:
@@ -20,9 +21,10 @@ class Weights:
     A parameter that two stages of the rank share is one tensor with one gradient buffer.
 
     Args:
-        tensors: tensors by name; moved to `device` without a copy where they are there already.
+        tensors: tensors by name, each asked for once; moved to `device` without a copy where they are there already.
         accumulate_dtype: element type of the gradient buffers; default that of the parameter.
-        flats: flat buffers that will take over some of the parameters and the gradients of all they hold.
+        flats: flat buffers that have the gradients of all their parameters, and where they are sharded the parameters too,
+            which are not asked for here.
     """
 
     def __init__(
@@ -37,33 +39,34 @@ class Weights:
         self.accumulate_dtype = accumulate_dtype
         self.names: dict[int, str] = {}
         self.tensors: dict[int, torch.Tensor] = {}
+        flats = tuple(flats)
+        sharded = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
         for stage in stages:
             for value in (*stage.parameters, *stage.buffers, *stage.constants):
-                name = stage.value(value).name
-                if value not in self.tensors:
-                    self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
-                    self.names[value] = name
+                if value in self.names:
+                    continue
+                described = stage.value(value)
+                self.names[value] = described.name
+                if value not in sharded:
+                    tensor = starting_tensor(tensors, described.name, described.meta, described.origin)
+                    self.tensors[value] = tensor.to(device)
         self.parameters = {
             value: tensor
             for value, tensor in self.tensors.items()
             if stages[0].graph.values[value].origin is Origin.PARAMETER
         }
         self.trained = tuple(dict.fromkeys(value for stage in stages for value, _ in stage.gradients))
-        flat = {value for one in flats if one.is_trained for value in one.values}
+        in_flats = {value for flat in flats if flat.is_trained for value in flat.values}
         self.gradients = {
             value: torch.zeros_like(self.parameters[value], dtype=accumulate_dtype)
             for value in self.trained
-            if value not in flat
+            if value not in in_flats
         }
         self._untouched = set(self.trained)
 
     def put(self, parameter: int, tensor: torch.Tensor) -> None:
         """Keep a parameter in `tensor` from now on."""
         self.tensors[parameter] = self.parameters[parameter] = tensor
-
-    def drop(self, parameter: int) -> None:
-        """Keep a parameter no longer."""
-        del self.tensors[parameter], self.parameters[parameter]
 
     def accumulate_into(self, buffers: Mapping[int, torch.Tensor]) -> None:
         """Add up the gradients of some parameters in fresh buffers."""
@@ -88,15 +91,17 @@ class Weights:
             buffer.add_(gradient)
 
 
-def _checked(stage: Stage, value: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    described = stage.value(value)
-    tensor = tensors.get(described.name)
-    if tensor is None:
-        raise RunError(f"{described.origin} '{described.name}' of stage {stage.index} was not given")
-    if tuple(tensor.shape) != described.meta.shape or str(tensor.dtype) != f"torch.{described.meta.dtype}":
+def starting_tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, meta: TensorMeta, origin: Origin = Origin.PARAMETER
+) -> torch.Tensor:
+    """Return tensor `name` of `tensors`, which is to be as `meta` says. Raises `RunError` where it is not."""
+    if name not in tensors:
+        raise RunError(f"{origin} '{name}' was not given: trace the model again")
+    tensor = tensors[name].detach()
+    if tuple(tensor.shape) != meta.shape or str(tensor.dtype) != f"torch.{meta.dtype}":
         raise RunError(
-            f"{described.origin} '{described.name}' is {tensor.dtype}{list(tensor.shape)}, but the plan was made for "
-            f"{described.meta}: plan again for this model"
+            f"{origin} '{name}' is {tensor.dtype}{list(tensor.shape)}, but the plan was made for {meta}: plan again for "
+            "this model"
         )
     return tensor
 

@@ -359,16 +359,19 @@ class Job(StrictModel):
             **self.profile.traced,
         }
 
-    def usable_bytes(self, device: Device, cluster: Cluster | None = None) -> int:
-        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve and context.
+    def usable_bytes(
+        self, device: Device, cluster: Cluster | None = None, communicator_bytes: int = 0
+    ) -> int:
+        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve, context and communicators.
 
         Of a device of a `cluster` of several kinds, for all of which there is one limit, the smaller of the two. Where all
         devices are alike a limit above what they have is taken at its word.
         """
+        usable = device.usable_beside(communicator_bytes)
         if self.memory_limit is None:
-            return device.usable_bytes
+            return usable
         is_mixed = cluster is not None and not cluster.is_homogeneous
-        return min(self.memory_limit, device.usable_bytes) if is_mixed else self.memory_limit
+        return min(self.memory_limit, usable) if is_mixed else self.memory_limit
 
     def peak_of(self, device: Device) -> float:
         """FLOP/s of a device at the products of this job.

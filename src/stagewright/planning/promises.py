@@ -65,4 +65,8 @@ def usable_bytes(plan: Plan, cluster: Cluster) -> list[int]:
     numbers = plan.devices or range(plan.num_ranks)
     own = [numbers[rank * width : (rank + 1) * width] for rank in range(plan.pp)]
     kinds = [{cluster.device_of(number) for number in some} for some in own]
-    return [min(plan.job.usable_bytes(device, cluster) for device in some) for some in kinds]
+    communicators = {rank.rank: rank.communicator_bytes for rank in plan.predictions.ranks}
+    return [
+        min(plan.job.usable_bytes(device, cluster, communicators.get(rank, 0)) for device in some)
+        for rank, some in enumerate(kinds)
+    ]

@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
-from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.communicators import group_bytes, lane_bytes
+from stagewright.estimation.memory import RankMemory, stage_edges
 from stagewright.estimation.optimizer import OptimizerState
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
@@ -24,8 +25,9 @@ from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism, tensor_width
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
-from stagewright.schedule import Program
+from stagewright.schedule import Kind, Program
 from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.lanes import Lane
 from stagewright.schedule.lower import receives_ahead
 
 _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
@@ -146,7 +148,52 @@ class Pipeline:
 
     def usable_bytes(self, pipeline_rank: int) -> int:
         """What the allocator of a pipeline rank may reserve."""
-        return self.job.usable_bytes(self.device_of(pipeline_rank), self.cluster) - self.headroom
+        device, communicators = self.device_of(pipeline_rank), self.communicator_bytes[pipeline_rank]
+        return self.job.usable_bytes(device, self.cluster, communicators) - self.headroom
+
+    @cached_property
+    def communicator_bytes(self) -> tuple[int, ...]:
+        """Per pipeline rank, what communicators of our own runtime take of a GPU; zeros for other runtimes, whose devices'
+        reserve has room for them, and CPUs."""
+        if not self.uses_lanes:
+            return (0,) * self.pp
+        firsts = [self.first_rank(rank) for rank in range(self.pp)]
+        everyone = range(self.pp * self.num_holders * self.tp)
+        lanes, tied = self.lanes, self._tied_holders
+        sizes = []
+        for rank, first in enumerate(firsts):
+            replicas, model = self.replicas(rank), [one + part for one in firsts for part in range(self.tp)]
+            shards = replicas[: self.num_shards]
+            groups = [
+                everyone,
+                model,
+                shards,
+                shards,
+                replicas[:: self.num_shards],
+                range(first, first + self.tp),
+            ]
+            groups += [[firsts[holder] for holder in holders] for holders in tied if rank in holders]
+            collectives = sum(group_bytes(group, self.cluster) for group in groups)
+            sizes.append(lane_bytes(lanes, rank, self.cluster, firsts) + collectives)
+        return tuple(sizes)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes of its transfers."""
+        placed = self.program.placement.rank_of_stage
+        ends = [(placed[low], placed[high]) for low, high in stage_edges(self.stages)]
+        forward = {Lane(Kind.F, source, target) for source, target in ends if source != target}
+        return sorted(forward | {Lane(Kind.B, lane.target, lane.source) for lane in forward})
+
+    @property
+    def _tied_holders(self) -> set[tuple[int, ...]]:
+        """Sets of pipeline ranks that hold the same trained parameter."""
+        placed = self.program.placement.rank_of_stage
+        holders: dict[int, set[int]] = {}
+        for stage in self.stages:
+            for value, _ in stage.gradients:
+                holders.setdefault(value, set()).add(placed[stage.index])
+        return {tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}
 
     def allocatable_bytes(self, pipeline_rank: int) -> int:
         """The most that a rank may have alive so that its `reserved_bytes` stay within that."""
