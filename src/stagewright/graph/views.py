@@ -1,7 +1,7 @@
 """Views that need not be issued: a view of a view is a view of what that one is of, or a value at hand.
 
-What is left computes the same tensors: same shapes, strides and storages. Each storage goes after the same statement, because
-a storage is alive whenever something views it, through whichever view.
+What is left computes the same tensors: same shapes, strides and storages. A storage goes after the same statement as before,
+because it is alive whenever something views it, through whichever view.
 """
 
 from __future__ import annotations

@@ -93,7 +93,11 @@ def _does_the_same(binding: Binding, overload: Binding, node: Node, value: Looku
         (actual,) = _dispatched(binding, args, kwargs)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
-    return expected.op is actual.op and _equal(expected.arguments, actual.arguments) and expected.layouts == actual.layouts
+    return (
+        expected.op is actual.op
+        and _equal(expected.arguments, actual.arguments)
+        and expected.layouts == actual.layouts
+    )
 
 
 _META = torch.device("meta")

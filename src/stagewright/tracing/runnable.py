@@ -120,9 +120,7 @@ def pure_function(
     return Pure(scope[name], read, tuple(gradients))
 
 
-def _statement(
-    node: Node, names: dict[str, Any], device: torch.device, value: Lookup | None = None
-) -> str:
+def _statement(node: Node, names: dict[str, Any], device: torch.device, value: Lookup | None = None) -> str:
     if node.op == ACCUMULATE:
         return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
     function, given = _called(node.op), node.args
