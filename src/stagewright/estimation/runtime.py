@@ -202,6 +202,7 @@ class Runtime(SourcedModel):
       released, and its gradients reduced, behind its backward.
     * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
       the other.
+    * `merges_views`: whether a view of a view is issued as one, and none where its result is at hand.
     * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
     * `unaligned_products`: where batched products are computed whose rows do not all begin at multiples of 16 bytes, those
       of heads of 108 or 150 elements above all: by ``tensor cores`` as others, or by a device's ``other cores`` at its rate
@@ -256,6 +257,7 @@ class Runtime(SourcedModel):
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
     keeps_root: bool = False
     copies_parts: bool = False
+    merges_views: bool = False
     attention_kernels: Literal["described", "best"] = "described"
     casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
@@ -349,7 +351,9 @@ def load_runtime(name: str) -> Runtime:
     """
     if name == STAGEWRIGHT:
         waits = Waits(beside_share=_COMMUNICATION_SHARE)
-        return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True, waits=waits)
+        return Runtime(
+            name=STAGEWRIGHT, attention="traced", copies_parts=True, merges_views=True, waits=waits
+        )
     if name.endswith(".toml"):
         path = Path(name).resolve()
         if path in _BEING_READ:

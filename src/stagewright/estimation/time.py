@@ -34,6 +34,7 @@ from stagewright.graph.tensor_parallel import (
     neighbour_strides,
     parallelism,
 )
+from stagewright.graph.views import not_issued
 
 Floats = NDArray[np.float64]
 
@@ -77,6 +78,10 @@ class Cost:
     hidden_s: float = 0.0
     """Of a collective that runs beside another microbatch's computations, in place of `device_s`."""
 
+
+_NOTHING = Cost(0.0, 0.0, 0.0, 0.0)
+_NOT_ISSUED = -1_000_000
+"""In the place of the signature of views that are not issued."""
 
 _TILED_ATTENTION = ("bf16", "fp16")
 """Types that the kernels take which attention by shape is of: FlashAttention's and cuDNN's."""
@@ -231,7 +236,9 @@ class Costing:
 
     def on(self, device: Device) -> Costing:
         """The same nodes on another device."""
-        return Costing(self.graph, device, self.cluster, self.products, self._given[1])
+        costing = Costing(self.graph, device, self.cluster, self.products, self._given[1])
+        costing._not_issued = self._not_issued
+        return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
         """On the same device another graph, whose nodes cost as much where they have the same signature."""
@@ -241,6 +248,8 @@ class Costing:
 
     def of(self, node: Node, value: Lookup) -> Cost:
         """The cost of a node, of the graph or made by carving."""
+        if node.id in self._not_issued:
+            return _NOTHING
         if node.id in self.fusions and self.graph.nodes[node.id] is node:
             return self._fused(node)
         kind = self._kind(node)
@@ -292,10 +301,19 @@ class Costing:
 
     def _kind(self, node: Node) -> int:
         """A number that nodes of equal cost share: their signature, and in eight bits also what else decides."""
+        if node.id in self._not_issued:
+            return _NOT_ISSUED
         kind = node.signature * _MOST_COPIES + self._num_copies(node) - 1
         if self.products != "fp8":
             return kind
         return (kind * len(Part) + node.part) * 2 + self._takes_fp8(node)
+
+    @cached_property
+    def _not_issued(self) -> frozenset[int]:
+        """Ids of the views that the runtime does not issue; of a compiled function none is told apart."""
+        if not self.runtime.merges_views or self._given[1]:
+            return frozenset()
+        return not_issued(self.graph)
 
     def _num_copies(self, node: Node) -> int:
         """How many collectives a node stands for, of products that take the same tensor and share nothing.

@@ -45,6 +45,8 @@ def describe(
         "host_overhead_s": _median(found, "host_overhead_s"),
         "reference_s": _median(found, "reference_s"),
     }
+    if viewing := [one.view_overhead_s for one in found if one.view_overhead_s is not None]:
+        figures["view_overhead_s"] = statistics.median(viewing)
     if operators := [one.operators for one in found if one.operators is not None]:
         figures |= _operators(operators, figures)
     if posting := [one.message_overhead_s for one in found if one.message_overhead_s is not None]:

@@ -24,6 +24,7 @@ from stagewright.execution.probe_operators import (
     ReferenceNetwork,
     faster_half,
     fitted,
+    host_figures,
 )
 from stagewright.execution.reference import Reference
 from stagewright.units import MIB
@@ -57,6 +58,8 @@ class Measurements:
     matmul_seconds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     stream_bandwidths: dict[str, float] = field(default_factory=dict)
     host_overhead_s: float = 0.0
+    view_overhead_s: float | None = None
+    """Of a GPU only; a CPU's is among those of `operators`."""
     launch_overhead_s: float = 0.0
     reference_s: float = 0.0
     attention_flops: float = 0.0
@@ -165,19 +168,15 @@ def _fp32_arithmetic(name: str) -> Iterator[None]:
 
 
 def measure_host(watch: Stopwatch, found: Measurements) -> None:
-    """A GPU's costs per operator: of issuing it on the host, and of the gap between kernels inside a graph."""
+    """A GPU's costs per operator: of issuing one as the executor does, or a view, on the host, and of the gap between
+    kernels inside a graph."""
     device = watch.device
     if device.type == "cpu":
         return
-    x = torch.ones(1, device=device)
-    samples, count = [], 200
-    for _ in range(50):
-        start = time.perf_counter()
-        for _ in range(count):
-            torch.add(x, x)
-        samples.append((time.perf_counter() - start) / count)
-        synchronize(device)
-    found.host_overhead_s = statistics.median(samples)
+    network = ReferenceNetwork(*SIZES[0], device)
+    network.run(watch.time_box_s)
+    found.host_overhead_s, found.view_overhead_s = host_figures(network.samples())
+    x, count = torch.ones(1, device=device), 200
     replay = accelerator_of(device).captured(lambda: [x.add_(1) for _ in range(count)])
     found.launch_overhead_s = watch.seconds("replay", replay) / count
 

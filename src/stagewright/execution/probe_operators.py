@@ -19,12 +19,14 @@ from scipy.optimize import nnls
 from torch import nn
 
 from stagewright.estimation.operators import Kernel, Work, work
-from stagewright.execution.clock import waited_s
+from stagewright.execution.clock import synchronize, waited_s
 from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
+from stagewright.graph import Node
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
+from stagewright.graph.views import issued
 from stagewright.tracing.trace import trace_module
 
 SIZES = ((64, 64), (128, 128), (256, 256))
@@ -34,6 +36,8 @@ _WARM_UP, _LEAST_PASSES = 2, 4
 _ROUNDS, _LEAST_S = 8, 1e-8
 _WATCHED = 0.1
 """Time for the reference computation, in that of a pass."""
+
+_CPU = torch.device("cpu")
 
 _T = TypeVar("_T")
 Samples = list[tuple[Work, float]]
@@ -119,17 +123,20 @@ class Pass:
 
 
 class ReferenceNetwork:
-    """A small network whose operators are timed in their places, a pass after the other."""
+    """A small network whose operators are timed in their places, a pass after the other: on a GPU what the host takes to
+    issue them."""
 
-    def __init__(self, width: int, length: int) -> None:
+    def __init__(self, width: int, length: int, device: torch.device = _CPU) -> None:
         torch.manual_seed(0)
-        network, self._tokens = _Network(width), torch.randint(_VOCABULARY, (1, length))
+        self._device = device
+        network = _Network(width).to(device)
+        self._tokens = torch.randint(_VOCABULARY, (1, length)).to(device)
         graph = trace_module(network, {"tokens": self._tokens}, "reference")
         (self._stage,) = carve(graph, [])
         self._marks = Marks()
-        self._runner = _runner(self._stage, network, self._marks)
+        self._runner = _runner(self._stage, network, self._marks, device)
         self._runner.begin_step(0)
-        self._reference = Reference(torch.device("cpu"))
+        self._reference = Reference(device)
         self._passes: list[tuple[Pass, float]] = []
         for _ in range(_WARM_UP):
             self.step()
@@ -142,11 +149,13 @@ class ReferenceNetwork:
             self._passes.append((taken, self._reference.seconds(_WATCHED * float(taken.seconds.sum()))))
 
     def samples(self) -> Samples:
-        """Every operator, over the faster half of the passes of all runs."""
-        nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
+        """Every operator that is issued, over the faster half of the passes of all runs."""
+        nodes = calls_of(self._stage)
         mean = np.mean([taken for taken, _ in self._kept()], axis=0)
         return [
-            (work(node, self._stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)
+            (work(node, self._stage.value), float(taken))
+            for node, taken in zip(nodes, mean, strict=True)
+            if node is not None
         ]
 
     @property
@@ -164,7 +173,9 @@ class ReferenceNetwork:
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
         self._runner.backward(0, {})
-        return Pass(np.concatenate([forward, self._marks.taken()]), self._marks.waited())
+        taken = Pass(np.concatenate([forward, self._marks.taken()]), self._marks.waited())
+        synchronize(self._device)
+        return taken
 
 
 def undelayed(passes: Sequence[Pass]) -> list[np.ndarray]:
@@ -193,8 +204,17 @@ def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_
     return sorted(samples, key=seconds)[: (len(samples) + 1) // 2]
 
 
-def _runner(stage: Stage, network: nn.Module, mark: Marks) -> StageRunner:
-    device = torch.device("cpu")
+def calls_of(stage: Stage) -> tuple[Node | None, ...]:
+    """The operators of a forward and backward that are issued, in order; None in the place of a view that is not."""
+    functions = (stage.forward, stage.backward)
+    return tuple(
+        node if call is not None else None
+        for function in functions
+        for node, call in zip(function.nodes, issued(function, stage.value).nodes, strict=True)
+    )
+
+
+def _runner(stage: Stage, network: nn.Module, mark: Marks, device: torch.device) -> StageRunner:
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
     return StageRunner(stage, Weights([stage], tensors, device), device, loss_scale=1.0, mark=mark)
 
@@ -217,6 +237,17 @@ class OperatorFigures:
     attention_overhead_s: float
     attention_flops: float
     attention_backward_flops: float
+
+
+def host_figures(samples: Samples) -> tuple[float, float]:
+    """Return the mean seconds of an operator that launches a kernel, and of a view.
+
+    >>> host_figures([(Work(Kernel.MATMUL, "float32"), 6e-6), (Work(Kernel.VIEW, "float32"), 2e-6)])
+    (6e-06, 2e-06)
+    """
+    views = [seconds for asked, seconds in samples if asked.kernel is Kernel.VIEW]
+    kernels = [seconds for asked, seconds in samples if asked.kernel is not Kernel.VIEW]
+    return float(np.mean(kernels)), float(np.mean(views))
 
 
 def fitted(samples: Samples) -> OperatorFigures:

@@ -25,7 +25,7 @@ from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import StartingTensors
 from stagewright.execution.probe import Progress, Request, checked, run_workers
 from stagewright.execution.probe_description import processor_name
-from stagewright.execution.probe_operators import Marks, Pass, faster_half, undelayed
+from stagewright.execution.probe_operators import Marks, Pass, calls_of, faster_half, undelayed
 from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
@@ -188,9 +188,10 @@ class _Passes:
 
     @property
     def signatures(self) -> list[str | None]:
-        """Of the operators that a pass times, in order."""
-        nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
-        return [signature_of(node, self._stage.value) for node in nodes]
+        """Of the operators that a pass times, in order; None where it issues none."""
+        value = self._stage.value
+        nodes = calls_of(self._stage)
+        return [None if node is None else signature_of(node, value) for node in nodes]
 
     def step(self) -> Pass:
         """A forward and backward of every microbatch in flight; what one of them takes in the mean."""

@@ -106,7 +106,9 @@ class StageRunner:
         name = f"stage{self.stage.index}_{name}"
 
         def make(part: Function, called: str) -> Runnable:
-            return compile_function(part, resident, self.device, called, self._mark, self._moves)
+            return compile_function(
+                part, resident, self.device, called, self._mark, self._moves, self.stage.value
+            )
 
         is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "seeded", "derived"))
         return compiled(function, resident, self.device, name, make) if is_heavy else make(function, name)

@@ -24,6 +24,7 @@ __all__ = [
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
     "converting_in_place",
+    "generated_bindings",
     "has_autocast_kernel",
     "is_composite",
     "is_mutable",
@@ -107,6 +108,16 @@ def operator_names() -> tuple[str, ...]:
     """Every operator of the ``aten`` namespace, with its overload: ``softmax.int``, ``linear``."""
     names = torch._C._dispatch_get_all_op_names()
     return tuple(sorted(name.removeprefix("aten::") for name in names if name.startswith("aten::")))
+
+
+@functools.cache
+def generated_bindings(
+    name: str,
+) -> tuple[tuple[Callable[..., Any], ...], Callable[..., Any] | None]:
+    """What torch generates to call an operator of ``aten`` from Python: functions, and the method of tensors, if any."""
+    spaces = torch._C._VariableFunctions, torch._C._nn
+    functions = tuple(getattr(space, name) for space in spaces if hasattr(space, name))
+    return functions, getattr(torch._C.TensorBase, name, None)
 
 
 def has_autocast_kernel(name: str, device: str) -> bool:

@@ -16,7 +16,9 @@ import torch
 from stagewright.graph import Node, Ref, Symbol
 from stagewright.graph.added import ACCUMULATE, ARRIVED, MOVES
 from stagewright.graph.stage import Function
+from stagewright.graph.views import Issued, Lookup, issued
 from stagewright.tracing.arguments import operator, symbol
+from stagewright.tracing.bindings import Binding, binding_of
 
 Accumulate = Callable[[int, torch.Tensor], None]
 Reseed = Callable[[int], None]
@@ -40,36 +42,39 @@ def compile_function(
     name: str = "run",
     mark: Callable[[], None] | None = None,
     moves: Mapping[str, Callable[..., Any]] | None = None,
+    value: Lookup | None = None,
 ) -> Runnable:
     """Python code for `function`; values in `resident` are looked up instead of passed.
 
-    `mark` is called in front of the first operator and after each. `moves` do what operators of `MOVES` say.
+    `mark` is called in front of the first operator and after each. `moves` do what operators of `MOVES` say. `value`
+    describes a value by its id: with it views that do nothing are left out, and operators called in their cheapest form.
     """
     resident = frozenset(resident)
+    calls = Issued(function.nodes, {}) if value is None else issued(function, value)
+    outputs = calls.of(function.outputs)
     names: dict[str, Any] = {} if mark is None else {"mark": mark}
     names |= {_called(op): move for op, move in (moves or {}).items()}
     lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
-    last = {value: index for index, node in enumerate(function.nodes) for value in node.inputs}
+    last = {used: index for index, node in enumerate(calls.nodes) if node for used in node.inputs}
     if function.inputs:
         lines.append(f"    {', '.join(f'v{value}' for value in function.inputs)}, = inputs")
         lines.append("    inputs.clear()")
-    used = {value for node in function.nodes for value in node.inputs} | set(function.outputs)
-    lines.extend(
-        f"    v{value} = resident[{value}]" for value in sorted(used & resident - set(function.inputs))
-    )
-    unused = [value for value in function.inputs if value not in last and value not in function.outputs]
+    looked_up = {*last, *outputs} & resident - set(function.inputs)
+    lines.extend(f"    v{number} = resident[{number}]" for number in sorted(looked_up))
+    unused = [number for number in function.inputs if number not in last and number not in outputs]
     if unused:
-        lines.append(f"    del {', '.join(f'v{value}' for value in unused)}")
+        lines.append(f"    del {', '.join(f'v{number}' for number in unused)}")
     marked = [] if mark is None else ["    mark()"]
     lines.extend(marked)
-    for index, node in enumerate(function.nodes):
-        lines.append("    " + _statement(node, names, device))
-        here = dict.fromkeys(value for value in (*node.inputs, *node.outputs) if value is not None)
-        dead = [v for v in here if last.get(v, index) == index and v not in function.outputs]
-        if dead:
-            lines.append(f"    del {', '.join(f'v{value}' for value in dead)}")
+    for index, node in enumerate(calls.nodes):
+        if node is not None:
+            lines.append("    " + _statement(node, names, device, value))
+            here = dict.fromkeys(number for number in (*node.inputs, *node.outputs) if number is not None)
+            dead = [number for number in here if last.get(number, index) == index and number not in outputs]
+            if dead:
+                lines.append(f"    del {', '.join(f'v{number}' for number in dead)}")
         lines.extend(marked)
-    lines.append(f"    return [{', '.join(f'v{value}' for value in function.outputs)}]")
+    lines.append(f"    return [{', '.join(f'v{number}' for number in outputs)}]")
     source = "\n".join(lines)
     scope = dict(names)
     exec(compile(source, f"<stagewright {name}>", "exec"), scope)
@@ -115,19 +120,22 @@ def pure_function(
     return Pure(scope[name], read, tuple(gradients))
 
 
-def _statement(node: Node, names: dict[str, Any], device: torch.device) -> str:
+def _statement(node: Node, names: dict[str, Any], device: torch.device, value: Lookup | None = None) -> str:
     if node.op == ACCUMULATE:
         return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
-    function = _called(node.op)
+    function, given = _called(node.op), node.args
     if node.op not in MOVES:
-        names[function] = operator(node.op)
-    arguments = [_text(argument, names, device) for argument in node.args]
-    arguments += [f"{key}={_text(value, names, device)}" for key, value in node.kwargs]
-    targets = [f"v{value}" if value is not None else "_" for value in node.outputs]
+        binding = Binding(operator(node.op)) if value is None else binding_of(node, value)
+        function += f"_{binding.label}" if binding.label else ""
+        names[function] = binding.function
+        given = binding.arranged(given)
+    arguments = [_text(argument, names, device) for argument in given]
+    arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
+    targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
     left = "".join(f"{target}, " for target in targets) if node.op == ARRIVED else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
-    call = f"{function}({', '.join(arguments)})"
-    return f"{seeded}{left} = {call}" if targets else call
+    statement = f"{function}({', '.join(arguments)})"
+    return f"{seeded}{left} = {statement}" if targets else statement
 
 
 def _called(op: str) -> str:
@@ -142,7 +150,7 @@ def _text(argument: Any, names: dict[str, Any], device: torch.device) -> str:
         names[key] = symbol(argument, device)
         return key
     if isinstance(argument, tuple):
-        return "[" + ", ".join(_text(item, names, device) for item in argument) + "]"
+        return "(" + "".join(f"{_text(item, names, device)}, " for item in argument) + ")"
     if isinstance(argument, float):
         return repr(argument) if math.isfinite(argument) else f"float('{argument!r}')"
     return repr(argument)
