@@ -19,7 +19,7 @@ from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset
-from stagewright.execution.collectives import exchange, is_ordered
+from stagewright.execution.collectives import check_same_graphs, exchange, is_ordered
 from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
@@ -133,6 +133,7 @@ class Session:
         self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
+        check_same_graphs(self.stages)
         self.program = stage_program(plan)
         lowered = self.lowered(self.program, self.stages)
         lanes = lanes_of(lowered)

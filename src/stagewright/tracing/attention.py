@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from stagewright.errors import InputError
 from stagewright.tracing.context_parallel import like_queries, over_all_parts
+from stagewright.tracing.private import with_autograd
 from stagewright.tracing.tensor_parallel.operators import define
 
 ATTENTION = "stagewright.attention.default"
@@ -180,7 +181,9 @@ class _FlashOnCpu:
         )
 
     @staticmethod
-    def backward(call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             cotangent, call.query, call.key, call.value, saved.out, saved.sums, 0.0, call.is_causal,
             attn_mask=call.bias, scale=call.scale,
@@ -196,18 +199,29 @@ class _Flash:
         out, sums, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             *_of_one_width(call), call.dropout_p, call.is_causal, scale=call.scale
         )
-        return _Saved(out[..., : call.value.shape[-1]], sums, _packed(seed, offset) if call.dropout_p else None)
+        return _Saved(
+            out[..., : call.value.shape[-1]], sums, _packed(seed, offset) if call.dropout_p else None
+        )
 
     @staticmethod
-    def backward(call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         query, key, value = _of_one_width(call)
         width = value.shape[-1]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
             _padded(cotangent, width), query, key, value, _padded(saved.out, width), saved.sums, None, None,
-            query.shape[2], key.shape[2], call.dropout_p, call.is_causal, *_unpacked(saved.state, query.device),
-            scale=call.scale,
+            query.shape[2], key.shape[2], call.dropout_p, call.is_causal, *_Flash._state(saved, query), scale=call.scale,
         )  # fmt: skip
         return [*gradients, None]
+
+    @staticmethod
+    def _state(saved: _Saved, query: Tensor) -> tuple[Tensor, Tensor]:
+        if saved.state is None:
+            return query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
+        if torch.version.hip:
+            return saved.state[0], saved.state[1]
+        return saved.state.view(torch.uint64), query.new_empty(0, dtype=torch.uint64)
 
 
 class _Efficient:
@@ -218,16 +232,27 @@ class _Efficient:
         out, sums, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             *_aligned(call), _aligned_bias(call), True, call.dropout_p, call.is_causal, scale=call.scale
         )
-        return _Saved(out[..., : call.value.shape[-1]], sums, _packed(seed, offset) if call.dropout_p else None)
+        sums = sums[..., : call.query.shape[2]].contiguous()
+        return _Saved(
+            out[..., : call.value.shape[-1]], sums, _packed(seed, offset) if call.dropout_p else None
+        )
 
     @staticmethod
-    def backward(call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         query, key, value = _aligned(call)
-        seed, offset = _unpacked(saved.state, torch.device("cpu"))
+        state = torch.zeros(2, dtype=torch.int64) if saved.state is None else saved.state
+        if (
+            state.device.type != "cpu"
+            and not torch.get_device_module(state.device).is_current_stream_capturing()
+        ):
+            state = state.cpu()  # as the kernel has it outside of CUDA graphs
+        sums = functional.pad(saved.sums, (0, -query.shape[2] % _SUMS_ALIGNMENT), value=math.inf)
         width = value.shape[-1]
         of_query, of_key, of_value, of_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
-            _padded(cotangent, width), query, key, value, _aligned_bias(call), _padded(saved.out, width), saved.sums,
-            seed, offset, call.dropout_p, [True, True, True, wanted[3]], call.is_causal, scale=call.scale,
+            _padded(cotangent, width), query, key, value, _aligned_bias(call), _padded(saved.out, width), sums,
+            state[0], state[1], call.dropout_p, [True, True, True, wanted[3]], call.is_causal, scale=call.scale,
         )  # fmt: skip
         if call.repeats > 1:
             of_key, of_value = (
@@ -253,17 +278,21 @@ class _Math:
         return _Saved(_Math._compute(call), sums, state)
 
     @staticmethod
-    def backward(call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         if saved.state is not None:
             _generator(call.query.device).manual_seed(int(saved.state[0]))
         given = (call.query, call.key, call.value, call.bias)
-        with torch.enable_grad():
+        with with_autograd():
             leaves = [
                 tensor.detach().requires_grad_(is_wanted) if tensor is not None else None
                 for tensor, is_wanted in zip(given, wanted, strict=True)
             ]
             out = _Math._compute(_Call(*leaves, call.dropout_p, call.is_causal, call.scale, call.is_trained))  # type: ignore[arg-type]
-        asked = [leaf for leaf, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and leaf is not None]
+        asked = [
+            leaf for leaf, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and leaf is not None
+        ]
         gradients = iter(torch.autograd.grad(out, asked, cotangent))
         return [next(gradients) if is_wanted else None for is_wanted in wanted]
 
@@ -291,24 +320,42 @@ def _kernel(call: _Call) -> _Kernel:
             enable_gqa=call.repeats > 1,
         )  # fmt: skip
         return _FlashOnCpu if choice == _FLASH else _Math
-    params = torch.backends.cuda.SDPAParams
-    if call.bias is None:
-        # It also refuses widths that the backward does not take on some devices.
-        query, key, value = (tensor.detach().requires_grad_() for tensor in _of_one_width(call))
-        flash = params(query, key, value, None, call.dropout_p, call.is_causal, call.repeats > 1)
-        if torch.backends.cuda.can_use_flash_attention(flash):
-            return _Flash
-    efficient = params(*_aligned(call), _aligned_bias(call), call.dropout_p, call.is_causal, False)
-    return _Efficient if torch.backends.cuda.can_use_efficient_attention(efficient) else _Math
+    cuda = torch.backends.cuda
+    given = [tensor for tensor in (call.query, call.key, call.value, call.bias) if tensor is not None]
+    known_by = (
+        call.query.device, call.query.dtype, *((tensor.shape, tensor.stride()) for tensor in given), call.dropout_p > 0,
+        call.is_causal, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
+    )  # fmt: skip
+    if known_by not in _ON_GPU:
+        _ON_GPU[known_by] = _kernel_on_gpu(call)
+    return _ON_GPU[known_by]
 
 
 _FLASH = 1
 """As `torch.nn.attention.SDPBackend` numbers it."""
 
+_ON_GPU: dict[Any, _Kernel] = {}
+"""Kernels by the layouts of what they are given."""
+
+
+def _kernel_on_gpu(call: _Call) -> _Kernel:
+    cuda = torch.backends.cuda
+    if call.bias is None:
+        # Some devices lack the backward of some widths: it is asked of what needs gradients.
+        query, key, value = (tensor.detach().requires_grad_() for tensor in _of_one_width(call))
+        flash = cuda.SDPAParams(query, key, value, None, call.dropout_p, call.is_causal, call.repeats > 1)
+        if cuda.can_use_flash_attention(flash):
+            return _Flash
+    query, key, value = (tensor.detach().requires_grad_() for tensor in _aligned(call))
+    efficient = cuda.SDPAParams(query, key, value, _aligned_bias(call), call.dropout_p, call.is_causal, False)
+    return _Efficient if cuda.can_use_efficient_attention(efficient) else _Math
+
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
+    """With rows of `width` elements, which lie one after the other in memory."""
     short = width - tensor.shape[-1]
-    return functional.pad(tensor, (0, short)) if short else tensor
+    padded = functional.pad(tensor, (0, short)) if short else tensor
+    return padded if padded.stride(-1) == 1 else padded.contiguous()
 
 
 def _rounded(width: int, tensor: Tensor) -> int:
@@ -331,6 +378,9 @@ def _aligned(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     return _padded(call.query, of_keys), key, value
 
 
+_SUMS_ALIGNMENT = 32
+"""Rows that the memory-efficient kernel has sums of: a multiple; they are infinite beyond the last query."""
+
 _BIAS_ALIGNMENT = 16
 """Elements after which rows of a bias begin. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
 
@@ -347,15 +397,8 @@ def _aligned_bias(call: _Call) -> Tensor | None:
 
 
 def _packed(seed: Tensor, offset: Tensor) -> Tensor:
-    """Seed and offset, which some kernels return as one tensor and some on the host."""
-    return seed if seed.numel() == 2 else torch.stack((seed, offset))
-
-
-def _unpacked(state: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    if state is None:
-        return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
-    is_one = state.dtype == torch.uint64
-    return (state, state.new_empty(0)) if is_one else (state[0], state[1])
+    """Seed and offset, which some kernels return as one tensor, as two integers."""
+    return seed.view(torch.int64) if seed.numel() == 2 else torch.stack((seed, offset))
 
 
 def _generator(device: torch.device) -> Any:
@@ -378,7 +421,9 @@ def _laid_out(tensor: Tensor) -> Tensor:
 # -- the operator -------------------------------------------------------------------------------------------------------
 
 
-def _lay_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, *_: Any) -> Any:
+def _lay_out(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, *_: Any
+) -> Any:
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise ValueError(
             f"attention has {query.shape[1]} heads of queries, {key.shape[1]} of keys and {value.shape[1]} of values: the "
@@ -394,7 +439,9 @@ def _lay_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dro
 def _run(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call(*given)
     saved = _kernel(call).forward(call)
-    state = torch.empty(0, dtype=torch.int64, device=call.query.device) if saved.state is None else saved.state
+    state = (
+        torch.empty(0, dtype=torch.int64, device=call.query.device) if saved.state is None else saved.state
+    )
     return _laid_out(saved.out), saved.sums, state
 
 
@@ -407,9 +454,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:4])
-    gradients = torch.ops.stagewright.attention_backward(
-        cotangent, *ctx.saved_tensors, *ctx.settings, wanted
-    )
+    gradients = torch.ops.stagewright.attention_backward(cotangent, *ctx.saved_tensors, *ctx.settings, wanted)
     used = (gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
     return (*used, *(None for _ in ctx.settings))
 

@@ -170,6 +170,8 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "target": given["target"] or given["device"],
         "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
     }
+    if given["device"] != "cpu":
+        facts["kernels"] = _kernels_of(given["device"])
     plain = {
         "loss_pieces": 1,
         "cp": 1,
@@ -241,11 +243,27 @@ _AXES = {
 
 def _stamp() -> str:
     """What graphs depend on beside their facts: a changed tracer never reads an old cache."""
-    versions = {name: _version(name) for name in ("torch", "transformers")}
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     own = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([FORMAT, __version__, own, versions])
+    return json.dumps([FORMAT, __version__, own, tracing_packages()])
+
+
+def tracing_packages() -> dict[str, str]:
+    """Versions of what decides which operators a model is traced to; empty of what is not installed."""
+    return {name: _version(name) for name in ("torch", "transformers")}
+
+
+def _kernels_of(device: str) -> str:
+    """What decides which kernels a device other than a CPU has for an operator: its generation, the libraries that torch
+    was built with, and which kernels of attention are switched on."""
+    import torch
+
+    module = torch.get_device_module(device)
+    generation = getattr(module, "get_device_capability", lambda: ())()
+    switches = ("flash", "mem_efficient", "math", "cudnn")
+    allowed = [name for name in switches if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    return f"{generation} {torch.__version__} {torch.version.cuda or torch.version.hip} {'+'.join(allowed)}"
 
 
 def _version(package: str) -> str:

@@ -63,8 +63,13 @@ def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
     if not any(node.op == ALL_GATHER and group_of(node)[0] == CONTEXT_GROUP for node in forward):
         raise InputError("no attention was found that context parallelism could divide: leave out --cp")
     for node in forward:
-        is_apart = "scaled_dot_product" in node.op or node.op == "stagewright.attention.default" or (
-            "softmax" in node.op and graph.values[node.inputs[0]].meta.shape[-2:] == (num_tokens, num_tokens)
+        is_apart = (
+            "scaled_dot_product" in node.op
+            or node.op == "stagewright.attention.default"
+            or (
+                "softmax" in node.op
+                and graph.values[node.inputs[0]].meta.shape[-2:] == (num_tokens, num_tokens)
+            )
         )
         if is_apart:
             raise InputError(

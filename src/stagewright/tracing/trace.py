@@ -146,7 +146,7 @@ def _traced(
     ):
         captured = capture(twin, fake_inputs, mode, report, whole)
     report("differentiating operator by operator")
-    graph = with_late_loss(build_joint(name, captured, Rules(mode, device), facts))
+    graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
     if captured.repeats and not is_pattern(graph):
         return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)
