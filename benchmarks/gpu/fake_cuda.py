@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -109,12 +110,15 @@ import torch  # noqa: E402
 
 torch.cuda.is_available = lambda: False  # no context is made, and tensors are fake
 torch.cuda.get_device_capability = lambda *device: CAPABILITY
+torch.cuda.is_bf16_supported = lambda *given: True
+torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 
 from attending import ATTENDING, microbatch  # noqa: E402
 from nasty import NASTY  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from stagewright.graph import OperatorGraph  # noqa: E402
+from stagewright.tracing import joint  # noqa: E402
 from stagewright.tracing.arguments import decode, meta_of  # noqa: E402
 from stagewright.tracing.attention import _run, _run_backward  # noqa: E402
 from stagewright.tracing.cache import trace  # noqa: E402
@@ -123,6 +127,8 @@ from stagewright.tracing.models.reference import bundled_names  # noqa: E402
 from stagewright.tracing.private import converting_in_place  # noqa: E402
 from stagewright.tracing.rules import Rules  # noqa: E402
 from stagewright.tracing.trace import trace_module  # noqa: E402
+
+joint.contents = lambda tensor: b""  # which nobody knows of a fake tensor on a GPU
 
 Graphs = dict[str, OperatorGraph]
 """By the type of the device that traced."""
@@ -187,11 +193,22 @@ def of_module(make: Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with converting_in_place():
             twin = fake_twin(model, mode)
-            with mode:
+            with mode, torch.device(device), autocast_on(device):
                 twin.to(device)
                 inputs = {key: mode.from_tensor(tensor).to(device) for key, tensor in batch.items()}
                 graphs[device] = trace_module(twin, inputs, facts={"target": "cuda"})
     return graphs
+
+
+@contextmanager
+def autocast_on(device: str) -> Iterator[None]:
+    """``autocast("cpu")`` of a module that was written for a CPU means `device`."""
+    original = torch.autocast.__init__
+    torch.autocast.__init__ = lambda self, kind, *args, **kwargs: original(self, device, *args, **kwargs)
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original
 
 
 def compared(graphs: Graphs) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Session:
         )
         traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
-        self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
+        self.graph = trace(reference, plan.microbatch_size, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         check_same_graphs(self.stages)
@@ -254,7 +254,7 @@ class Session:
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
         traced: dict[str, Any] = asked.traced() | self._further
-        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **traced)
+        graph = trace(self.reference, asked.microbatch_size, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self.runner_of(stages))

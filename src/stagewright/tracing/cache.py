@@ -65,15 +65,17 @@ def trace(
         sequence_length: tokens per sample.
         dtype: element type of parameters and activations.
         overrides: configuration keys to change.
-        device: type of device whose kernels are traced.
+        device: type of device that traces; a graph for another `target` has the same names and operators on each, and plans
+            and runs have it traced by the CPU.
         target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold. None: `device`.
         autocast: element type of an autocast around the whole model; None where the model's own code decides.
         report: called with a short text at each phase of a trace that is not in the cache.
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
-        attention: as the device that traces computes it, or as a GPU's fused kernel does, or with operators of their own for
-            its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
+        attention: as it runs on the `target`, by a CPU's kernels or by one logical operator (`stagewright.tracing.attention`),
+            or as one operator on every target (``fused``), or with operators of their own for its scores (``explicit``), as
+            runtimes without fused kernels have them; the last two are costed, not run.
         experts: as the model computes them, or ``grouped`` as `stagewright.tracing.experts` says, which is costed, not run.
         cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
             attention gathers the keys and values of all. It is costed, not run.

@@ -141,7 +141,7 @@ def _traced(
     with (
         quiet_capture(device.type),
         attention_of(facts.get("attention", "traced"), facts.get("cp", 1), target),
-        autocast_of(target),
+        autocast_of(target) if device.type == "cpu" else contextlib.nullcontext(),
         torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext(),
     ):
         captured = capture(twin, fake_inputs, mode, report, whole)
