@@ -113,10 +113,10 @@ torch.cuda.get_device_capability = lambda *device: CAPABILITY
 torch.cuda.is_bf16_supported = lambda *given: True
 torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 
-from attending import ATTENDING, microbatch  # noqa: E402
-from nasty import NASTY  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from attending import ATTENDING, microbatch  # noqa: E402
+from nasty import NASTY  # noqa: E402
 from stagewright.graph import OperatorGraph  # noqa: E402
 from stagewright.tracing import joint  # noqa: E402
 from stagewright.tracing.arguments import decode, meta_of  # noqa: E402

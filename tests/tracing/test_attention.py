@@ -90,7 +90,7 @@ def test_the_logical_operator_is_pytorchs_attention_to_the_last_bit(
 @pytest.mark.parametrize("dims", [2, 3, 5])
 def test_other_numbers_of_dimensions_are_taken(dims: int) -> None:
     torch.manual_seed(0)
-    shape = (3, 2, 2)[: dims - 2] + (TOKENS, WIDTH)
+    shape = (*(3, 2, 2)[: dims - 2], TOKENS, WIDTH)
     given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     plain = outcome(functional.scaled_dot_product_attention, given, {"is_causal": True})
     for logical, wanted in zip(outcome(attention, given, {"is_causal": True}), plain, strict=True):

@@ -412,7 +412,7 @@ def _sums_type(query: Tensor) -> torch.dtype:
 
 def _laid_out(tensor: Tensor) -> Tensor:
     """`tensor` in the layout that the logical operator declares."""
-    batch, heads, tokens, width = tensor.shape
+    _, heads, tokens, width = tensor.shape
     if tensor.stride() == (tokens * heads * width, width, heads * width, 1):
         return tensor
     return like_queries(tensor, width).copy_(tensor)

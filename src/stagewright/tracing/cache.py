@@ -73,9 +73,9 @@ def trace(
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
-        attention: as it runs on the `target`, by a CPU's kernels or by one logical operator (`stagewright.tracing.attention`),
-            or as one operator on every target (``fused``), or with operators of their own for its scores (``explicit``), as
-            runtimes without fused kernels have them; the last two are costed, not run.
+        attention: as it runs on the `target`, by a CPU's kernels or as one logical operator
+            (`stagewright.tracing.attention`), or as one operator on every target (``fused``), or with operators of their own
+            for its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
         experts: as the model computes them, or ``grouped`` as `stagewright.tracing.experts` says, which is costed, not run.
         cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
             attention gathers the keys and values of all. It is costed, not run.
