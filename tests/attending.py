@@ -49,6 +49,7 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = self.attn_mask(x)
         for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
             query, key, value = (
                 layer[name](x).unflatten(-1, (heads, -1)).transpose(1, 2)
                 for name, heads in (("query", 4), ("key", self.heads), ("value", self.heads))

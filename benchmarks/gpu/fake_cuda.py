@@ -204,7 +204,7 @@ def of_module(make: Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]
 def autocast_on(device: str) -> Iterator[None]:
     """``autocast("cpu")`` of a module that was written for a CPU means `device`."""
     original = torch.autocast.__init__
-    torch.autocast.__init__ = lambda self, kind, *args, **kwargs: original(self, device, *args, **kwargs)
+    torch.autocast.__init__ = lambda self, kind, *args, **kwargs: original(self, device, *args, **kwargs)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -173,12 +173,10 @@ class _FlashOnCpu:
 
     @staticmethod
     def forward(call: _Call) -> _Saved:
-        return _Saved(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-                call.query, call.key, call.value, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
-            ),
-            None,
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            call.query, call.key, call.value, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
+        return _Saved(out, sums, None)
 
     @staticmethod
     def backward(
@@ -460,10 +458,10 @@ def _backward(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 def _run_backward(cotangent: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    *tensors, out, sums, state, dropout_p, is_causal, scale, is_trained, output_mask = given
-    call = _Call(*tensors, dropout_p, is_causal, scale, is_trained)
+    query, key, value, bias, out, sums, state, *settings, output_mask = given
+    call = _Call(query, key, value, bias, *settings)
     gradients = _kernel(call).backward(call, _Saved(out, sums, state), cotangent, output_mask)
-    widths = [tensor.shape[-1] for tensor in tensors[:3]]
+    widths = [tensor.shape[-1] for tensor in (query, key, value)]
     of_inputs = [
         cotangent.new_empty(0) if gradient is None or not is_wanted else _laid_out(gradient[..., :width])
         for gradient, width, is_wanted in zip(gradients, widths, output_mask, strict=False)
