@@ -22,6 +22,7 @@ from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, g
 from stagewright.tracing import cache
 from stagewright.tracing.arguments import encode
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 
 FACTORY = """
 import torch
@@ -292,3 +293,16 @@ def test_what_graphs_do_not_have_is_not_kept(graph: OperatorGraph, tmp_path: Pat
 def test_the_heading_says_what_it_is(graph: OperatorGraph) -> None:
     assert graph_to_bytes(graph).startswith(b"stagewright graph %d " % FORMAT)
     assert issubclass(DamagedGraph, InputError)
+
+
+def test_graphs_that_a_gpu_traces_are_kept_by_what_decides_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(device: str, kernels: str) -> Path | None:
+        monkeypatch.setattr(cache, "_kernels_of", lambda _: kernels)
+        asked = {"microbatch_size": 1, "sequence_length": 32, "device": device, "target": "cuda"}
+        return cache._entry(cache._facts_asked(resolve("tiny-llama"), asked), "stamp")
+
+    assert entry("cuda", "(8, 0) flash") != entry("cuda", "(7, 5) flash")
+    assert entry("cuda", "(8, 0) flash") != entry("cuda", "(8, 0) math")
+    assert entry("cpu", "(8, 0) flash") == entry("cpu", "(7, 5) flash")

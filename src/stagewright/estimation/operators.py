@@ -451,6 +451,8 @@ _PRODUCTS: dict[str, Callable[[_Call], Work]] = {
     "_grouped_mm_backward": _grouped_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "attention": _attention(0, causal=5),
+    "attention_backward": _attention(1, causal=9),
     "shared_attention": _shared_attention(0),
     "shared_attention_backward": _shared_attention(1),
     "_scaled_dot_product_flash_attention": _attention(0, causal=4),

@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.graph.document import graph_digest
+from stagewright.graph.stage import Stage
 from stagewright.schedule.lanes import LANE_CTAS
 from stagewright.tracing.private import num_holders
 
@@ -227,6 +230,43 @@ def from_first(text: str | None) -> str:
     content = own.to(device) if len(own) else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(content, 0)
     return content.cpu().numpy().tobytes().decode()
+
+
+def check_same_graphs(stages: Sequence[Stage]) -> None:
+    """See that all ranks have traced and cut the same graph, so that every message has the layout that its receiver
+    expects; every rank must call this.
+
+    Raises:
+        RunError: two ranks differ; names the first operator that does.
+    """
+    graph = stages[0].graph
+    boundaries = [
+        stage.value(value).meta
+        for stage in stages
+        for transfer in (*stage.sends, *stage.receives, *stage.grad_sends, *stage.grad_receives)
+        for value in transfer.values
+    ]
+    traced = {"digest": graph_digest(graph, boundaries), "by": f"torch {torch.__version__}"}
+    ranks = exchange(traced)
+    other = next((rank for rank, there in enumerate(ranks) if there["digest"] != ranks[0]["digest"]), None)
+    if other is None:
+        return
+    first, second = (
+        [f"'{name}' is {op}" for name, op in told]
+        for rank, told in enumerate(
+            exchange([(graph.nodes[node].name, graph.nodes[node].op) for node in graph.body])
+        )
+        if rank in (0, other)
+    )
+    pairs = zip_longest(first, second, fillvalue="it has no more operators")
+    differs = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    where = "a message between stages has another layout"
+    if differs is not None:
+        where = f"on rank 0 operator {differs[0]}, and on rank {other} {differs[1]}"
+    raise RunError(
+        f"rank {other} ({ranks[other]['by']}) has traced another graph than rank 0 ({ranks[0]['by']}): {where}. Install the "
+        "same versions of torch and transformers on all hosts"
+    )
 
 
 def exchange(document: Any) -> list[Any]:

@@ -102,7 +102,7 @@ def profile(
 
 def _graph(reference: ModelReference, job: Job, size: int, device: str) -> OperatorGraph:
     """Of a few of the layers: the others are like them."""
-    return trace(reference, size, device=device, expand=False, **job.traced(device))
+    return trace(reference, size, expand=False, **job.traced(device))
 
 
 def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -> _Found:

@@ -19,7 +19,7 @@ from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset
-from stagewright.execution.collectives import exchange, is_ordered
+from stagewright.execution.collectives import check_same_graphs, exchange, is_ordered
 from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
@@ -130,9 +130,10 @@ class Session:
         )
         traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
-        self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
+        self.graph = trace(reference, plan.microbatch_size, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
+        check_same_graphs(self.stages)
         self.program = stage_program(plan)
         lowered = self.lowered(self.program, self.stages)
         lanes = lanes_of(lowered)
@@ -257,7 +258,7 @@ class Session:
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
         traced: dict[str, Any] = asked.traced() | self._further
-        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **traced)
+        graph = trace(self.reference, asked.microbatch_size, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self.runner_of(stages))

@@ -168,14 +168,30 @@ def _declared(value: Value, how: str) -> str:
     return f"self.t{value.id} = {how.format(empty)}"
 
 
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-"""Whose place on every device is PyTorch's own choice of kernel."""
+_ATTENTION = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": (
+        "query",
+        "key",
+        "value",
+        "dropout_p",
+        "is_causal",
+    ),
+    "stagewright.attention.default": (
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "scale",
+    ),
+}
+"""Arguments, by their names, of operators whose place on every device is PyTorch's own choice of kernel."""
 
 
 def _statement(node: Node, stage: Stage) -> str:
-    if node.op == _ATTENTION:
-        names = ("query", "key", "value", "dropout_p", "is_causal")
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if node.op in _ATTENTION:
+        given = dict(zip(_ATTENTION[node.op], node.args, strict=False)) | dict(node.kwargs)
         arguments = ", ".join(f"{name}={_text(argument)}" for name, argument in given.items())
         heads = [stage.value(value).meta.shape[1] for value in node.inputs[:2]]
         arguments += ", enable_gqa=True" * (heads[0] != heads[1])

@@ -70,6 +70,14 @@ def graph_from_bytes(data: bytes) -> OperatorGraph:
         raise DamagedGraph(f"not a graph: {error}") from None
 
 
+def graph_digest(graph: OperatorGraph, layouts: Iterable[TensorMeta] = ()) -> str:
+    """Of the names and operators of the forward, and of `layouts`: equal for traces in which plans name the same."""
+    named = (f"{graph.nodes[number].name} {graph.nodes[number].op}\n" for number in graph.body)
+    digest = hashlib.sha256("".join(named).encode())
+    digest.update(repr([(meta.shape, meta.stride, meta.dtype, meta.offset) for meta in layouts]).encode())
+    return digest.hexdigest()[:32]
+
+
 def _heading(payload: bytes) -> bytes:
     return b"%s %d %s\n" % (_MAGIC, FORMAT, hashlib.sha256(payload).hexdigest().encode())
 

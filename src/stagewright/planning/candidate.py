@@ -16,6 +16,7 @@ from stagewright.cluster import Cluster, all_gather_seconds, reduce_scatter_seco
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS, PARAMETERS
@@ -27,7 +28,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
-from stagewright.planning.plan_stages import cut_names
+from stagewright.planning.plan_stages import cut_names, graph_section
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import predict, rank_memories, run_timeline, step_seconds
 from stagewright.planning.prediction.regions import (
@@ -595,6 +596,8 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
     choice, cluster = candidate.choice, candidate.line.cluster
     line, devices = placed(candidate.line)
     program = line.program
+    cuts = cut_names(body.graph, [stage.start for stage in line.stages[1:]])
+    is_run = line.job.runtime == STAGEWRIGHT
     return Plan(
         stagewright=__version__,
         model=ModelSection.of(reference),
@@ -610,12 +613,14 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         num_stages=program.num_stages,
         microbatch_size=choice.microbatch_size,
         num_microbatches=choice.num_microbatches,
-        cuts=cut_names(body.graph, [stage.start for stage in line.stages[1:]]),
+        cuts=cuts,
         placement=program.placement.rank_of_stage,
         devices=devices,
         schedule=choice.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
+        # Other runtimes run other operators than those that are traced.
+        graph=graph_section(body.graph, cuts, candidate.memory_policy) if is_run else None,
         sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
         reduce_dtype=choice.reduce_dtype if choice.num_holders > 1 else None,
         shard_size=choice.shard_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -147,6 +147,17 @@ def _without_sources(value: Any) -> Any:
     return value
 
 
+class GraphSection(StrictModel):
+    """Which graph the plan was made of, so that a run sees where its own is another."""
+
+    digest: str
+    """Of the names and operators of the forward, as `stagewright.graph.document.graph_digest` says."""
+    operators: dict[str, str] = Field(default_factory=dict)
+    """Of every operator that cuts and memory policies name, which it is."""
+    packages: dict[str, str] = Field(default_factory=dict)
+    """Versions of what traced it: torch, and transformers."""
+
+
 class StagePolicy(StrictModel):
     """What one stage does with values it would save, by the names ``module:ordinal`` of the operators that make them."""
 
@@ -159,6 +170,13 @@ class StagePolicy(StrictModel):
     reruns: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Where recomputing once does not do: pairs of an operator and those that run again in its backward, each as often as
     it is named. `recompute` names the same operators, and `checkpoints` none."""
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Of all operators that it says something of."""
+        yield from (*self.recompute, *self.offload, *self.checkpoints)
+        for target, again in self.reruns:
+            yield from (target, *again)
 
     @model_validator(mode="after")
     def _reruns_agree(self) -> StagePolicy:
@@ -251,6 +269,8 @@ class Plan(StrictModel):
     """Type in which gradients are summed over replicas; by default the type they are added up in."""
     shard_size: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     """Replicas, neighbours in number, that share out among each other; the others hold copies. None: all of them."""
+    graph: GraphSection | None = None
+    """Plans of earlier versions, and of other programs, do not say."""
     host_optimizer: tuple[int, ...] = ()
     """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
     predictions: Predictions

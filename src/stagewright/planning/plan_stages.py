@@ -8,17 +8,75 @@ from itertools import pairwise
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
+from stagewright.graph.document import graph_digest
 from stagewright.graph.layers import layer_of
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
-from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan import GraphSection, Plan, StagePolicy
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
+from stagewright.tracing.cache import tracing_packages
 from stagewright.tracing.models.overrides import of_text
 
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
     """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
     return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
+
+
+def graph_section(graph: OperatorGraph, cuts: Iterable[str], policies: Iterable[object]) -> GraphSection:
+    """What a plan with these cuts and memory policies says of its graph."""
+    names = [name for policy in policies if isinstance(policy, StagePolicy) for name in policy.names]
+    kinds = {graph.nodes[node].name: graph.nodes[node].op for node in graph.body}
+    return GraphSection(
+        digest=graph_digest(graph),
+        operators={name: kinds[name] for name in dict.fromkeys((*cuts, *names))},
+        packages=_packages(),
+    )
+
+
+def _packages() -> dict[str, str]:
+    """Versions of what traces, whatever devices they were built for."""
+    return {name: version.partition("+")[0] for name, version in tracing_packages().items()}
+
+
+class _Named:
+    """The operators of `graph` by the names that `plan` has for them."""
+
+    def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
+        self._planned = plan.graph
+        self._graph = graph
+        self._numbers = {graph.nodes[node].name: node for node in graph.body}
+
+    def node(self, name: str, use: str) -> int:
+        """The node called `name`, for which the plan has this `use`.
+
+        Raises:
+            PlanError: there is none, or it is another operator than in the plan's graph.
+        """
+        kind = self._planned.operators.get(name) if self._planned is not None else None
+        number = self._numbers.get(name)
+        planned = f" ({kind})" if kind else ""
+        if number is None:
+            raise PlanError(
+                f"{use} operator '{name}'{planned}, which the traced model '{self._graph.name}' does not "
+                f"have{nearest(name, self._numbers)}: {self._remedy()}"
+            )
+        traced = self._graph.nodes[number].op
+        if kind and traced != kind:
+            raise PlanError(
+                f"{use} operator '{name}', which is {kind} in the plan's graph and {traced} in the model "
+                f"'{self._graph.name}' as traced here: {self._remedy()}"
+            )
+        return number
+
+    def _remedy(self) -> str:
+        here = _packages()
+        planned = self._planned.packages if self._planned is not None else here
+        others = [name for name in planned if planned[name] != here.get(name)]
+        if not others:
+            return "plan again for this model"
+        wanted, there = (", ".join(f"{name} {of.get(name)}" for name in others) for of in (planned, here))
+        return f"the plan was made with {wanted}, and here is {there}: install the same, or plan again here"
 
 
 def layers_per_stage(plan: Plan) -> tuple[int, ...] | None:
@@ -39,35 +97,22 @@ def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
     """Positions in the body of `graph` of the cuts of `plan`.
 
     Raises:
-        PlanError: a cut names an operator that the graph does not have.
+        PlanError: a cut names an operator that the graph does not have, or that is another in it.
     """
-    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
-    found: list[int] = []
-    for name in plan.cuts:
-        if name not in position:
-            raise PlanError(
-                f"the plan cuts in front of operator '{name}', which the traced model "
-                f"'{graph.name}' does not have{nearest(name, position)}: plan again for this model"
-            )
-        found.append(position[name])
-    return found
+    named = _Named(plan, graph)
+    return [graph.position[named.node(name, "the plan cuts in front of")] for name in plan.cuts]
 
 
 def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
     """The memory policy of every stage of `plan`, in values of `graph`.
 
     Raises:
-        PlanError: a policy names an operator that the graph does not have.
+        PlanError: a policy names an operator that the graph does not have, or that is another in it.
     """
-    numbers = {graph.nodes[node].name: node for node in graph.body}
+    named = _Named(plan, graph)
 
     def number(name: str) -> int:
-        if name not in numbers:
-            raise PlanError(
-                f"a memory policy of the plan names operator '{name}', which the traced model "
-                f"'{graph.name}' does not have{nearest(name, numbers)}: plan again for this model"
-            )
-        return numbers[name]
+        return named.node(name, "a memory policy of the plan names")
 
     def values(names: tuple[str, ...]) -> frozenset[int]:
         made = (graph.nodes[number(name)].outputs for name in names)

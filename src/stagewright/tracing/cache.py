@@ -65,15 +65,17 @@ def trace(
         sequence_length: tokens per sample.
         dtype: element type of parameters and activations.
         overrides: configuration keys to change.
-        device: type of device whose kernels are traced.
+        device: type of device that traces; a graph for another `target` has the same names and operators on each, and plans
+            and runs have it traced by the CPU.
         target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold. None: `device`.
         autocast: element type of an autocast around the whole model; None where the model's own code decides.
         report: called with a short text at each phase of a trace that is not in the cache.
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
-        attention: as the device that traces computes it, or as a GPU's fused kernel does, or with operators of their own for
-            its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
+        attention: as it runs on the `target`, by a CPU's kernels or as one logical operator
+            (`stagewright.tracing.attention`), or as one operator on every target (``fused``), or with operators of their own
+            for its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
         experts: as the model computes them, or ``grouped`` as `stagewright.tracing.experts` says, which is costed, not run.
         cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
             attention gathers the keys and values of all. It is costed, not run.
@@ -170,6 +172,8 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "target": given["target"] or given["device"],
         "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
     }
+    if given["device"] != "cpu":
+        facts["kernels"] = _kernels_of(given["device"])
     plain = {
         "loss_pieces": 1,
         "cp": 1,
@@ -241,11 +245,27 @@ _AXES = {
 
 def _stamp() -> str:
     """What graphs depend on beside their facts: a changed tracer never reads an old cache."""
-    versions = {name: _version(name) for name in ("torch", "transformers")}
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     own = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([FORMAT, __version__, own, versions])
+    return json.dumps([FORMAT, __version__, own, tracing_packages()])
+
+
+def tracing_packages() -> dict[str, str]:
+    """Versions of what decides which operators a model is traced to; empty of what is not installed."""
+    return {name: _version(name) for name in ("torch", "transformers")}
+
+
+def _kernels_of(device: str) -> str:
+    """What decides which kernels a device other than a CPU has for an operator: its generation, the libraries that torch
+    was built with, and which kernels of attention are switched on."""
+    import torch
+
+    module = torch.get_device_module(device)
+    generation = getattr(module, "get_device_capability", lambda: ())()
+    switches = ("flash", "mem_efficient", "math", "cudnn")
+    allowed = [name for name in switches if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    return f"{generation} {torch.__version__} {torch.version.cuda or torch.version.hip} {'+'.join(allowed)}"
 
 
 def _version(package: str) -> str:

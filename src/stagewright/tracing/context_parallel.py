@@ -63,8 +63,13 @@ def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
     if not any(node.op == ALL_GATHER and group_of(node)[0] == CONTEXT_GROUP for node in forward):
         raise InputError("no attention was found that context parallelism could divide: leave out --cp")
     for node in forward:
-        is_apart = "scaled_dot_product" in node.op or (
-            "softmax" in node.op and graph.values[node.inputs[0]].meta.shape[-2:] == (num_tokens, num_tokens)
+        is_apart = (
+            "scaled_dot_product" in node.op
+            or node.op == "stagewright.attention.default"
+            or (
+                "softmax" in node.op
+                and graph.values[node.inputs[0]].meta.shape[-2:] == (num_tokens, num_tokens)
+            )
         )
         if is_apart:
             raise InputError(
@@ -89,7 +94,7 @@ def _not_run(*_: Any) -> Any:
     )
 
 
-def _like_queries(query: Tensor, width: int) -> Tensor:
+def like_queries(query: Tensor, width: int) -> Tensor:
     """(batch, head, token, width) that lie as (batch, token, head, width), as fused kernels make them."""
     batch, heads, tokens, _ = query.shape
     return query.new_empty((batch, tokens, heads, width)).transpose(1, 2)
@@ -109,7 +114,7 @@ define(
     "shared_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)",
     run=_not_run,
     lay_out=lambda query, key, value, is_causal, scale: (
-        _like_queries(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32),
+        like_queries(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32),
     ),
     backward=_backward,
     keep=_keep,
@@ -118,5 +123,5 @@ define(
     "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
     "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
     run=_not_run,
-    lay_out=lambda cotangent, *given: tuple(_like_queries(one, one.shape[-1]) for one in given[:3]),
+    lay_out=lambda cotangent, *given: tuple(like_queries(one, one.shape[-1]) for one in given[:3]),
 )

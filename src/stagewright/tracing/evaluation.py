@@ -12,6 +12,7 @@ from stagewright.errors import InputError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Value
 from stagewright.graph.tensor import contiguous
 from stagewright.tracing.arguments import draws, operator
+from stagewright.tracing.attention import ATTENTION
 
 NOT_COUNTED = -1.0
 """In place of the loss of a token that does not count, which no cross entropy can be."""
@@ -53,7 +54,7 @@ def is_by_token(graph: OperatorGraph) -> bool:
 
 def _switched_off(node: Node) -> Node:
     """The call without what belongs to training."""
-    if node.part is not Part.FORWARD or not node.op.startswith("aten."):
+    if node.part is not Part.FORWARD or not (node.op.startswith("aten.") or node.op == ATTENTION):
         return node
     args, kwargs = list(node.args), dict(node.kwargs)
     op = operator(node.op)

@@ -36,6 +36,7 @@ __all__ = [
     "run_parts",
     "selective_policy",
     "storage_key",
+    "with_autograd",
     "without_cpu_autocast",
     "without_modes",
 ]
@@ -133,6 +134,17 @@ def run_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
     """Operators called while it is open are not cast by the CPU's autocast."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+@contextlib.contextmanager
+def with_autograd() -> Iterator[None]:
+    """While it is open, operators are differentiable also inside the kernel of another, and under dispatch modes."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    with guard, torch.enable_grad():
+        yield
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

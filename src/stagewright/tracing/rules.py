@@ -63,16 +63,23 @@ _LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy
 _AS_WIDE_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default", 1)}
 
 
+# Statistics that a CPU keeps in half precision, and a GPU in float32.
+_STATISTICS = {("aten.native_layer_norm.default", 1), ("aten.native_layer_norm.default", 2)}
+_HALF = ("bfloat16", "float16")
+
+
 # Operators that return their argument, though their schema must not say so while a model is exported.
 _IDENTITIES = {ENTER}
 
 
 class Rules:
-    """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under."""
+    """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under, on tensors of
+    a `device`; layouts are those on devices of type `target`."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(self, mode: FakeTensorMode, device: torch.device, target: str) -> None:
         self.mode = mode
         self.device = device
+        self.target = target
         self._lowered: dict[Any, Recipe | None] = {}
         self._outcomes: dict[Any, tuple[Outcome | None, ...]] = {}
         self._backwards: dict[Any, BackwardRecipe] = {}
@@ -150,11 +157,21 @@ class Rules:
         place = argument_place(operator(call.op), "output_mask")
         wanted = [True] * len(items) if place is None else call.args[place]
         return tuple(
-            Outcome(_as_run(call, index, meta_of(item)), keys.get(storage_key(item), -1), item.requires_grad)
+            Outcome(
+                self._as_run(call, index, meta_of(item)), keys.get(storage_key(item), -1), item.requires_grad
+            )
             if isinstance(item, torch.Tensor) and is_wanted
             else None
             for index, (item, is_wanted) in enumerate(zip(items, wanted, strict=True))
         )
+
+    def _as_run(self, call: Call, index: int, meta: TensorMeta) -> TensorMeta:
+        """The layout of an output as its kernel makes it, where the shape function errs or is of another device."""
+        if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
+            return replace(meta, dtype="float64")
+        if (call.op, index) in _STATISTICS and self.target != "cpu" and meta.dtype in _HALF:
+            return replace(meta, dtype="float32")
+        return meta
 
     def _graph(self, function: Callable[..., Any], tensors: list[torch.Tensor]) -> torch.fx.Graph:
         """Operators that `function` dispatches below autograd, without mutations."""
@@ -211,10 +228,3 @@ class Rules:
         graph = self._graph(joint, tensors + tangents)
         counts = len(tensors), len(outcomes), len(cotangents)
         return backward_recipe(graph, call.op, counts, activations, weights)
-
-
-def _as_run(call: Call, index: int, meta: TensorMeta) -> TensorMeta:
-    """The layout of an output as its kernel makes it, where the shape function errs."""
-    if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
-        return replace(meta, dtype="float64")
-    return meta

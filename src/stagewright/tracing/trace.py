@@ -28,7 +28,7 @@ from stagewright.tracing.models.build import build
 from stagewright.tracing.models.losses import LanguageModel, cross_entropy_as_logits
 from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
-from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.private import FakeTensor, FakeTensorMode, converting_in_place
 from stagewright.tracing.rules import Rules
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
@@ -66,7 +66,7 @@ def trace_reference(
     further = facts.get("further_inputs", ())
     built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True, further_inputs=further)
     if device != "cpu":
-        with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
+        with next(built.module.parameters()).fake_mode, converting_in_place():  # type: ignore[attr-defined]
             built.module.to(device)
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
@@ -137,16 +137,16 @@ def _traced(
         for key, tensor in inputs.items()
     }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    autocast = facts.get("autocast")
+    autocast, target = facts.get("autocast"), facts.get("target", device.type)
     with (
         quiet_capture(device.type),
-        attention_of(facts.get("attention", "traced"), facts.get("cp", 1)),
-        autocast_of(facts.get("target", device.type)),
+        attention_of(facts.get("attention", "traced"), facts.get("cp", 1), target),
+        autocast_of(target) if device.type == "cpu" else contextlib.nullcontext(),
         torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext(),
     ):
         captured = capture(twin, fake_inputs, mode, report, whole)
     report("differentiating operator by operator")
-    graph = with_late_loss(build_joint(name, captured, Rules(mode, device), facts))
+    graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
     if captured.repeats and not is_pattern(graph):
         return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)

@@ -52,11 +52,12 @@ def define(
     lay_out: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     keep: Callable[..., None] | None = None,
+    draws: bool = False,
 ) -> None:
     """Register an operator of ours: what runs it, the layout of what it returns, and its derivative, for which `keep` sets
-    aside what it needs; by default all arguments but the first."""
+    aside what it needs; by default all arguments but the first. `draws` says whether it may draw random numbers."""
     name = f"stagewright::{schema.partition('(')[0]}"
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, lay_out, lib=_LIBRARY)
     if backward is not None:
