@@ -1,7 +1,6 @@
-"""Stages of a model on one device, run one after the other without pipelining: gradients, and time and memory beside what is
-predicted.
+"""Stages of a model on one device, run one after the other: gradients, and time and memory next to their predictions.
 
-Without a GPU the peak is that of the executor's meter, and there is no reserved memory to speak of.
+On a CPU the peak is that of the executor's meter, and nothing is reserved.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
-from budget import Row
+from results_file import Row, verdict
 
 from stagewright.cluster import Cluster
 from stagewright.errors import StagewrightWarning
@@ -27,9 +25,11 @@ from stagewright.execution.verification import largest_difference, without_dropo
 from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
 from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.prediction.predict import rank_memories, reserved_peaks
+from stagewright.planning.prediction.regions import layers_policy
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.lower import insert_communication
@@ -43,17 +43,18 @@ TOLERANCES = {"bf16": 0.05, "fp32": 1e-5}
 """Largest difference of a gradient from plain autograd on the same device, relative to its largest element."""
 COMPILED_TOLERANCES = {"bf16": 0.1, "fp32": 1e-3}
 
+POLICIES = ("keep", "recompute", "offload attention", "offload all")
+_FETCH_AHEAD = 4
+"""Largest offloaded values that are on their way back at once, as in plans."""
+
 _SECONDS = {
     Kind.F: "forward_s", Kind.B: "backward_s", Kind.I: "input_grad_s", Kind.W: "weight_grad_s", Kind.R: "rebuild_s",
 }  # fmt: skip
 
-Seconds = dict[str, float]
-"""Of the actions of a batch, by their text."""
-
 
 @dataclass(frozen=True)
 class Setting:
-    """What every part is measured on, and what predicts it."""
+    """The device that is measured, and the descriptions that predict it."""
 
     device: torch.device
     described: tuple[Cluster, ...]
@@ -62,20 +63,18 @@ class Setting:
     num_stages: int
     repeats: int
 
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCES[self.dtype]
+    def job(self, samples: int, compiled: bool = False) -> Job:
+        given = {"global_batch": samples, "sequence_length": self.length, "dtype": self.dtype}
+        return Job.model_validate({**given, "compiled": compiled})
 
 
 class Staged:
-    """One sample through a model that is cut into stages of as many operators each."""
+    """One sample through a model that is cut into stages of equally many operators."""
 
     def __init__(self, setting: Setting, model: ModelReference, compiled: bool = False) -> None:
         self.setting = setting
         self.device = setting.device
-        self.job = Job(
-            global_batch=1, sequence_length=setting.length, dtype=setting.dtype, compiled=compiled  # type: ignore[arg-type]
-        )  # fmt: skip
+        self.job = setting.job(1, compiled)
         self.graph = trace(model, 1, device=self.device.type, **self.job.traced(self.device.type))
         size, count = len(self.graph.body), setting.num_stages
         self.cuts = [size * index // count for index in range(1, count)]
@@ -89,33 +88,31 @@ class Staged:
         """With I and W in place of B."""
         return self.whole.with_ranks(map(_split, self.whole.ranks))
 
+    def policies(self, name: str) -> list[Policy]:
+        """Of every stage, by one of the names of `POLICIES`; as `plan --recompute full` recomputes."""
+        stages = carve(self.graph, self.cuts)
+        if name in ("keep", "recompute"):
+            return [KEEP if name == "keep" else layers_policy(self.graph)] * len(stages)
+        return [_offloading(stage, name == "offload attention") for stage in stages]
+
     def saving(self, policies: Sequence[Policy]) -> Program:
-        """With R where the policy of a stage asks for it."""
+        """With R where the policy of a stage needs it."""
         return insert_recomputation(self.whole, [n for n, one in enumerate(policies) if one is not KEEP])
 
     def runner(self, program: Program, policies: Sequence[Policy] = ()) -> RankRunner:
         stages = carve(self.graph, self.cuts, policies)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        wide = torch.float32 if self.job.dtype == "bf16" else None
-        weights = Weights(stages, tensors, self.device, wide)
+        weights = Weights(stages, tensors, self.device, torch.float32 if self.job.dtype == "bf16" else None)
         lowered = insert_communication(program, stage_edges(stages))
         return RankRunner(
             stages, lowered, 0, [0], weights, self.device, 1.0, is_compiled=self.job.compiled
         )  # fmt: skip
 
-    @cached_property
-    def _bodies(self) -> list[BodyCosts]:
-        """As every description has them."""
-        return [
-            BodyCosts(self.graph, costing(self.graph, one, self.job)) for one in self.setting.described
-        ]  # fmt: skip
-
     def lines(self, program: Program, policies: Sequence[Policy] = ()) -> list[Pipeline]:
         """As every description predicts them."""
-        pairs = zip(self._bodies, self.setting.described, strict=True)
+        bodies = [BodyCosts(self.graph, costing(self.graph, one, self.job)) for one in self.setting.described]
+        pairs = zip(bodies, self.setting.described, strict=True)
         return [pipeline(body, self.cuts, program, one, self.job, 1, policies) for body, one in pairs]
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def difference(self, runner: RankRunner) -> float:
         """The largest difference of the loss, or of a gradient, from plain autograd."""
@@ -125,29 +122,23 @@ class Staged:
             plain = self.module(**self.inputs)
         plain.backward()
         named = self.module.named_parameters()
-        wanted = {name: one.grad for name, one in named if one.grad is not None}
-        names, found = runner.weights.names, runner.weights.gradients
-        worst = max(largest_difference(found[v], wanted[names[v]].to(found[v].dtype)) for v in found)
+        wanted = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        names, gradients = runner.weights.names, runner.weights.gradients
+        differences = (largest_difference(g, wanted[names[v]].to(g.dtype)) for v, g in gradients.items())
+        worst = max(*differences, abs(float(loss) / float(plain.detach()) - 1))
         self.module.zero_grad(set_to_none=True)
-        return max(worst, abs(float(loss) / float(plain.detach()) - 1))
+        return worst
 
-    def gradients(self, runner: RankRunner) -> dict[int, torch.Tensor]:
-        runner.run_batch(0, [self.inputs])
-        return {value: gradient.clone() for value, gradient in runner.weights.gradients.items()}
-
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def peaks(self, runner: RankRunner, lines: Sequence[Pipeline], what: str = "") -> Iterator[Row]:
+    def peaks(self, runner: RankRunner, lines: Sequence[Pipeline], what: str) -> Iterator[Row]:
         """Peak bytes of a batch beyond what the optimizer keeps, which does not exist here."""
-        predicted = [_predicted_peaks(line) for line in lines]
-        active, reserved = ([one[index] for one in predicted] for index in (0, 1))
+        active, reserved = map(list, zip(*map(_predicted_peaks, lines), strict=True))
         runner.run_batch(0, [self.inputs])
         if self.device.type == "cpu":
-            resident = [t for one in runner.runners.values() for t in one.resident.values()]
+            resident = [t for stage in runner.runners.values() for t in stage.resident.values()]
             weights = (*runner.weights.tensors.values(), *runner.weights.gradients.values())
             with StorageMeter([*resident, *weights, *self.inputs.values()]) as meter:
                 runner.run_batch(1, [self.inputs])
-            yield f"{what}peak bytes", active, meter.peak_bytes
+            yield f"{what}: active peak bytes", active, meter.peak_bytes
             return
         torch.cuda.synchronize()
         gc.collect()
@@ -155,20 +146,30 @@ class Staged:
         torch.cuda.reset_peak_memory_stats()
         runner.run_batch(1, [self.inputs])
         torch.cuda.synchronize()
-        yield f"{what}active peak bytes", active, torch.cuda.max_memory_allocated()
-        yield f"{what}reserved peak bytes", reserved, torch.cuda.max_memory_reserved()
+        yield f"{what}: active peak bytes", active, torch.cuda.max_memory_allocated()
+        yield f"{what}: reserved peak bytes", reserved, torch.cuda.max_memory_reserved()
 
-    # -- time -------------------------------------------------------------------------------------------------------
-
-    def seconds(self, runner: RankRunner) -> Seconds:
-        """Medians of every action."""
+    def seconds(self, runner: RankRunner) -> dict[str, float]:
+        """Medians of every action, by its text."""
         taken: dict[str, list[float]] = {}
         for step in range(1 + self.setting.repeats):
             batch = runner.run_batch(step, [self.inputs])
             synchronize(self.device)
             for moment in batch.moments() if step else ():
                 taken.setdefault(str(moment.action), []).append(moment.end - moment.start)
-        return {text: statistics.median(found) for text, found in taken.items()}
+        return {text: statistics.median(seconds) for text, seconds in taken.items()}
+
+
+def _offloading(stage: Stage, is_attention: bool) -> Policy:
+    """Offload what attention saves, or all that is saved."""
+    values, graph = stage.graph.values, stage.graph
+    made = {value: values[values[value].storage].node for value in stage.saved}
+    own = [value for value, node in made.items() if node in graph.position]
+    if is_attention:
+        own = [value for value in own if "attention" in graph.nodes[made[value]].op]
+    roots = list(dict.fromkeys(values[value].storage for value in own))
+    largest = max((stage.held_bytes([root]) for root in roots), default=0)
+    return Policy(offload=frozenset(roots), fetch_ahead=_FETCH_AHEAD * largest) if roots else KEEP
 
 
 def _split(actions: Sequence[Action]) -> Iterator[Action]:
@@ -186,43 +187,41 @@ def _predicted_peaks(line: Pipeline) -> tuple[float, float]:
     return memory.peak_bytes - absent, reserved_peaks(line, memories)[0] - absent
 
 
-def predicted_seconds(line: Pipeline, action: str) -> float:
-    done = Action.parse(action)
-    return getattr(line.summaries[done.stage], _SECONDS[done.kind])
+def _predicted_seconds(line: Pipeline, text: str) -> float:
+    action = Action.parse(text)
+    return getattr(line.summaries[action.stage], _SECONDS[action.kind])
 
 
-def verdict(what: str, difference: float, tolerance: float) -> str:
-    judged = "within" if difference <= tolerance else "OUTSIDE"
-    return f"{what}: largest difference {difference:.2e}: {judged} {tolerance}"
-
-
-def whole(setting: Setting, model: ModelReference) -> Iterator[Row | str]:
-    """F and B of every stage, peaks, and gradients beside plain autograd's."""
-    staged = Staged(setting, model)
-    runner, lines = staged.runner(staged.whole), staged.lines(staged.whole)
-    yield verdict(f"{model.name}, loss and gradients", staged.difference(runner), setting.tolerance)
-    yield from staged.peaks(runner, lines, f"{model.name}: ")
-    for action, taken in staged.seconds(runner).items():
-        yield f"{model.name}: {action} s", [predicted_seconds(line, action) for line in lines], taken
-
-
-def apart(setting: Setting, model: ModelReference, compiled: bool) -> Iterator[Row | str]:
-    """F, I and W of every stage, and gradients beside those of B as it is."""
-    name = f"{model.name}, {'compiled' if compiled else 'eager'}"
-    model = without_dropout(model)  # what draws random numbers is not compiled
-    plain = Staged(setting, model)
-    wanted = plain.gradients(plain.runner(plain.whole))
-    staged = Staged(setting, model, True) if compiled else plain
-    del plain
-    runner = staged.runner(staged.split)
-    with warnings.catch_warnings(record=True) as told:
+def passes(
+    setting: Setting, model: ModelReference, is_split: bool = False, compiled: bool = False
+) -> Iterator[Row | str]:
+    """F and B of every stage, or F, I and W, and gradients next to plain autograd's."""
+    name = f"{model.name}, {'compiled' if compiled else 'eager'}{' split' if is_split else ''}"
+    staged = Staged(setting, without_dropout(model) if compiled else model, compiled)
+    program = staged.split if is_split else staged.whole
+    runner, lines = staged.runner(program), staged.lines(program)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StagewrightWarning)
-        found = staged.gradients(runner)
-    yield from (f"{name}: {one.message}" for one in told if issubclass(one.category, StagewrightWarning))
-    worst = max(largest_difference(found[value], wanted[value]) for value in wanted)
-    tolerance = COMPILED_TOLERANCES[setting.dtype] if compiled else setting.tolerance
-    yield verdict(f"{name}, gradients of I and W beside B's", worst, tolerance)
-    del wanted, found
-    lines = staged.lines(staged.split)
-    for action, taken in staged.seconds(runner).items():
-        yield f"{name}: {action} s", [predicted_seconds(line, action) for line in lines], taken
+        worst = staged.difference(runner)
+    yield from (f"{name}: {one.message}" for one in caught if issubclass(one.category, StagewrightWarning))
+    tolerance = (COMPILED_TOLERANCES if compiled else TOLERANCES)[setting.dtype]
+    yield verdict(f"{name}, gradients", worst, tolerance)
+    for text, seconds in staged.seconds(runner).items():
+        yield f"{name}: {text} s", [_predicted_seconds(line, text) for line in lines], seconds
+
+
+def saving(setting: Setting, model: ModelReference) -> Iterator[Row | str]:
+    """Gradients, peaks and seconds of all passes of stages that recompute or offload, by policy."""
+    staged = Staged(setting, model)
+    for name in POLICIES:
+        policies, what = staged.policies(name), f"{model.name}, {name}"
+        program = staged.saving(policies)
+        runner, lines = staged.runner(program, policies), staged.lines(program, policies)
+        yield verdict(f"{what}, gradients", staged.difference(runner), TOLERANCES[setting.dtype])
+        yield from staged.peaks(runner, lines, what)
+        seconds = staged.seconds(runner)
+        predictions = [sum(_predicted_seconds(line, text) for text in seconds) for line in lines]
+        yield f"{what}: all passes s", predictions, sum(seconds.values())
+        size = sum(summary.offloaded_bytes for summary in lines[0].summaries)
+        yield f"{what}: {size:.4g} bytes to the host and back"
+        del runner

@@ -1,0 +1,290 @@
+"""Everything that two or more GPUs of one machine can tell, in one results file, measured next to predicted.
+
+    python benchmarks/gpu/two.py [--processes N] [--parts communicators gradients ...] [--budget-seconds 1200]
+        [--catalog h100] [--output FILE]
+
+* communicators: bytes that each takes outside of torch's allocator when it is made and warmed up;
+* gradients: `stagewright verify` of some schedules, pipelined on the GPUs and plainly on one;
+* schedules: a few steps of every built-in schedule with boundaries of 1 KiB and 256 MiB;
+* torch: batches next to `torch.distributed.pipelining`, same model, stages, schedule, processes and moment.
+
+NCCL's version, channels and warnings are in the file. A schedule that hangs or fails is named with its action, and the
+others go on in new processes. `--device cpu --small` runs all of it over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from results_file import Part, Row, options, run
+from torch import nn
+
+import executor
+from stagewright.cluster import Cluster
+from stagewright.errors import StagewrightError
+from stagewright.execution.clock import synchronize
+from stagewright.execution.collectives import exchange
+from stagewright.execution.member import end_process, exit_code, member, start_process
+from stagewright.execution.metering import taken_bytes
+from stagewright.execution.processes import start_ranks
+from stagewright.execution.session import Session
+from stagewright.execution.verification import verify
+from stagewright.execution.watch import Limits, Watch
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.schedule.families import FAMILIES, build
+from stagewright.tracing.models.reference import resolve
+
+BUDGET_S = 1200.0
+SHARES = {"communicators": 1, "gradients": 3, "schedules": 6, "torch": 5}
+VERIFIED = ("dualpipe-v", "1f1b", "interleaved-1f1b", "zb-v")
+SCHEDULES = tuple(name for name in FAMILIES if not name.startswith("pipedream"))
+"""Those that update weights once a batch."""
+SIZES = {"1 KiB": 2**8, "256 MiB": 2**26}
+SMALL_SIZES = {"1 KiB": 2**8, "256 KiB": 2**16}
+"""Elements of a boundary in float32."""
+_LIMITS = Limits(action_s=90.0, start_s=180.0)
+_STEPS = 4
+_FOLDER = Path(__file__).resolve().parent
+_WIDTH = 1024
+
+Results = Iterator[str | tuple[str, dict[str, Any]]]
+"""Of tasks: names and figures, and notes."""
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def boundary_model(microbatch_size: int, depth: int, num_elements: int) -> tuple[Any, ...]:
+    """Layers that compute next to nothing and hand over `num_elements`; the first loss is the same for all depths."""
+    width = min(num_elements, _WIDTH)
+    layers = nn.Sequential(*(Scale(width) for _ in range(depth)))
+    return layers, (torch.randn(microbatch_size, num_elements // width, 1),), lambda y: y.square().mean()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`processes` devices, and the descriptions that predict them."""
+
+    kind: str
+    processes: int
+    is_small: bool
+    described: Sequence[Cluster]
+
+    def parts(self) -> list[Part]:
+        verified, sizes = (VERIFIED[:1], SMALL_SIZES) if self.is_small else (VERIFIED, SIZES)
+        cases: dict[str, dict[str, Any]] = {
+            "communicators": {"all": self.communicators},
+            "gradients": {name: partial(self.gradients, name) for name in verified},
+            "schedules": {label: partial(self.schedules, label, size) for label, size in sizes.items()},
+            "torch": {"all": self.torch},
+        }
+        return [Part(name, share, cases[name]) for name, share in SHARES.items()]
+
+    def communicators(self) -> Iterator[Row | str]:
+        for result in self._results("communicators", {"communicators": {}}):
+            if isinstance(result, str):
+                yield result
+            else:
+                yield from ((what, [], size) for what, size in result[1].items())
+
+    def gradients(self, schedule: str) -> Iterator[Row | str]:
+        job = Job(global_batch=2 * self.processes, sequence_length=64, dtype="fp32")
+        depth = build(schedule, self.processes, 2 * self.processes).num_stages
+        reference, cluster = resolve("tiny-llama", {"num_hidden_layers": depth}), self.described[0]
+        plan = estimate(reference, cluster, job, pp=self.processes, dp=1, schedule=schedule)
+        verified = verify("tiny-llama", plan, device=self.kind)
+        yield (
+            f"{schedule}, {verified.dtype}: {'equal' if verified.holds else 'NOT EQUAL'}, {verified.num_equal_gradients} "
+            f"of {verified.num_gradients} to the last bit, largest difference {verified.gradient_difference:.1e}"
+        )
+
+    def schedules(self, label: str, size: int) -> Iterator[Row | str]:
+        """Steps of every schedule with boundaries of `size` elements."""
+        plans = {name: [self.boundary_plan(name, size, one) for one in self.described] for name in SCHEDULES}
+        losses: dict[str, float] = {}
+        for item in self._results("steps", {name: {"plan": made[0]} for name, made in plans.items()}):
+            if isinstance(item, str):
+                yield f"{label}: {item}"
+                continue
+            name, result = item
+            losses[name] = result["loss"]
+            predictions = [plan.predictions.step_seconds for plan in plans[name]]
+            yield f"{name}, {label}: step s", predictions, result["seconds"]
+            yield f"{name}, {label}: bytes outside of the allocator", [], result["outside"]
+        wanted = next(iter(losses.values()), 0.0)
+        wrong = [name for name, loss in losses.items() if abs(loss - wanted) > 1e-5 * wanted]
+        yield f"{label}: {len(losses)} first losses {'DIFFER: ' + ', '.join(wrong) if wrong else 'are equal'}"
+
+    def boundary_plan(self, schedule: str, size: int, cluster: Cluster) -> Plan:
+        microbatches = 2 * self.processes
+        depth = build(schedule, self.processes, microbatches).num_stages
+        reference = resolve(f"{__file__}:boundary_model", {"depth": depth, "num_elements": size})
+        job = Job(global_batch=microbatches, sequence_length=1, dtype="fp32")
+        layers = [1] * depth
+        return estimate(
+            reference, cluster, job, pp=self.processes, dp=1, schedule=schedule, layers_per_stage=layers
+        )
+
+    def torch(self) -> Iterator[Row | str]:
+        sizes = (
+            executor.Sizes(64, 4, 32, 4, 2)
+            if self.is_small
+            else executor.Sizes(2048, 16, 2048, 8, 10, "bf16")
+        )
+        plans = {
+            name: [executor.plan_of("llama", name, sizes, self.processes, one) for one in self.described]
+            for name in list(executor.SCHEDULES)[: 2 if self.is_small else None]
+        }
+        tasks = {name: {"plan": made[0], "sizes": sizes} for name, made in plans.items()}
+        for item in self._results("torch", tasks):
+            if isinstance(item, str):
+                yield item
+                continue
+            name, result = item
+            yield (
+                f"{name}: batch s",
+                [executor.batch_seconds(plan) for plan in plans[name]],
+                result["ours_seconds"],
+            )
+            yield f"{name}, torch.distributed.pipelining: batch s", [], result["torch_seconds"]
+            low, high = result["interval"]
+            yield f"{name}: {result['ratio']:.3f} [{low:.3f}, {high:.3f}] of PyTorch's time"
+
+    def _results(self, task: str, arguments: dict[str, dict[str, Any]]) -> Results:
+        """Do a task with all `arguments`, by name; after a failure those that remain run in new processes."""
+        paths = filter(None, (str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH")))
+        with tempfile.TemporaryDirectory(prefix="stagewright-two-") as name:
+            folder, out = Path(name), Path(name) / "results.jsonl"
+            log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
+            remaining = []
+            for place, (what, given) in enumerate(arguments.items()):
+                if "plan" in given:
+                    given["plan"].save(folder / f"{place}.json")
+                    given = {**given, "plan": f"{folder}/{place}.json"}
+                remaining.append((what, given))
+            with mock.patch.dict(os.environ, {**log, "PYTHONPATH": os.pathsep.join(paths)}):
+                while remaining:
+                    request, failure = json.dumps([self.kind, task, remaining, str(out)]), None
+                    out.write_text("")
+                    try:
+                        start_ranks("two", [request], range(self.processes), _LIMITS.start_s)
+                    except StagewrightError as error:
+                        failure = str(error)
+                    finally:
+                        for line in out.read_text().splitlines():
+                            yield remaining.pop(0)[0], json.loads(line)
+                    if failure is not None and remaining:
+                        yield f"{remaining.pop(0)[0]} FAILED: {failure}"
+            if self.kind == "cuda":
+                logs = (path.read_text(errors="replace") for path in folder.glob("nccl.*"))
+                yield nccl_summary("".join(logs))
+
+
+def nccl_summary(log: str) -> str:
+    """The log of NCCL in a line: version, channels per peer, how pairs are connected, and warnings."""
+    versions, channels, warnings = (
+        sorted(set(re.findall(pattern, log)))
+        for pattern in (r"NCCL version \S+", r"\d+ p2p channels per peer", r"NCCL WARN .*")
+    )
+    ways = Counter(re.findall(r"Channel \S+ : \S+ -> \S+ (?:\[\w+\] )?via (\S+)", log))
+    listed = [f"{count} channels via {way}" for way, count in ways.most_common()]
+    return "; ".join([*versions, *channels, *listed, *warnings]) or "NCCL left no log"
+
+
+# -- the ranks' side ------------------------------------------------------------------------------------------------------
+
+
+def work(kind: str, task: str, arguments: Sequence[tuple[str, dict[str, Any]]], out: str) -> None:
+    """Do a task with all `arguments`; rank 0 adds a line for each to `out`."""
+    with member(kind, _LIMITS) as (watch, device):
+        for name, given in arguments:
+            watch.at(name)
+            result = TASKS[task](watch, device, name, **given)
+            if watch.rank == 0:
+                with Path(out).open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+
+
+def _steps(watch: Watch, device: torch.device, name: str, plan: str) -> dict[str, float]:
+    before = _outside(device)
+    session = Session(load_plan(plan), device, None, True, watch.at, watch.at)
+    results = [session.train_step(step) for step in range(_STEPS)]
+    seconds = statistics.median(result.seconds for result in results[1:])
+    outside = max(exchange(_outside(device) - before))
+    session.close()
+    return {"loss": results[0].loss, "seconds": seconds, "outside": outside}
+
+
+def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, int]:
+    """Bytes on the rank where they are most: of three lanes between the first two ranks, then of a group of all."""
+    taken, rank = {}, watch.rank
+    message = torch.zeros(2**20, dtype=torch.uint8, device=device)
+    for what in ("first lane: bytes", "second lane: bytes", "third lane: bytes", "group of all ranks: bytes"):
+        before, is_lane = _outside(device), "lane" in what
+        group = dist.new_group([0, 1] if is_lane else None)
+        if not is_lane:
+            dist.all_reduce(message, group=group)
+        elif rank < 2:
+            (dist.send if rank == 0 else dist.recv)(message, 1 - rank, group)
+        synchronize(device)
+        taken[what] = max(exchange(_outside(device) - before))
+    return taken
+
+
+def _outside(device: torch.device) -> int:
+    """Bytes that others than torch's allocator have taken from the device; of a CPU the most of this process."""
+    if device.type == "cpu":
+        return taken_bytes(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _torch(watch: Watch, device: torch.device, name: str, plan: str, sizes: Sequence[Any]) -> dict[str, Any]:
+    return executor.compared("llama", name, executor.Sizes(*sizes), load_plan(plan), device)
+
+
+TASKS = {"steps": _steps, "communicators": _communicators, "torch": _torch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, help="default one per GPU; 2 on a CPU")
+    chosen = options(parser, list(SHARES), BUDGET_S)
+    count = chosen.processes or (torch.cuda.device_count() if chosen.device == "cuda" else 2)
+    if count < 2:
+        parser.error(
+            f"a pipeline needs two GPUs, and this machine has {count}: run one.py, or give --device cpu --small"
+        )
+    run(
+        "two", chosen, count, lambda described: Machine(chosen.device, count, chosen.small, described).parts()
+    )
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        start_process()
+        end_process(exit_code(lambda: work(*json.loads(sys.argv[1]))))
+    main()

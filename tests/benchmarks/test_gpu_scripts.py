@@ -1,0 +1,218 @@
+"""The scripts for GPUs, small and on the CPU: rows of every part, the time they keep to, failures, and the results file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import RunError
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+
+import calls
+import one
+import stages
+import two
+from results_file import Part, Row, Section, TimeUp, measured, report, time_limit
+
+DESCRIBED = load_cluster("1x-rtx3090", {"device.kind": "cpu"})
+MODEL = "tiny-llama"
+SETTING = one.setting_of("cpu", True, [DESCRIBED, DESCRIBED])
+REFERENCE = resolve(MODEL, {"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module")
+def sections() -> dict[str, Section]:
+    """Of all parts of `one.py`, with functions that are not compiled in place of compiled ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda call, **_: call)
+        return {section.name: section for section in measured(one.parts_of(SETTING, True), 600.0)}
+
+
+def rows_of(section: Section) -> dict[str, tuple[list[float], float]]:
+    assert not section.errors and not section.omitted
+    return {what: (predictions, value) for what, predictions, value in section.rows}
+
+
+def test_every_part_has_rows_with_every_prediction(sections: dict[str, Section]) -> None:
+    sizes = {name: len(rows_of(section)) for name, section in sections.items()}
+    # a row per call; peak and passes of four policies; step, peak and resuming; F B, and twice F I W, of two stages
+    assert sizes == {"names": 0, "waits": 8, "offload": 8, "memory": 3, "host": 8, "stages": 16}
+    for name, section in sections.items():
+        for what, predictions, value in section.rows:
+            assert value > 0
+            assert len(predictions) == (0 if name == "waits" or "restoring" in what else 2)
+            assert all(prediction == predictions[0] > 0 for prediction in predictions)
+
+
+def test_gradients_and_losses_are_those_of_plain_training(sections: dict[str, Section]) -> None:
+    for name, count in (("offload", 4), ("stages", 3), ("memory", 1)):
+        judged = [note for note in sections[name].notes if "largest difference" in note]
+        assert len(judged) == count and all(": within" in note for note in judged)
+    assert sections["names"].notes[0].endswith("forward operators, names and kinds equal")
+
+
+def test_attention_is_offloaded_and_peaks_are_those_predicted(sections: dict[str, Section]) -> None:
+    rows = rows_of(sections["offload"])
+    peaks = {policy: rows[f"{MODEL}, {policy}: active peak bytes"] for policy in stages.POLICIES}
+    assert all(predictions == [value] * 2 for predictions, value in peaks.values())
+    keep, recompute, attention, everything = (value for _, value in peaks.values())
+    assert everything < attention < keep and recompute < keep
+    assert f"{MODEL}, keep: 0 bytes to the host and back" in sections["offload"].notes
+    predictions, value = rows_of(sections["memory"])[f"{MODEL}: active peak bytes"]
+    assert predictions == [pytest.approx(value, rel=1e-3)] * 2
+
+
+def test_what_differs_between_the_graphs_of_plan_and_run_is_named() -> None:
+    planned, here = (
+        trace(resolve(MODEL, {"num_hidden_layers": layers}), 1, 16, target="cuda") for layers in (1, 2)
+    )
+    assert one.unlike(planned, planned) == []
+    differences = one.unlike(planned, here)
+    assert differences and all(one.endswith("here") for one in differences)
+    assert (
+        differences[0].startswith("net.model.layers.1.") and ": nothing in the plan, aten." in differences[0]
+    )
+
+
+def test_a_call_that_waits_is_told_from_one_that_does_not() -> None:
+    ended: list[bool] = []
+
+    def begin(seconds: float) -> calls.HasEnded:
+        ended.clear()
+        return lambda: bool(ended) or ended.append(True)  # type: ignore[func-returns-value]
+
+    def verdict(during: calls.Call) -> str:
+        _, note = calls.waits(torch.device("cpu"), "call", lambda: None, during, begin)
+        assert isinstance(note, str)
+        return note.split(";")[0]
+
+    assert verdict(lambda: None) == "call: does not wait"
+    assert verdict(lambda: ended.append(True)) == "call: WAITS for the device"
+
+
+def test_reserved_bytes_of_a_gpu_are_predicted() -> None:
+    """The device that is described need not be the one at hand."""
+    staged = stages.Staged(one.setting_of("cpu", True, [load_cluster("1x-h100")]), REFERENCE)
+    ((active, reserved),) = map(stages._predicted_peaks, staged.lines(staged.whole))
+    assert active < reserved < active + 2**28
+
+
+# -- time, failures and the file ------------------------------------------------------------------------------------------
+
+
+def case(error: str = "") -> Iterator[Row | str]:
+    yield "row", [2.0], 1.0
+    if error:
+        raise ValueError(error)
+    yield "done"
+
+
+def test_a_case_that_fails_is_reported_and_the_others_go_on() -> None:
+    kept: list[int] = []
+    parts = [
+        Part("first", 1, {"bad": lambda: case(error="no such kernel"), "good": case}),
+        Part("second", 1, {"next": case}),
+    ]
+    first, second = measured(parts, 60.0, lambda all_: kept.append(sum(len(one.rows) for one in all_)))
+    assert first.errors == ["bad: ValueError: no such kernel"]
+    assert first.notes == ["done"] and len(first.rows) == 2 and second.notes == ["done"]
+    assert kept == [1, 2, 3], "what was measured is kept after every case"
+
+
+def test_cases_that_are_cut_off_or_have_no_time_are_named() -> None:
+    def cut() -> Iterator[Row | str]:
+        yield "row", [2.0], 1.0
+        raise TimeUp
+
+    (section,) = measured([Part("slow", 1, {"long": cut, "next": case})], 60.0)
+    assert section.omitted == ["long (cut off)"] and len(section.rows) == 2 and section.notes == ["done"]
+    (section,) = measured([Part("late", 1, {"case": case})], 0.0)
+    assert section.omitted == ["case"] and not section.rows
+
+
+def test_time_is_up_also_for_code_that_catches_every_exception() -> None:
+    with pytest.raises(TimeUp), time_limit(0.05):
+        while True:
+            try:
+                time.sleep(10.0)
+            except Exception:
+                continue
+
+
+def test_results_have_errors_and_what_was_omitted() -> None:
+    sections = [
+        Section("saving", rows=[("peak bytes", [4.0, 2.0], 4.0), ("seconds", [], 1.0)], notes=["a note"]),
+        Section("overlap", errors=["gpt2: ValueError: none"], omitted=["bert-large"]),
+    ]
+    text = "\n".join(report(sections, ["probed", "h100"], ["# One device"]))
+    assert "| what | measured | probed | h100 |" in text
+    assert "| peak bytes | 4 | 4 (+0.0%) | 2 (-50.0%) |" in text and "| seconds | 1 |  |  |" in text
+    assert "FAILED: gpt2: ValueError: none" in text and "No time for: bert-large" in text
+
+
+def run_script(script: object, patch: pytest.MonkeyPatch, output: Path, *words: str) -> str:
+    given = ["script.py", "--device", "cpu", "--small", "--output", str(output), *words]
+    patch.setattr(sys, "argv", given)
+    script.main()  # type: ignore[attr-defined]
+    return output.read_text()
+
+
+def test_one_writes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run_script(one, monkeypatch, tmp_path / "results.md", "--parts", "host")
+    assert text.startswith("# benchmarks/gpu/one.py") and "--parts host" in text and "## waits" not in text
+    assert "| what | measured | h100 |" in text and "| add, overload: s | " in text
+
+
+@pytest.mark.multiprocess
+def test_two_runs_every_schedule_next_to_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--parts", "communicators", "schedules", "torch")
+    text = run_script(two, monkeypatch, tmp_path / "results.md", *words)
+    assert "FAILED" not in text and "No time for" not in text
+    for schedule in two.SCHEDULES:
+        assert f"| {schedule}, 1 KiB: step s | " in text
+    assert f"1 KiB: {len(two.SCHEDULES)} first losses are equal" in text
+    assert "| first lane: bytes | " in text and "1f1b: " in text and "of PyTorch's time" in text
+
+
+def test_a_schedule_that_fails_is_named_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[list[str]] = []
+
+    def start_ranks(module: str, arguments: list[str], ranks: range, start_s: float) -> None:
+        _, _, tasks, out = two.json.loads(arguments[0])
+        starts.append([name for name, _ in tasks])
+        done = [name for name, _ in tasks[:1]] if len(starts) == 1 else [name for name, _ in tasks]
+        Path(out).write_text("".join(f'{{"loss": 1.0, "of": "{name}"}}\n' for name in done))
+        if len(starts) == 1:
+            raise RunError("rank 1 hangs at 1RECV_F0")
+
+    monkeypatch.setattr(two, "start_ranks", start_ranks)
+    machine = two.Machine("cpu", 2, True, [DESCRIBED])
+    results = list(machine._results("steps", {"a": {}, "b": {}, "c": {}}))
+    assert starts == [["a", "b", "c"], ["c"]]
+    a, b, c = results
+    assert a[0] == "a" and b == "b FAILED: rank 1 hangs at 1RECV_F0" and c == ("c", {"loss": 1.0, "of": "c"})
+
+
+def test_the_log_of_nccl_becomes_a_line() -> None:
+    log = """host:1:2 [0] NCCL INFO NCCL version 2.29.7+cuda13.0
+host:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+host:1:2 [0] NCCL INFO Channel 01/1 : 1[1] -> 0[0] [send] via NET/IB/0
+host:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
+host:1:2 [0] NCCL INFO 24 coll channels, 0 collnet channels, 0 nvls channels, 32 p2p channels, 2 p2p channels per peer
+host:1:2 [0] misc.cc:1 NCCL WARN Error while creating shared memory segment
+"""
+    assert two.nccl_summary(log) == (
+        "NCCL version 2.29.7+cuda13.0; 2 p2p channels per peer; 2 channels via P2P/CUMEM; 1 channels via NET/IB/0; "
+        "NCCL WARN Error while creating shared memory segment"
+    )
