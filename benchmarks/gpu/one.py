@@ -63,7 +63,8 @@ _METERED = 1
 def setting_of(kind: str, is_small: bool, described: Sequence[Cluster]) -> Setting:
     dtype = "bf16" if kind == "cuda" else "fp32"
     length, num_stages, repeats = (64, 2, 2) if is_small else (512, 4, 10)
-    return Setting(torch.device(kind), tuple(described), dtype, length, num_stages, repeats)
+    device = torch.device(kind, 0 if kind == "cuda" else None)
+    return Setting(device, tuple(described), dtype, length, num_stages, repeats)
 
 
 def parts_of(setting: Setting, is_small: bool) -> list[Part]:

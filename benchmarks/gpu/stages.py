@@ -17,6 +17,7 @@ from results_file import Row, verdict
 from stagewright.cluster import Cluster
 from stagewright.errors import StagewrightWarning
 from stagewright.estimation.stages import BodyCosts
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.metering import StorageMeter
 from stagewright.execution.random import keyed
@@ -132,22 +133,23 @@ class Staged:
     def peaks(self, runner: RankRunner, lines: Sequence[Pipeline], what: str) -> Iterator[Row]:
         """Peak bytes of a batch beyond what the optimizer keeps, which does not exist here."""
         active, reserved = map(list, zip(*map(_predicted_peaks, lines), strict=True))
+        accelerator = accelerator_of(self.device)
         runner.run_batch(0, [self.inputs])
-        if self.device.type == "cpu":
+        if not accelerator.counts_bytes:
             resident = [t for stage in runner.runners.values() for t in stage.resident.values()]
             weights = (*runner.weights.tensors.values(), *runner.weights.gradients.values())
             with StorageMeter([*resident, *weights, *self.inputs.values()]) as meter:
                 runner.run_batch(1, [self.inputs])
             yield f"{what}: active peak bytes", active, meter.peak_bytes
             return
-        torch.cuda.synchronize()
+        accelerator.synchronize()
         gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        accelerator.empty_cache()
+        accelerator.reset_peaks()
         runner.run_batch(1, [self.inputs])
-        torch.cuda.synchronize()
-        yield f"{what}: active peak bytes", active, torch.cuda.max_memory_allocated()
-        yield f"{what}: reserved peak bytes", reserved, torch.cuda.max_memory_reserved()
+        accelerator.synchronize()
+        yield f"{what}: active peak bytes", active, accelerator.peak_allocated_bytes()
+        yield f"{what}: reserved peak bytes", reserved, accelerator.peak_reserved_bytes()
 
     def seconds(self, runner: RankRunner) -> dict[str, float]:
         """Medians of every action, by its text."""

@@ -37,10 +37,10 @@ from torch import nn
 import executor
 from stagewright.cluster import Cluster
 from stagewright.errors import StagewrightError
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import exchange
 from stagewright.execution.member import end_process, exit_code, member, start_process
-from stagewright.execution.metering import taken_bytes
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.session import Session
 from stagewright.execution.verification import verify
@@ -256,10 +256,11 @@ def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, i
 
 def _outside(device: torch.device) -> int:
     """Bytes that others than torch's allocator have taken from the device; of a CPU the most of this process."""
+    accelerator = accelerator_of(device)
     if device.type == "cpu":
-        return taken_bytes(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+        return accelerator.peak_reserved_bytes()
+    free, total = accelerator.free_and_total_bytes()
+    return total - free - accelerator.reserved_bytes()
 
 
 def _torch(watch: Watch, device: torch.device, name: str, plan: str, sizes: Sequence[Any]) -> dict[str, Any]:

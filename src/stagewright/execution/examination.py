@@ -132,9 +132,7 @@ def _of_peers() -> list[Trouble]:
     pairs = _indirect_pairs()
     if not pairs:
         return []
-    what = (
-        f"{len(pairs)} pairs of GPUs, such as {pairs[0][0].index} and {pairs[0][1].index}, exchange data through the host"
-    )
+    what = f"{len(pairs)} pairs of GPUs, such as {pairs[0][0].index} and {pairs[0][1].index}, exchange data through the host"
     return [Trouble(what, "Measure their links with `stagewright probe --device cuda` and plan for them")]
 
 
