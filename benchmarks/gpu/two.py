@@ -39,7 +39,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import StagewrightError
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import synchronize
-from stagewright.execution.collectives import exchange
+from stagewright.execution.collectives import ProcessGroups, exchange
 from stagewright.execution.member import end_process, exit_code, member, start_process
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.session import Session
@@ -240,17 +240,18 @@ def _steps(watch: Watch, device: torch.device, name: str, plan: str) -> dict[str
 
 def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, int]:
     """Bytes on the rank where they are most: of three lanes between the first two ranks, then of a group of all."""
-    taken, rank = {}, watch.rank
+    taken, groups, everyone = {}, ProcessGroups(), list(range(watch.num_ranks))
     message = torch.zeros(2**20, dtype=torch.uint8, device=device)
-    for what in ("first lane: bytes", "second lane: bytes", "third lane: bytes", "group of all ranks: bytes"):
-        before, is_lane = _outside(device), "lane" in what
-        group = dist.new_group([0, 1] if is_lane else None)
+    for number, what in enumerate(("first lane", "second lane", "third lane", "group of all ranks")):
+        before, is_lane = _outside(device), number < 3
+        group = groups.new([[0, 1] if is_lane else everyone], is_lane)
         if not is_lane:
             dist.all_reduce(message, group=group)
-        elif rank < 2:
-            (dist.send if rank == 0 else dist.recv)(message, 1 - rank, group)
+        elif watch.rank < 2:
+            (dist.send if watch.rank == 0 else dist.recv)(message, 1 - watch.rank, group)
         synchronize(device)
-        taken[what] = max(exchange(_outside(device) - before))
+        taken[f"{what}: bytes"] = max(exchange(_outside(device) - before))
+    groups.destroy()
     return taken
 
 

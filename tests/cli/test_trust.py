@@ -20,10 +20,12 @@ from typer.testing import CliRunner, Result
 
 from patience import Deadline, patient
 from stagewright.cli.app import app
-from stagewright.errors import InputError
+from stagewright.errors import InputError, ScheduleError
 from stagewright.execution import verification
 from stagewright.execution.verification import Verification
+from stagewright.planning import promises
 from stagewright.planning.plan import load_plan
+from stagewright.schedule.program import Program
 
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32", "--cluster", "2x-rtx3090")
 SHAPE = ("--set", "num_hidden_layers=3", "--pp", "2", "--microbatch", "1")
@@ -120,6 +122,18 @@ def test_verifying_on_fewer_gpus_than_ranks_is_refused_or_done_on_the_cpu(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert verification._kind("auto", loaded, told.append) == "cuda" and len(told) == 1
     assert call("verify", "tiny-llama", "--plan", plan, "--device", "gpu").exit_code == 2
+
+
+def test_a_program_that_would_hang_on_gpus_is_not_verified(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(program: Program, edges: object, waits_for_device: bool = False) -> None:
+        raise ScheduleError("1F0 waits for 0F1")
+
+    monkeypatch.setattr(promises, "check_lanes", hangs)
+    monkeypatch.setattr(verification, "start_ranks", lambda *_: pytest.fail("processes were started"))
+    done = call("verify", "tiny-llama", "--plan", plan, "--device", "cpu")
+    assert done.exit_code == 2 and "1F0 waits for 0F1" in done.stderr
 
 
 def test_gradients_on_gpus_are_verified_with_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

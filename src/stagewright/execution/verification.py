@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
+from stagewright.estimation.memory import stage_edges
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.device import kind_of
 from stagewright.execution.launch import refuse_what_is_not_run
@@ -36,6 +37,7 @@ from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.plan import ModelSection, Plan, shared_layers
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.prediction.sharding import sharded_program, without_sharding
+from stagewright.planning.promises import check_transfers
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.overrides import DROPOUT, of_text
@@ -103,6 +105,7 @@ def verify(
     Raises:
         InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
             GPUs than ranks.
+        ScheduleError: the program is for GPUs and would hang there; names the circle.
         RunError: a rank failed, or the model cannot be trained plainly.
     """
     refuse_what_is_not_run(plan, "the plan")
@@ -117,6 +120,10 @@ def verify(
         reduced, graph, loss, num_parameters = _train_plainly(
             original, plan, num_layers, folder, report, kind
         )
+        if reduced.cluster.kind == "cuda":
+            report("checking that its transfers cannot hang on GPUs")
+            edges = tuple(stage_edges(carve(graph, stage_cuts(reduced, graph))))
+            check_transfers(stage_program(reduced), edges, on_lanes=True)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
         arguments = [str(folder / "plan.json"), str(folder), kind]
