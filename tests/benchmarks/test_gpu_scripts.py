@@ -6,22 +6,29 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
 from stagewright.errors import RunError
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+sys.path.append(str(Path(__file__).parents[1] / "execution"))
 
 import calls
 import one
 import stages
 import two
 from results_file import Part, Row, Section, TimeUp, measured, report, time_limit
+
+import executor
 
 DESCRIBED = load_cluster("1x-rtx3090", {"device.kind": "cpu"})
 MODEL = "tiny-llama"
@@ -183,6 +190,38 @@ def test_two_runs_every_schedule_next_to_its_prediction(
         assert f"| {schedule}, 1 KiB: step s | " in text
     assert f"1 KiB: {len(two.SCHEDULES)} first losses are equal" in text
     assert "| first lane: bytes | " in text and "1f1b: " in text and "of PyTorch's time" in text
+
+
+def results_on_lanes(
+    rank: int, num_ranks: int, tasks: list[tuple[str, str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Of one rank under NCCL's rules of ordering."""
+    from nccl_simulation import BACKEND, register
+
+    register()
+    dist.init_process_group(BACKEND)
+    watch: Any = SimpleNamespace(at=lambda *_, **__: None, rank=rank, num_ranks=num_ranks)
+    results = [two.TASKS[task](watch, torch.device("cpu"), name, **given) for task, name, given in tasks]
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.multiprocess
+def test_every_task_of_two_ranks_ends_under_the_rules_of_nccl(tmp_path: Path) -> None:
+    machine = two.Machine("cpu", 2, True, [load_cluster("2x-rtx3090", {"device.kind": "cpu"})])
+    sizes = executor.Sizes(64, 4, 32, 4, 1)
+    tasks: list[tuple[str, str, dict[str, Any]]] = [("communicators", "communicators", {})]
+    for name in two.SCHEDULES:
+        machine.boundary_plan(name, 2**8, machine.described[0]).save(tmp_path / name)
+        tasks.append(("steps", name, {"plan": str(tmp_path / name)}))
+    for name in ("1f1b", "interleaved-1f1b"):
+        executor.plan_of("llama", name, sizes, 2, machine.described[0]).save(tmp_path / f"{name}-llama")
+        tasks.append(("torch", name, {"plan": str(tmp_path / f"{name}-llama"), "sizes": sizes}))
+    first, second = run_ranks(results_on_lanes, 2, tasks, timeout=120.0)
+    assert set(first[0]) == set(second[0]) and len(first[0]) == 4
+    losses = {result["loss"] for result in first[1 : 1 + len(two.SCHEDULES)]}
+    assert len(losses) == 1 and all(loss > 0 for loss in losses)
+    assert all(result["ours_seconds"] > 0 and result["torch_seconds"] > 0 for result in first[-2:])
 
 
 def test_a_schedule_that_fails_is_named_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
