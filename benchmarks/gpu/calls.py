@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from results_file import Row
-from stages import Setting, Staged
+from stages import Setting, alone, plain_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.execution.clock import synchronize
-from stagewright.tracing.models.reference import ModelReference
+from stagewright.execution.session import Session
+from stagewright.planning.plan import Plan
 
 Call = Callable[[], Any]
 HasEnded = Callable[[], bool]
@@ -130,41 +131,36 @@ def calls_of(device: torch.device) -> dict[str, tuple[Call, Call]]:
     return calls
 
 
-def issue(setting: Setting, model: ModelReference) -> Iterator[Row | str]:
+def issue(setting: Setting, plan: Plan) -> Iterator[Row | str]:
     """Host seconds per operator: of torch's overloads and bindings, under autograd, and as the executor issues it."""
     device, aten = setting.device, torch.ops.aten
     predictions = [cluster.device.host_overhead_s for cluster in setting.described]
     x = torch.rand(64, 64, device=device)
-    forms: dict[str, Call] = {
-        "add, overload": partial(aten.add.Tensor, x, x),
-        "add, binding": partial(torch.add, x, x),
-        "mm, overload": partial(aten.mm.default, x, x),
-        "mm, binding": partial(torch.mm, x, x),
-        "view, overload": partial(aten.view.default, x, [-1]),
-        "view, binding": partial(x.view, -1),
+    forms: dict[str, tuple[Call, Call]] = {
+        "add": (partial(aten.add.Tensor, x, x), partial(torch.add, x, x)),
+        "mm": (partial(aten.mm.default, x, x), partial(torch.mm, x, x)),
+        "view": (partial(aten.view.default, x, [-1]), partial(x.view, -1)),
     }
-    for what, call in forms.items():
-        count = _NUM_CALLS[device.type]
-        calls = partial(_repeated, call, count)
-        calls()
-        yield f"{what}: s", predictions, min(_seconds(device, calls) for _ in range(3)) / count
-    staged = Staged(setting, model)
-    runner = staged.runner(staged.whole)
+    for what, (overload, binding) in forms.items():
+        for form, call in (("overload", overload), ("binding", binding)):
+            yield f"{what}, {form}: s", predictions, _seconds(device, call, _NUM_CALLS[device.type])
+    with alone(device):
+        session = Session(plan, device, None, True)
+        inputs, module = session.microbatches(0, session.graph), plain_model(session)
 
-    def plain() -> None:
-        staged.module.zero_grad(set_to_none=True)
-        staged.module(**staged.inputs).backward()
+        def plain() -> None:
+            module.zero_grad(set_to_none=True)
+            module(**inputs[0]).backward()
 
-    for what, batch in {"autograd": plain, "executor": lambda: runner.run_batch(0, [staged.inputs])}.items():
-        batch()
-        with Counting() as counting:
+        for what, batch in {
+            "autograd": plain,
+            "executor": lambda: session.runner.run_batch(0, inputs),
+        }.items():
             batch()
-        seconds = min(_seconds(device, batch) for _ in range(1 + setting.repeats))
-        yield (
-            f"{model.name}, {counting.count} operators by {what}: s each",
-            predictions,
-            seconds / counting.count,
-        )
+            with Counting() as counting:
+                batch()
+            seconds = _seconds(device, batch, setting.repeats) / counting.count
+            yield f"{plan.model.name}, {counting.count} operators by {what}: s each", predictions, seconds
 
 
 class Counting(TorchDispatchMode):
@@ -177,14 +173,13 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _repeated(call: Call, count: int) -> None:
-    for _ in range(count):
-        call()
-
-
-def _seconds(device: torch.device, call: Call) -> float:
-    """Of the host, which does not wait for the device."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _seconds(device: torch.device, call: Call, count: int) -> float:
+    """Of the host per call, which does not wait for the device: the least mean over `count` calls."""
+    means = []
+    for _ in range(4):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        means.append((time.perf_counter() - start) / count)
+    return min(means)

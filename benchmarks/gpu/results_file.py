@@ -43,13 +43,11 @@ class Part:
 
 @dataclass
 class Section:
-    """The results of a part; `omitted` are cases for which there was no time, or not enough."""
+    """The results of a part, with notes of cases that failed, or for which there was no time."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    omitted: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -62,7 +60,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TimeUp` inside after `seconds`, and again each second; for the main thread."""
 
     def ring(number: int, frame: object) -> None:
-        raise TimeUp(f"not done after {seconds:.0f} s")
+        raise TimeUp("no time left")
 
     before = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 1.0)
@@ -93,28 +91,21 @@ def measured(
 
 
 def _measure(section: Section, name: str, measure: Measure, deadline: float) -> str:
-    """Add the results of a case to its section; returns a line about it."""
-    start, size = time.monotonic(), len(section.rows)
-    if start >= deadline:
-        section.omitted.append(name)
-        return "no time"
+    """Add the results of a case to its section; returns what became of it."""
+    start, outcome = time.monotonic(), "done"
     try:
         with time_limit(deadline - start):
             for item in measure():
                 section.notes.append(item) if isinstance(item, str) else section.rows.append(item)
-        outcome = "done"
-    except TimeUp:
-        outcome = "cut off"
-        section.omitted.append(f"{name} (cut off)")
-    except Exception as error:
-        outcome = f"{type(error).__name__}: {error}"
-        section.errors.append(f"{name}: {outcome}")
+    except (Exception, TimeUp) as error:
+        outcome = f"FAILED: {type(error).__name__}: {error}"
+        section.notes.append(f"{name} {outcome}")
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
     seconds = time.monotonic() - start
     section.seconds += seconds
-    return f"{outcome}, {len(section.rows) - size} rows, {seconds:.0f} s"
+    return f"{outcome} after {seconds:.0f} s"
 
 
 def report(sections: Sequence[Section], names: Sequence[str], heading: Sequence[str]) -> Iterator[str]:
@@ -122,42 +113,31 @@ def report(sections: Sequence[Section], names: Sequence[str], heading: Sequence[
     yield from heading
     for section in sections:
         yield f"\n## {section.name} ({section.seconds:.0f} s)\n"
-        yield from (f"FAILED: {error}\n" for error in section.errors)
-        yield from (f"No time for: {name}\n" for name in section.omitted)
         if section.rows:
             yield f"| what | measured | {' | '.join(names)} |\n| --- | ---: |{' ---: |' * len(names)}"
         for what, predictions, value in section.rows:
-            columns = [_predicted(prediction, value) for prediction in predictions] or [""] * len(names)
-            yield f"| {what} | {value:.4g} | {' | '.join(columns)} |"
+            columns = [f"{one:.4g} ({one / (value or 1e-30) - 1:+.1%})" for one in predictions]
+            yield f"| {what} | {value:.4g} | {' | '.join(columns or [''] * len(names))} |"
         yield from (f"\n{note}" for note in section.notes)
 
 
-def _predicted(prediction: float, value: float) -> str:
-    return f"{prediction:.4g}" + (f" ({prediction / value - 1:+.1%})" if value > 0 else "")
-
-
-def verdict(what: str, difference: float, tolerance: float) -> str:
-    judged = "within" if difference <= tolerance else "OUTSIDE"
-    return f"{what}: largest difference {difference:.2e}: {judged} {tolerance}"
-
-
-def described(chosen: Namespace, processes: int) -> tuple[dict[str, Cluster], Section]:
-    """What predicts, by name, and the section of the probe; the catalog's alone where the probe fails or all is small."""
-    section, begun, clusters = Section("probe"), time.monotonic(), dict[str, Cluster]()
+def described(chosen: Namespace, processes: int) -> tuple[dict[str, Cluster], list[str]]:
+    """What predicts, by name, and notes; the catalog's alone where the probe fails or all is small."""
+    clusters, notes = dict[str, Cluster](), list[str]()
     seconds, kind = _PROBE_SHARE * chosen.budget_seconds, chosen.device
     try:
         if not chosen.small:
             with time_limit(seconds):
                 clusters["probed"] = probe(kind, processes, time_limit_s=seconds)
-            section.notes += clusters["probed"].cautions
+            notes += clusters["probed"].cautions
     except (Exception, TimeUp) as error:
-        section.errors.append(f"{type(error).__name__}: {error}")
+        notes.append(f"The probe FAILED: {type(error).__name__}: {error}")
     if chosen.catalog is not None or not clusters:
         name = chosen.catalog or "h100"
-        changed = {"device.kind": "cpu"} if kind == "cpu" else None
-        clusters[name] = load_cluster(f"{processes}x-{name}", changed)
-    section.seconds = time.monotonic() - begun
-    return clusters, section
+        clusters[name] = load_cluster(
+            f"{processes}x-{name}", {"device.kind": "cpu"} if kind == "cpu" else None
+        )
+    return clusters, notes
 
 
 def options(parser: ArgumentParser, parts: Sequence[str], budget_s: float) -> Namespace:
@@ -186,10 +166,11 @@ def run(
         f"{device}; stagewright {__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
         f"Python {platform.python_version()}. `{command}`. Seconds and bytes.",
     ]
-    clusters, probed = described(chosen, processes)
+    clusters, notes = described(chosen, processes)
+    heading += [f"\n{note}" for note in notes]
 
     def keep(sections: Sequence[Section]) -> None:
-        write_whole(output, "\n".join(report([probed, *sections], list(clusters), heading)) + "\n")
+        write_whole(output, "\n".join(report(sections, list(clusters), heading)) + "\n")
 
     keep([])
     parts = [part for part in parts_of(list(clusters.values())) if part.name in chosen.parts]

@@ -64,8 +64,7 @@ _STEPS = 4
 _FOLDER = Path(__file__).resolve().parent
 _WIDTH = 1024
 
-Results = Iterator[str | tuple[str, dict[str, Any]]]
-"""Of tasks: names and figures, and notes."""
+Results = Iterator[Row | str]
 
 
 class Scale(nn.Module):
@@ -98,19 +97,15 @@ class Machine:
         cases: dict[str, dict[str, Any]] = {
             "communicators": {"all": self.communicators},
             "gradients": {name: partial(self.gradients, name) for name in verified},
-            "schedules": {label: partial(self.schedules, label, size) for label, size in sizes.items()},
+            "schedules": {label: partial(self.schedules, size) for label, size in sizes.items()},
             "torch": {"all": self.torch},
         }
         return [Part(name, share, cases[name]) for name, share in SHARES.items()]
 
-    def communicators(self) -> Iterator[Row | str]:
-        for result in self._results("communicators", {"communicators": {}}):
-            if isinstance(result, str):
-                yield result
-            else:
-                yield from ((what, [], size) for what, size in result[1].items())
+    def communicators(self) -> Results:
+        return self._in_ranks("communicators", {"communicators": {}}, {})
 
-    def gradients(self, schedule: str) -> Iterator[Row | str]:
+    def gradients(self, schedule: str) -> Results:
         job = Job(global_batch=2 * self.processes, sequence_length=64, dtype="fp32")
         depth = build(schedule, self.processes, 2 * self.processes).num_stages
         reference, cluster = resolve("tiny-llama", {"num_hidden_layers": depth}), self.described[0]
@@ -121,22 +116,20 @@ class Machine:
             f"of {verified.num_gradients} to the last bit, largest difference {verified.gradient_difference:.1e}"
         )
 
-    def schedules(self, label: str, size: int) -> Iterator[Row | str]:
+    def schedules(self, size: int) -> Results:
         """Steps of every schedule with boundaries of `size` elements."""
         plans = {name: [self.boundary_plan(name, size, one) for one in self.described] for name in SCHEDULES}
-        losses: dict[str, float] = {}
-        for item in self._results("steps", {name: {"plan": made[0]} for name, made in plans.items()}):
-            if isinstance(item, str):
-                yield f"{label}: {item}"
-                continue
-            name, result = item
-            losses[name] = result["loss"]
-            predictions = [plan.predictions.step_seconds for plan in plans[name]]
-            yield f"{name}, {label}: step s", predictions, result["seconds"]
-            yield f"{name}, {label}: bytes outside of the allocator", [], result["outside"]
-        wanted = next(iter(losses.values()), 0.0)
-        wrong = [name for name, loss in losses.items() if abs(loss - wanted) > 1e-5 * wanted]
-        yield f"{label}: {len(losses)} first losses {'DIFFER: ' + ', '.join(wrong) if wrong else 'are equal'}"
+        predictions = {
+            f"{name}: step s": [one.predictions.step_seconds for one in plans[name]] for name in plans
+        }
+        losses = set[float]()
+        for item in self._in_ranks(
+            "steps", {name: {"plan": made[0]} for name, made in plans.items()}, predictions
+        ):
+            if not isinstance(item, str) and item[0].endswith("first loss"):
+                losses.add(float(f"{item[2]:.5g}"))
+            yield item
+        yield f"first losses are {'equal' if len(losses) == 1 else 'DIFFERENT'}"
 
     def boundary_plan(self, schedule: str, size: int, cluster: Cluster) -> Plan:
         microbatches = 2 * self.processes
@@ -148,42 +141,33 @@ class Machine:
             reference, cluster, job, pp=self.processes, dp=1, schedule=schedule, layers_per_stage=layers
         )
 
-    def torch(self) -> Iterator[Row | str]:
-        sizes = (
-            executor.Sizes(64, 4, 32, 4, 2)
-            if self.is_small
-            else executor.Sizes(2048, 16, 2048, 8, 10, "bf16")
-        )
+    def torch(self) -> Results:
+        layers = microbatches = 2 * self.processes  # as many as interleaved schedules need
+        sizes = executor.Sizes(2048, layers, 2048, microbatches, 10, "bf16")
+        names = list(executor.SCHEDULES)
+        if self.is_small:
+            sizes, names = executor.Sizes(64, layers, 32, microbatches, 2), names[:2]
         plans = {
             name: [executor.plan_of("llama", name, sizes, self.processes, one) for one in self.described]
-            for name in list(executor.SCHEDULES)[: 2 if self.is_small else None]
+            for name in names
         }
+        predictions = {f"{name}: batch s": list(map(executor.batch_seconds, plans[name])) for name in plans}
         tasks = {name: {"plan": made[0], "sizes": sizes} for name, made in plans.items()}
-        for item in self._results("torch", tasks):
-            if isinstance(item, str):
-                yield item
-                continue
-            name, result = item
-            yield (
-                f"{name}: batch s",
-                [executor.batch_seconds(plan) for plan in plans[name]],
-                result["ours_seconds"],
-            )
-            yield f"{name}, torch.distributed.pipelining: batch s", [], result["torch_seconds"]
-            low, high = result["interval"]
-            yield f"{name}: {result['ratio']:.3f} [{low:.3f}, {high:.3f}] of PyTorch's time"
+        return self._in_ranks("torch", tasks, predictions)
 
-    def _results(self, task: str, arguments: dict[str, dict[str, Any]]) -> Results:
+    def _in_ranks(
+        self, task: str, arguments: dict[str, dict[str, Any]], predictions: dict[str, list[float]]
+    ) -> Results:
         """Do a task with all `arguments`, by name; after a failure those that remain run in new processes."""
         paths = filter(None, (str(_FOLDER), str(_FOLDER.parent), os.environ.get("PYTHONPATH")))
         with tempfile.TemporaryDirectory(prefix="stagewright-two-") as name:
             folder, out = Path(name), Path(name) / "results.jsonl"
             log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/nccl.%h.%p"}
             remaining = []
-            for place, (what, given) in enumerate(arguments.items()):
+            for what, given in arguments.items():
                 if "plan" in given:
-                    given["plan"].save(folder / f"{place}.json")
-                    given = {**given, "plan": f"{folder}/{place}.json"}
+                    given["plan"].save(folder / f"{what}.json")
+                    given = {**given, "plan": f"{folder}/{what}.json"}
                 remaining.append((what, given))
             with mock.patch.dict(os.environ, {**log, "PYTHONPATH": os.pathsep.join(paths)}):
                 while remaining:
@@ -195,12 +179,15 @@ class Machine:
                         failure = str(error)
                     finally:
                         for line in out.read_text().splitlines():
-                            yield remaining.pop(0)[0], json.loads(line)
+                            what, _ = remaining.pop(0)
+                            rows = {f"{what}: {figure}": value for figure, value in json.loads(line).items()}
+                            yield from ((row, predictions.get(row, []), value) for row, value in rows.items())
                     if failure is not None and remaining:
                         yield f"{remaining.pop(0)[0]} FAILED: {failure}"
             if self.kind == "cuda":
-                logs = (path.read_text(errors="replace") for path in folder.glob("nccl.*"))
-                yield nccl_summary("".join(logs))
+                yield nccl_summary(
+                    "".join(path.read_text(errors="replace") for path in folder.glob("nccl.*"))
+                )
 
 
 def nccl_summary(log: str) -> str:
@@ -235,7 +222,7 @@ def _steps(watch: Watch, device: torch.device, name: str, plan: str) -> dict[str
     seconds = statistics.median(result.seconds for result in results[1:])
     outside = max(exchange(_outside(device) - before))
     session.close()
-    return {"loss": results[0].loss, "seconds": seconds, "outside": outside}
+    return {"step s": seconds, "first loss": results[0].loss, "bytes outside of the allocator": outside}
 
 
 def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, int]:
@@ -250,7 +237,7 @@ def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, i
         elif watch.rank < 2:
             (dist.send if watch.rank == 0 else dist.recv)(message, 1 - watch.rank, group)
         synchronize(device)
-        taken[f"{what}: bytes"] = max(exchange(_outside(device) - before))
+        taken[f"bytes of the {what}"] = max(exchange(_outside(device) - before))
     groups.destroy()
     return taken
 
@@ -264,8 +251,16 @@ def _outside(device: torch.device) -> int:
     return total - free - accelerator.reserved_bytes()
 
 
-def _torch(watch: Watch, device: torch.device, name: str, plan: str, sizes: Sequence[Any]) -> dict[str, Any]:
-    return executor.compared("llama", name, executor.Sizes(*sizes), load_plan(plan), device)
+def _torch(
+    watch: Watch, device: torch.device, name: str, plan: str, sizes: Sequence[Any]
+) -> dict[str, float]:
+    result = executor.compared("llama", name, executor.Sizes(*sizes), load_plan(plan), device)
+    return {
+        "batch s": result["ours_seconds"],
+        "batch s of torch.distributed.pipelining": result["torch_seconds"],
+        "ratio": result["ratio"],
+        "ratio, upper end of its 95 % interval": result["interval"][1],
+    }
 
 
 TASKS = {"steps": _steps, "communicators": _communicators, "torch": _torch}
