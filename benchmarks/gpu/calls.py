@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from results_file import Row
+from results_file import Results
 from stages import Setting, alone, plain_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +62,7 @@ class StandIn:
 
 def waits(
     device: torch.device, what: str, alone: Call, during: Call, begin: Callable[[float], HasEnded]
-) -> Iterator[Row | str]:
+) -> Results:
     """Whether `during` returns only after the stand-in, and the seconds that `alone`, a call like it, takes by itself."""
     synchronize(device)
     start = time.perf_counter()
@@ -123,7 +123,6 @@ def calls_of(device: torch.device) -> dict[str, tuple[Call, Call]]:
     }  # fmt: skip
     if is_gpu:
         calls |= {
-            "new stream": (torch.cuda.Stream, torch.cuda.Stream),
             "capture of a CUDA graph": (partial(captured, 1.0), partial(captured, 2.0)),
             "synchronize of another stream": (torch.cuda.Stream().synchronize, torch.cuda.Stream().synchronize),
             "synchronize of the device": (torch.cuda.synchronize, torch.cuda.synchronize),
@@ -131,7 +130,7 @@ def calls_of(device: torch.device) -> dict[str, tuple[Call, Call]]:
     return calls
 
 
-def issue(setting: Setting, plan: Plan) -> Iterator[Row | str]:
+def issue(setting: Setting, plan: Plan) -> Results:
     """Host seconds per operator: of torch's overloads and bindings, under autograd, and as the executor issues it."""
     device, aten = setting.device, torch.ops.aten
     predictions = [cluster.device.host_overhead_s for cluster in setting.described]
@@ -152,10 +151,8 @@ def issue(setting: Setting, plan: Plan) -> Iterator[Row | str]:
             module.zero_grad(set_to_none=True)
             module(**inputs[0]).backward()
 
-        for what, batch in {
-            "autograd": plain,
-            "executor": lambda: session.runner.run_batch(0, inputs),
-        }.items():
+        ours = partial(session.runner.run_batch, 0, inputs)
+        for what, batch in (("autograd", plain), ("executor", ours)):
             batch()
             with Counting() as counting:
                 batch()

@@ -17,8 +17,7 @@ it. Every part has a share of the time and writes its lines when a case is done;
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ from unittest import mock
 import calls
 import stages
 import torch
-from results_file import Part, Row, options, run
+from results_file import Part, Results, options, run
 from stages import Setting
 
 from stagewright.cluster import Cluster
@@ -48,21 +47,19 @@ _LARGE: Models = {
 }
 _MICROBATCHES = 4
 
-Results = Iterator[Row | str]
-
 
 def setting_of(kind: str, is_small: bool, described: Sequence[Cluster]) -> Setting:
     dtype = "bf16" if kind == "cuda" else "fp32"
     length, num_stages, repeats = (64, 2, 2) if is_small else (512, 4, 10)
-    device = torch.device(kind, 0 if kind == "cuda" else None)
-    return Setting(device, tuple(described), dtype, length, num_stages, repeats)
+    device = torch.device("cuda:0" if kind == "cuda" else kind)
+    return Setting(device, tuple(described), dtype, length, num_stages, repeats, is_small)
 
 
-def parts_of(setting: Setting, is_small: bool) -> list[Part]:
+def parts_of(setting: Setting) -> list[Part]:
     """In the order in which they are measured."""
-    models = _TINY if is_small else _LARGE
+    models = _TINY if setting.is_small else _LARGE
     tiny = [name for name in bundled_names() if name.startswith("tiny-")]
-    traced = ["tiny-gpt2"] if is_small else dict.fromkeys([*tiny, *bundled_names()])
+    traced = ["tiny-gpt2"] if setting.is_small else dict.fromkeys([*tiny, *bundled_names()])
     begin = calls.StandIn(setting.device).begin
     cases: dict[str, dict[str, Any]] = {
         "names": {name: partial(names, setting, name) for name in traced},
@@ -71,15 +68,18 @@ def parts_of(setting: Setting, is_small: bool) -> list[Part]:
             for name, pair in calls.calls_of(setting.device).items()
         },
         "offload": {
-            f"{name}, {policy}": partial(offload, setting, name, changes, policy)
+            f"{name}, {policy}": partial(steps, setting, name, changes, policy=policy)
             for name, changes in models.items()
             for policy in stages.POLICIES
         },
-        "memory": {name: partial(memory, setting, name, changes) for name, changes in models.items()},
+        "memory": {
+            name: partial(steps, setting, name, changes, samples=_MICROBATCHES)
+            for name, changes in models.items()
+        },
         "host": {name: partial(host, setting, name, changes) for name, changes in _TINY.items()},
         "stages": {
-            f"{name}, {'compiled' if compiled else 'eager'}": partial(
-                passes, setting, name, changes, compiled
+            f"{name}{', compiled' * compiled}": partial(
+                steps, setting, name, changes, "interleaved-zb", compiled
             )
             for compiled in (False, True)
             for name, changes in models.items()
@@ -88,25 +88,20 @@ def parts_of(setting: Setting, is_small: bool) -> list[Part]:
     return [Part(name, share, cases[name]) for name, share in SHARES.items()]
 
 
-def offload(setting: Setting, model: str, changes: dict[str, Any], policy: str) -> Results:
-    plan = stages.saving(setting.plan(resolve(model, changes), setting.job(1)), policy)
-    return stages.steps(setting, plan, f"{model}, {policy}")
-
-
-def memory(setting: Setting, model: str, changes: dict[str, Any]) -> Results:
-    return stages.steps(setting, setting.plan(resolve(model, changes), setting.job(_MICROBATCHES)), model)
+def steps(
+    setting: Setting, model: str, changes: dict[str, Any], schedule: str = "breadth-first", compiled: bool = False,
+    policy: str = "keep", samples: int = 1,
+) -> Results:  # fmt: skip
+    """Schedules that split B show every action. What draws random numbers is not compiled, so nothing is dropped there."""
+    reference = resolve(model, changes)
+    reference = without_dropout(reference) if compiled else reference
+    plan = stages.saving(setting.plan(reference, setting.job(samples, compiled), schedule), policy)
+    what = f"{model}{', compiled' * compiled}, {schedule}, {policy}"
+    return stages.steps(setting, plan, what, by_action=schedule != "breadth-first")
 
 
 def host(setting: Setting, model: str, changes: dict[str, Any]) -> Results:
     return calls.issue(setting, setting.plan(resolve(model, changes), setting.job(1)))
-
-
-def passes(setting: Setting, model: str, changes: dict[str, Any], compiled: bool) -> Results:
-    """What draws random numbers is not compiled, so nothing is dropped out there."""
-    reference = resolve(model, changes)
-    reference = without_dropout(reference) if compiled else reference
-    plan = setting.plan(reference, setting.job(1, compiled), "interleaved-zb")
-    return stages.steps(setting, plan, f"{model}, {'compiled' if compiled else 'eager'}", by_action=True)
 
 
 def names(setting: Setting, model: str) -> Results:
@@ -116,7 +111,8 @@ def names(setting: Setting, model: str) -> Results:
     planned, here = trace(reference, 1, **traced), trace(reference, 1, device=kind, use_cache=False, **traced)
     differences = unlike(planned, here)
     judged = f"{len(differences)} DIFFERENT" if differences else "equal"
-    yield f"{model}: {len(planned.body)} forward operators, names and kinds {judged}"
+    layouts = sum(one.meta != other.meta for one, other in zip(planned.values, here.values, strict=False))
+    yield f"{model}: {len(planned.body)} forward operators, names and kinds {judged}; {layouts} layouts differ"
     yield from (f"{model}: {difference}" for difference in differences[:3])
 
 
@@ -132,13 +128,9 @@ def unlike(planned: OperatorGraph, here: OperatorGraph) -> list[str]:
 
 def main() -> None:
     chosen = options(argparse.ArgumentParser(description=__doc__), list(SHARES), BUDGET_S)
-    as_is = mock.patch.object(torch, "compile", lambda call, **_: call) if chosen.small else nullcontext()
-
-    def parts(described: Sequence[Cluster]) -> list[Part]:
-        return parts_of(setting_of(chosen.device, chosen.small, described), chosen.small)
-
-    with as_is:
-        run("one", chosen, 1, parts)
+    compile_ = (lambda call, **_: call) if chosen.small else torch.compile
+    with mock.patch.object(torch, "compile", compile_):
+        run("one", chosen, 1, lambda described: parts_of(setting_of(chosen.device, chosen.small, described)))
 
 
 if __name__ == "__main__":

@@ -25,11 +25,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # other benchmarks, w
 
 Row = tuple[str, list[float], float]
 """What, as every description predicts it (empty where none does), measured: seconds or bytes."""
-Measure = Callable[[], Iterator[Row | str]]
-"""Yields rows and notes."""
-
-_PROBE_SHARE = 0.25
-"""Of the time, at most for the probe."""
+Results = Iterator[Row | str]
+"""Rows and notes."""
+_PROBE_SHARE = 0.25  # of the time, at most
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Part:
 
     name: str
     share: float
-    cases: Mapping[str, Measure]
+    cases: Mapping[str, Callable[[], Results]]
 
 
 @dataclass
@@ -90,7 +88,7 @@ def measured(
     return sections
 
 
-def _measure(section: Section, name: str, measure: Measure, deadline: float) -> str:
+def _measure(section: Section, name: str, measure: Callable[[], Results], deadline: float) -> str:
     """Add the results of a case to its section; returns what became of it."""
     start, outcome = time.monotonic(), "done"
     try:

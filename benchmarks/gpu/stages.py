@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from results_file import Row
+from results_file import Results
 from torch import nn
 
 from stagewright.cluster import Cluster
 from stagewright.errors import StagewrightWarning
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.collectives import backend_of
 from stagewright.execution.random import keyed
 from stagewright.execution.session import Session
@@ -31,9 +33,9 @@ from stagewright.schedule.saving import insert_recomputation
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import ModelReference
 
-TOLERANCES = {"bf16": 0.05, "fp32": 1e-5}
-"""Largest difference of a gradient from plain autograd on the same device, relative to its largest element."""
-COMPILED_TOLERANCES = {"bf16": 0.1, "fp32": 1e-3}
+TOLERANCES = {("bf16", False): 0.05, ("bf16", True): 0.1, ("fp32", False): 1e-5, ("fp32", True): 1e-3}
+"""Largest difference of a gradient from plain autograd on the same device, relative to its largest element, by type and
+whether stages are compiled."""
 
 POLICIES = ("keep", "recompute", "offload attention", "offload all")
 _FETCH_AHEAD = 4
@@ -56,6 +58,7 @@ class Setting:
     length: int
     num_stages: int
     repeats: int
+    is_small: bool
 
     def job(self, samples: int, compiled: bool = False) -> Job:
         given = {"global_batch": samples, "sequence_length": self.length, "dtype": self.dtype}
@@ -124,14 +127,13 @@ def difference(session: Session) -> float:
     with keyed(session.plan.job.seed, 0, 0):  # drops out what the session does
         plain = module(**inputs)
     plain.backward()
-    wanted = dict(module.named_parameters(remove_duplicate=False))
-    differences = (
-        largest_difference(gradient, wanted[name].grad.to(gradient.dtype)) for name, gradient in gradients.items()
-    )  # fmt: skip
-    return max(*differences, abs(loss / float(plain.detach()) - 1))
+    named = module.named_parameters(remove_duplicate=False)
+    wanted = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    pairs = ((gradient, wanted[name].to(gradient.dtype)) for name, gradient in gradients.items())
+    return max(*(largest_difference(*pair) for pair in pairs), abs(loss / float(plain.detach()) - 1))
 
 
-def steps(setting: Setting, plan: Plan, what: str, by_action: bool = False) -> Iterator[Row | str]:
+def steps(setting: Setting, plan: Plan, what: str, by_action: bool = False) -> Results:
     """Gradients (of one microbatch), step time and peaks, and the seconds of all passes or of every action."""
     predictions = [estimate(plan, cluster).predictions for cluster in setting.described]
     seconds: dict[str, list[float]] = {}
@@ -140,9 +142,11 @@ def steps(setting: Setting, plan: Plan, what: str, by_action: bool = False) -> I
         warnings.simplefilter("always", StagewrightWarning)
         session = Session(plan, setting.device, None, True)
         if plan.num_microbatches == 1:
-            tolerance = (COMPILED_TOLERANCES if plan.job.compiled else TOLERANCES)[setting.dtype]
+            tolerance = TOLERANCES[setting.dtype, plan.job.compiled]
             largest = difference(session)
             judged = "within" if largest <= tolerance else "OUTSIDE"
+            gc.collect()
+            accelerator_of(setting.device).empty_cache()  # which the plain model has filled
             yield f"{what}: gradients: largest difference {largest:.2e}: {judged} {tolerance}"
         for step in range(_METERED + 1 + setting.repeats):
             result = session.train_step(step, metered=step == _METERED)
@@ -154,14 +158,10 @@ def steps(setting: Setting, plan: Plan, what: str, by_action: bool = False) -> I
         metering = session.metering
     yield from (f"{what}: {one.message}" for one in caught if issubclass(one.category, StagewrightWarning))
     yield f"{what}: step s", [one.step_seconds for one in predictions], statistics.median(step_s)
-    ranks = [one.ranks[0] for one in predictions]
-    yield (
-        f"{what}: active peak bytes",
-        [float(rank.allocated_peak_bytes) for rank in ranks],
-        metering.peak_bytes,
-    )
+    active = [float(one.ranks[0].allocated_peak_bytes) for one in predictions]
+    yield f"{what}: active peak bytes", active, metering.peak_bytes
     if metering.reserved_bytes is not None:
-        reserved = [float(rank.reserved_peak_bytes) for rank in ranks]
+        reserved = [float(one.reserved_peak_bytes) for one in predictions]
         yield f"{what}: reserved peak bytes", reserved, metering.reserved_bytes
     medians = {text: statistics.median(values) for text, values in seconds.items()}
     if not by_action:

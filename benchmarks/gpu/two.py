@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from results_file import Part, Row, options, run
+from results_file import Part, Results, options, run
 from torch import nn
 
 import executor
@@ -62,9 +62,6 @@ SMALL_SIZES = {"1 KiB": 2**8, "256 KiB": 2**16}
 _LIMITS = Limits(action_s=90.0, start_s=180.0)
 _STEPS = 4
 _FOLDER = Path(__file__).resolve().parent
-_WIDTH = 1024
-
-Results = Iterator[Row | str]
 
 
 class Scale(nn.Module):
@@ -78,7 +75,7 @@ class Scale(nn.Module):
 
 def boundary_model(microbatch_size: int, depth: int, num_elements: int) -> tuple[Any, ...]:
     """Layers that compute next to nothing and hand over `num_elements`; the first loss is the same for all depths."""
-    width = min(num_elements, _WIDTH)
+    width = min(num_elements, 1024)
     layers = nn.Sequential(*(Scale(width) for _ in range(depth)))
     return layers, (torch.randn(microbatch_size, num_elements // width, 1),), lambda y: y.square().mean()
 
@@ -192,16 +189,10 @@ class Machine:
 
 def nccl_summary(log: str) -> str:
     """The log of NCCL in a line: version, channels per peer, how pairs are connected, and warnings."""
-    versions, channels, warnings = (
-        sorted(set(re.findall(pattern, log)))
-        for pattern in (r"NCCL version \S+", r"\d+ p2p channels per peer", r"NCCL WARN .*")
-    )
+    facts = dict.fromkeys(re.findall(r"NCCL version \S+|\d+ p2p channels per peer|NCCL WARN .*", log))
     ways = Counter(re.findall(r"Channel \S+ : \S+ -> \S+ (?:\[\w+\] )?via (\S+)", log))
-    listed = [f"{count} channels via {way}" for way, count in ways.most_common()]
-    return "; ".join([*versions, *channels, *listed, *warnings]) or "NCCL left no log"
-
-
-# -- the ranks' side ------------------------------------------------------------------------------------------------------
+    listed = (f"{count} channels via {way}" for way, count in ways.most_common())
+    return "; ".join([*facts, *listed]) or "NCCL left no log"
 
 
 def work(kind: str, task: str, arguments: Sequence[tuple[str, dict[str, Any]]], out: str) -> None:
@@ -251,16 +242,14 @@ def _outside(device: torch.device) -> int:
     return total - free - accelerator.reserved_bytes()
 
 
-def _torch(
-    watch: Watch, device: torch.device, name: str, plan: str, sizes: Sequence[Any]
-) -> dict[str, float]:
+def _torch(watch: Watch, device: torch.device, name: str, plan: str, sizes: list[Any]) -> dict[str, float]:
     result = executor.compared("llama", name, executor.Sizes(*sizes), load_plan(plan), device)
-    return {
-        "batch s": result["ours_seconds"],
-        "batch s of torch.distributed.pipelining": result["torch_seconds"],
-        "ratio": result["ratio"],
-        "ratio, upper end of its 95 % interval": result["interval"][1],
+    names = {
+        "ours_seconds": "batch s",
+        "torch_seconds": "batch s of torch.distributed.pipelining",
+        "ratio": "ratio",
     }
+    return {name: result[key] for key, name in names.items()} | {"ratio, 95 % below": result["interval"][1]}
 
 
 TASKS = {"steps": _steps, "communicators": _communicators, "torch": _torch}
@@ -273,11 +262,13 @@ def main() -> None:
     count = chosen.processes or (torch.cuda.device_count() if chosen.device == "cuda" else 2)
     if count < 2:
         parser.error(
-            f"a pipeline needs two GPUs, and this machine has {count}: run one.py, or give --device cpu --small"
+            f"a pipeline needs two GPUs, and there are {count}: run one.py, or give --device cpu --small"
         )
-    run(
-        "two", chosen, count, lambda described: Machine(chosen.device, count, chosen.small, described).parts()
-    )
+
+    def parts(described: Sequence[Cluster]) -> list[Part]:
+        return Machine(chosen.device, count, chosen.small, described).parts()
+
+    run("two", chosen, count, parts)
 
 
 if __name__ == "__main__":
