@@ -1,9 +1,10 @@
-"""Step time of the executor beside PyTorch's own pipeline runtime: same model, stages, schedule, processes and moment.
+"""Step time of the executor next to PyTorch's own pipeline runtime: same model, stages, schedule, processes and moment.
 
     python benchmarks/executor.py [--pairs 30] [--models llama gpt2] [--hidden 256] [--layers 8] [--sequence-length 128]
         [--microbatches 8] [--schedules 1f1b ...] [--json]
 
-Two local processes hold both runtimes and alternate between them step by step, so that whatever else the machine does
+Two local processes (on GPUs those of `gpu/two.py`) hold both runtimes and alternate between them step by step, so that
+whatever else the machine does
 hits both alike. Prints, per model and schedule, the median of the paired ratios (ours over PyTorch's) and a 95 %
 bootstrap interval of it, and whether its upper end keeps to the bar; below one is faster than PyTorch.
 """
@@ -16,9 +17,15 @@ import os
 import statistics
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from figures import interval, machine
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagewright.cluster import Cluster
+    from stagewright.planning.plan import Plan
 
 SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1),
@@ -29,14 +36,21 @@ SCHEDULES = {
 }
 
 
-MODELS = {
-    "llama": ("tiny-llama", "net.model.layers.{}.input_layernorm:0"),
-    "gpt2": ("tiny-gpt2", "net.transformer.h.{}.ln_1:0"),
-}
-"""Bundled name, and the operator a layer starts with."""
+MODELS = {"llama": "tiny-llama", "gpt2": "tiny-gpt2"}
 
 BARS = {"interleaved-zb": 0.97}
 """What the upper end of the interval may be at most; 1.02 for the other schedules."""
+
+
+class Sizes(NamedTuple):
+    """Of the model, of a batch, and how many pairs of batches are compared."""
+
+    hidden: int
+    layers: int
+    sequence_length: int
+    microbatches: int
+    pairs: int
+    dtype: str = "fp32"
 
 
 def main() -> None:
@@ -68,13 +82,24 @@ def _work(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from stagewright.cluster import load_cluster
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    sizes = Sizes(
+        options.hidden, options.layers, options.sequence_length, options.microbatches, options.pairs
+    )
+    cluster = load_cluster("2x-h100", {"device.kind": "cpu"})
     results = {}
     for model in options.models:
         for schedule in options.schedules:
-            found = _compared(options, model, schedule, rank)
+            if rank > 0:  # the first rank traces for all
+                dist.barrier()
+            plan = plan_of(model, schedule, sizes, 2, cluster)
+            if rank == 0:
+                dist.barrier()
+            found = compared(model, schedule, sizes, plan, torch.device("cpu"))
             results[f"{model} {schedule}"] = found
             if rank == 0 and not options.json:
                 low, high = found["interval"]
@@ -90,19 +115,54 @@ def _work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _compared(options: argparse.Namespace, model: str, schedule: str, rank: int) -> dict[str, Any]:
-    """Step times of both runtimes, step by step in turn."""
-    overrides = _overrides(options, model)
-    ours = _ours(options, model, overrides, schedule, rank)
-    theirs = _theirs(options, model, overrides, schedule, rank)
+def plan_of(model: str, schedule: str, sizes: Sizes, num_ranks: int, cluster: Cluster) -> Plan:
+    """A plan of equally many layers per stage."""
+    from stagewright.planning.estimate import estimate
+    from stagewright.planning.job import Job
+    from stagewright.tracing.models.reference import resolve
+
+    chunks = SCHEDULES[schedule][1]
+    num_stages = num_ranks * chunks
+    return estimate(
+        resolve(MODELS[model], _overrides(sizes, model)),
+        cluster,
+        Job(global_batch=sizes.microbatches, sequence_length=sizes.sequence_length, dtype=sizes.dtype),  # type: ignore[arg-type]
+        pp=num_ranks,
+        dp=1,
+        schedule=schedule,
+        chunks=chunks if chunks > 1 else None,
+        layers_per_stage=[sizes.layers // num_stages] * num_stages,
+        recompute="none",
+    )
+
+
+def batch_seconds(plan: Plan) -> float:
+    """Predicted seconds of a batch, without the optimizer."""
+    costs = plan.predictions.costs
+    assert costs is not None, "estimates have the costs of a step"
+    return plan.predictions.step_seconds - costs.norm_seconds - max(costs.optimizer_seconds, default=0.0)
+
+
+def compared(model: str, schedule: str, sizes: Sizes, plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Times of batches of both runtimes in turn; every rank of the default group must call this."""
+    from stagewright.execution.session import Session
+
+    session = Session(plan, device, None, random_weights=True)
+    inputs = session.microbatches(0, session.graph)
+
+    def ours() -> None:
+        session.runner.run_batch(0, inputs)
+
+    theirs = _theirs(model, schedule, sizes, plan, device)
     ratios, mine, other = [], [], []
-    for pair in range(options.pairs + 2):
+    for pair in range(sizes.pairs + 2):
         first, second = (ours, theirs) if pair % 2 else (theirs, ours)
-        timed = {run: _timed(run) for run in (first, second)}
+        timed = {run: _timed(run, device) for run in (first, second)}
         if pair >= 2:
             mine.append(timed[ours])
             other.append(timed[theirs])
             ratios.append(timed[ours] / timed[theirs])
+    session.close()
     return {
         "ratio": statistics.median(ratios),
         "interval": interval(ratios),
@@ -112,110 +172,67 @@ def _compared(options: argparse.Namespace, model: str, schedule: str, rank: int)
     }
 
 
-def _overrides(options: argparse.Namespace, model: str) -> dict[str, Any]:
+def _overrides(sizes: Sizes, model: str) -> dict[str, Any]:
     if model == "gpt2":
         return {
-            "num_hidden_layers": options.layers,
-            "n_embd": options.hidden,
+            "num_hidden_layers": sizes.layers,
+            "n_embd": sizes.hidden,
             "num_attention_heads": 8,
-            "n_positions": options.sequence_length,
+            "n_positions": sizes.sequence_length,
             "dropout": 0,
             "tie_word_embeddings": False,
         }
     return {
-        "num_hidden_layers": options.layers,
-        "hidden_size": options.hidden,
-        "intermediate_size": 4 * options.hidden,
+        "num_hidden_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": 4 * sizes.hidden,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
-        "head_dim": options.hidden // 8,
+        "head_dim": sizes.hidden // 8,
     }
 
 
-def _timed(run: Any) -> float:
+def _timed(run: Any, device: torch.device) -> float:
     import torch.distributed as dist
+
+    from stagewright.execution.clock import synchronize
 
     dist.barrier()
     start = time.perf_counter()
     run()
+    synchronize(device)
     dist.barrier()
     return time.perf_counter() - start
 
 
-def _model(options: argparse.Namespace, model: str, overrides: dict[str, Any]) -> Any:
-    from stagewright.tracing.models.build import build
-    from stagewright.tracing.models.reference import resolve
-
-    return build(resolve(MODELS[model][0], overrides), 1, options.sequence_length, "float32", seed=0)
-
-
-def _tokens(options: argparse.Namespace) -> Any:
-    import torch
-
-    torch.manual_seed(1)
-    return torch.randint(0, 256, (options.microbatches, options.sequence_length))
-
-
-def _ours(
-    options: argparse.Namespace, model: str, overrides: dict[str, Any], schedule: str, rank: int
-) -> Any:
+def _theirs(model: str, schedule: str, sizes: Sizes, plan: Plan, device: torch.device) -> Any:
     import torch
     import torch.distributed as dist
-
-    from stagewright.execution.rank_runner import RankRunner, stage_edges
-    from stagewright.execution.weights import Weights
-    from stagewright.graph.carving import carve
-    from stagewright.schedule.families import build as build_schedule
-    from stagewright.schedule.lower import insert_communication
-    from stagewright.tracing.cache import trace
-
-    if rank > 0:
-        dist.barrier()
-    graph = trace(MODELS[model][0], 1, options.sequence_length, "float32", overrides)
-    if rank == 0:
-        dist.barrier()
-    num_chunks = SCHEDULES[schedule][1]
-    program = build_schedule(schedule, 2, options.microbatches, num_chunks if num_chunks > 1 else None)
-    place = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
-    per = options.layers // program.num_stages
-    cuts = [place[MODELS[model][1].format(stage * per)] for stage in range(1, program.num_stages)]
-    stages = carve(graph, cuts)
-    program = insert_communication(program, stage_edges(stages))
-    own = [stage for stage in stages if program.placement.rank_of_stage[stage.index] == rank]
-    module = _model(options, model, overrides).module
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    cpu = torch.device("cpu")
-    runner = RankRunner(
-        stages, program, rank, [0, 1], Weights(own, tensors, cpu), cpu, 1.0 / options.microbatches
-    )
-    data = [{"input_ids": row[None]} for row in _tokens(options)]
-    return lambda: runner.run_batch(0, data)
-
-
-def _theirs(
-    options: argparse.Namespace, model: str, overrides: dict[str, Any], schedule: str, rank: int
-) -> Any:
-    import torch
     import torch.distributed.pipelining as pipelining
     from torch import nn
     from torch.distributed.pipelining import PipelineStage
 
+    from stagewright.tracing.models.build import build
+
     name, num_chunks = SCHEDULES[schedule]
-    num_stages = 2 * num_chunks
-    net = _model(options, model, overrides).module.net
-    per = options.layers // num_stages
+    rank, num_ranks, num_stages = dist.get_rank(), plan.pp, plan.num_stages
+    net = build(plan.model.reference(), 1, sizes.sequence_length, plan.job.torch_name, seed=0).module.net
+    per = sizes.layers // num_stages
     make = _gpt2_part if model == "gpt2" else _llama_part
 
     def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         shifted = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
 
-    parts = {index: make(net, index, per, num_stages) for index in range(rank, num_stages, 2)}
-    stages = [PipelineStage(part, index, num_stages, torch.device("cpu")) for index, part in parts.items()]
+    parts = {
+        index: make(net, index, per, num_stages).to(device) for index in range(rank, num_stages, num_ranks)
+    }
+    stages = [PipelineStage(part, index, num_stages, device) for index, part in parts.items()]
     runtime = getattr(pipelining, name)(
-        stages if num_chunks > 1 else stages[0], options.microbatches, loss_fn=loss
+        stages if num_chunks > 1 else stages[0], sizes.microbatches, loss_fn=loss
     )
-    tokens = _tokens(options)
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 256, (sizes.microbatches, sizes.sequence_length)).to(device)
     last = any(stage.is_last for stage in stages)
 
     def run() -> None:
@@ -242,7 +259,7 @@ def _llama_part(net: Any, index: int, per: int, num_stages: int) -> Any:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.embed(x) if self.embed is not None else x
-            positions = self.rotary(x, torch.arange(x.shape[1])[None])
+            positions = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])
             for layer in self.layers:
                 x = layer(x, position_embeddings=positions, attention_mask=None)
             return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
@@ -267,7 +284,7 @@ def _gpt2_part(net: Any, index: int, per: int, num_stages: int) -> Any:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.tokens is not None and self.places is not None:
-                x = self.tokens(x) + self.places(torch.arange(x.shape[1])[None])
+                x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device)[None])
             for layer in self.layers:
                 made = layer(x)
                 x = made[0] if isinstance(made, tuple) else made

@@ -64,6 +64,22 @@ def test_doctor_names_what_will_not_work_and_how_to_mend_it(monkeypatch: pytest.
     assert "only 1.0 MiB of memory are free" in done.stdout
 
 
+def test_doctor_names_what_keeps_ranks_from_their_gpus() -> None:
+    pytest.importorskip("torch")
+    from stagewright.execution.examination import _of_environment
+
+    variables = {"LOCAL_RANK": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_SOCKET_IFNAME": "ib"}
+    interfaces = ["lo", "eth0"]
+    rank, connections, interface = _of_environment(variables, 4, interfaces)
+    assert rank.is_fatal and rank.what == "LOCAL_RANK is 4, and the process sees 4 GPUs (0 to 3)"
+    assert not connections.is_fatal and "CUDA_DEVICE_MAX_CONNECTIONS is 1" in connections.what
+    assert interface.is_fatal and interface.what.endswith("'ib', and this machine has only lo, eth0")
+    good = {"LOCAL_RANK": "3", "CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_SOCKET_IFNAME": "eth"}
+    assert not _of_environment(good, 4, interfaces)
+    assert not _of_environment({"LOCAL_RANK": "4"}, 1, interfaces), "one visible GPU is every rank's own"
+    assert not _of_environment(variables, 0, interfaces), "nothing of it matters on CPUs"
+
+
 def test_models_say_their_family_and_size() -> None:
     lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
     (line,) = [one for one in lines if one.split()[:1] == ["llama-3-8b"]]

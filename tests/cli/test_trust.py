@@ -15,12 +15,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from patience import Deadline, patient
 from stagewright.cli.app import app
+from stagewright.errors import InputError, ScheduleError
 from stagewright.execution import verification
 from stagewright.execution.verification import Verification
+from stagewright.planning import promises
+from stagewright.planning.plan import load_plan
+from stagewright.schedule.program import Program
 
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32", "--cluster", "2x-rtx3090")
 SHAPE = ("--set", "num_hidden_layers=3", "--pp", "2", "--microbatch", "1")
@@ -100,6 +105,47 @@ def test_a_plan_is_verified_on_a_reduced_copy(plan: Path) -> None:
     assert found["equal"] and found["dtype"] == "float64" and found["num_layers"] == 2
     assert found["schedule"] == "zb-h1" and found["num_stages"] == 2
     assert found["num_gradients"] == 21 and found["gradient_difference"] < 1e-12
+
+
+def test_verifying_on_fewer_gpus_than_ranks_is_refused_or_done_on_the_cpu(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, told = load_plan(plan), list[str]()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(
+        InputError, match=r"one rank per GPU: 2 ranks .* has 1 CUDA devices\. .* --device cpu"
+    ):
+        verification.verify("tiny-llama", loaded, device="cuda")
+    assert verification._kind("auto", loaded, told.append) == "cpu"
+    assert told == ["verifying on the CPU: there are fewer GPUs than the 2 ranks"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert verification._kind("auto", loaded, told.append) == "cuda" and len(told) == 1
+    assert call("verify", "tiny-llama", "--plan", plan, "--device", "gpu").exit_code == 2
+
+
+def test_a_program_that_would_hang_on_gpus_is_not_verified(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(program: Program, edges: object, waits_for_device: bool = False) -> None:
+        raise ScheduleError("1F0 waits for 0F1")
+
+    monkeypatch.setattr(promises, "check_lanes", hangs)
+    monkeypatch.setattr(verification, "start_ranks", lambda *_: pytest.fail("processes were started"))
+    done = call("verify", "tiny-llama", "--plan", plan, "--device", "cpu")
+    assert done.exit_code == 2 and "1F0 waits for 0F1" in done.stderr
+
+
+def test_gradients_on_gpus_are_verified_with_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cudnn.allow_tf32
+    with pytest.raises(KeyError), verification.deterministic("cuda"):
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.allow_tf32
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32 == before
+    with verification.deterministic("cpu"):
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.multiprocess

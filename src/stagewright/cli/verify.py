@@ -24,6 +24,9 @@ def verify(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the copy; default one per stage, at least two.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda (one GPU per rank) or auto: GPUs if the plan is for them.")
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Verify that pipelined training equals plain training.
@@ -42,7 +45,7 @@ def verify(
     with Progress("importing torch") as progress:
         from stagewright.execution import verification
 
-        found = verification.verify(model, loaded, layers, progress)
+        found = verification.verify(model, loaded, layers, progress, device)
     if as_json:
         print_document(_document(found))
     else:
@@ -68,9 +71,9 @@ def _lines(found: Verification) -> list[str]:
     return [
         f"{found.model}, {layers}, {found.num_parameters:,} parameters, {found.dtype}, "
         f"{found.sequence_length} tokens a sample: {found.schedule} with {found.num_stages} stages on "
-        f"{found.num_ranks * found.num_replicas} processes"
+        f"{found.num_ranks * found.num_replicas} {'processes' if found.device == 'cpu' else 'GPUs'}"
         + (f" ({found.num_replicas} replicas)" if found.num_replicas > 1 else "")
-        + " against one process",
+        + f" against {'one process' if found.device == 'cpu' else 'one GPU'}",
         f"loss {found.loss:.6f}, largest difference {found.loss_difference:.1e}",
         f"{found.num_gradients} gradients, {found.num_equal_gradients} of them equal to the last bit"
         + (worst if found.num_equal_gradients < found.num_gradients else ""),

@@ -23,8 +23,9 @@ def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
         return "cpu"
     if available < num_ranks_here:
         raise InputError(
-            f"the plan has {num_ranks_here} ranks on this machine, which has {available} CUDA devices: plan for as many "
-            "ranks as there are devices (`stagewright probe --device cuda` describes them), or run with --device cpu"
+            f"NCCL runs one rank per GPU: {num_ranks_here} ranks of the plan are to run on this machine, which has "
+            f"{available} CUDA devices. Plan for as many ranks as there are devices (`stagewright probe --device cuda` "
+            "describes them), or give --device cpu"
         )
     return "cuda"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import socket
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +31,8 @@ from stagewright.version import __version__
 
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED, _LEAST_FREE, _LEAST_DISK = GIB, 2 * GIB, GIB
+_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_SOCKET_IFNAME", "LOCAL_RANK")
+"""Variables that decide how ranks find their GPUs and each other."""
 _OPTIONAL = {"pyarrow": "data", "peft": "lora"}
 """Packages that some data and models need, and the extra of Stagewright that has each."""
 
@@ -69,7 +74,16 @@ def examine() -> Examination:
         facts.append(("shared memory", f"{format_bytes(shared)} free in {_SHARED}"))
     devices = _devices()
     facts += devices or [("GPUs", "none that this torch can use")]
-    troubles = [*_of_gpus(bool(devices)), *_of_memory(shared), *_of_folders(), *_of_packages()]
+    variables = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    facts.append(
+        ("environment", ", ".join(f"{name}={value}" for name, value in variables.items()) or "as it is")
+    )
+    num_gpus = sum(name.startswith("GPU ") for name, _ in devices)
+    interfaces = [name for _, name in socket.if_nameindex()]
+    troubles = [
+        *_of_gpus(bool(devices)), *_of_peers(), *_of_environment(variables, num_gpus, interfaces), *_of_memory(shared),
+        *_of_folders(), *_of_packages(),
+    ]  # fmt: skip
     return Examination(facts, sorted(troubles, key=lambda one: not one.is_fatal))
 
 
@@ -90,7 +104,7 @@ def _backends() -> str:
 
 def _devices() -> list[tuple[str, str]]:
     """A line for each GPU, and how many pairs reach each other's memory directly."""
-    devices, found = [torch.device("cuda", index) for index in range(num_devices("cuda"))], []
+    devices, found = _gpus(), []
     for device in devices:
         free, total = accelerator_of(device).free_and_total_bytes()
         name = device_name(device)
@@ -98,10 +112,76 @@ def _devices() -> list[tuple[str, str]]:
             (f"GPU {device.index}", f"{name}, {format_bytes(total)}, {format_bytes(free)} of it free")
         )
     if len(devices) > 1:
-        pairs = [(device, other) for device in devices for other in devices if device != other]
-        direct = sum(can_reach(device, other) for device, other in pairs)
-        found.append(("links", f"{direct} of {len(pairs)} pairs of GPUs reach each other directly"))
+        num_pairs = len(devices) * (len(devices) - 1)
+        direct = num_pairs - len(_indirect_pairs())
+        found.append(("links", f"{direct} of {num_pairs} pairs of GPUs reach each other directly"))
     return found
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(num_devices("cuda"))]
+
+
+def _indirect_pairs() -> list[tuple[torch.device, torch.device]]:
+    """Pairs of GPUs of which the first does not reach the memory of the second."""
+    pairs = ((device, other) for device in _gpus() for other in _gpus() if device != other)
+    return [(device, other) for device, other in pairs if not can_reach(device, other)]
+
+
+def _of_peers() -> list[Trouble]:
+    pairs = _indirect_pairs()
+    if not pairs:
+        return []
+    what = f"{len(pairs)} pairs of GPUs, such as {pairs[0][0].index} and {pairs[0][1].index}, exchange data through the host"
+    return [Trouble(what, "Measure their links with `stagewright probe --device cuda` and plan for them")]
+
+
+def _of_environment(variables: Mapping[str, str], num_gpus: int, interfaces: Sequence[str]) -> list[Trouble]:
+    """Variables that keep ranks on GPUs from finding their device or each other, or slow them down."""
+    if num_gpus == 0:
+        return []
+    found = []
+    local = variables.get("LOCAL_RANK", "")
+    if num_gpus > 1 and local.isdecimal() and int(local) >= num_gpus:
+        found.append(
+            Trouble(
+                f"LOCAL_RANK is {local}, and the process sees {num_gpus} GPUs (0 to {num_gpus - 1})",
+                "Start as many processes on each node as it has GPUs, or show each process its own",
+                True,
+            )
+        )
+    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append(
+            Trouble(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, so transfers and gathers wait for computations issued before them",
+                "Leave it out, or set it to 32",
+            )
+        )
+    wanted = variables.get("NCCL_SOCKET_IFNAME", "")
+    if wanted and not any(_is_named(name, wanted) for name in interfaces):
+        found.append(
+            Trouble(
+                f"NCCL_SOCKET_IFNAME is '{wanted}', and this machine has only {', '.join(interfaces)}",
+                "Name one of them, or leave it out",
+                True,
+            )
+        )
+    return found
+
+
+def _is_named(interface: str, wanted: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME includes an interface.
+
+    Source: NCCL's documentation of its environment variables: prefixes separated by commas; ``^`` in front of the list
+    excludes, ``=`` takes whole names.
+
+    >>> [_is_named("eth0", wanted) for wanted in ("eth", "=eth", "=eth0,ib0", "^docker,lo", "^eth", "ib")]
+    [True, False, True, True, False, False]
+    """
+    excludes, wanted = wanted.startswith("^"), wanted.removeprefix("^")
+    is_whole, names = wanted.startswith("="), wanted.removeprefix("=").split(",")
+    is_listed = interface in names if is_whole else interface.startswith(tuple(filter(None, names)))
+    return is_listed is not excludes
 
 
 def _of_gpus(has_gpus: bool) -> list[Trouble]:
@@ -138,8 +218,9 @@ def _of_memory(shared: int | None) -> list[Trouble]:
     if shared is not None and shared < _LEAST_SHARED:
         found.append(
             Trouble(
-                f"only {format_bytes(shared)} of shared memory are free, of which NCCL takes some for every pair of ranks",
-                "Start the container with --shm-size=8g",
+                f"only {format_bytes(shared)} of {_SHARED} are free, where NCCL and data loaders exchange buffers between "
+                "processes (Docker gives 64 MiB)",
+                "Start the container with --shm-size=8g or --ipc=host",
             )
         )
     return found

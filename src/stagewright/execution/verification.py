@@ -3,13 +3,17 @@
 The copy has fewer layers and shorter samples, and float64 parameters where its operators have such kernels. One batch
 is trained plainly in this process and then, with the plan's schedule, placement and number of stages, by one process
 per pipeline rank (and by two replicas where the plan has more than one), each of which compares the gradients it holds.
+Both train on the same kind of device; on GPUs with deterministic kernels where there are any.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
+from stagewright.estimation.memory import stage_edges
 from stagewright.execution.data.synthetic import SyntheticBatches
+from stagewright.execution.device import kind_of
 from stagewright.execution.launch import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
@@ -31,13 +37,15 @@ from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.plan import ModelSection, Plan, shared_layers
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.prediction.sharding import sharded_program, without_sharding
+from stagewright.planning.promises import check_transfers
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.overrides import DROPOUT, of_text
 from stagewright.tracing.models.reference import ModelReference, resolve
 
-TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
-"""Largest difference relative to the largest element that rounding explains: microbatches are added in another order."""
+TOLERANCES = {"float64": 1e-12, "float32": 1e-4}
+"""Largest difference relative to the largest element that rounding explains: sums over replicas, tied parameters and tensor
+parallel ranks add in another order."""
 
 PLAIN = "plain.safetensors"
 OUTCOME = "outcome.json"
@@ -68,6 +76,8 @@ class Verification:
     """The largest of an element, relative to the largest element of its gradient, which is that of `worst_parameter`."""
     worst_parameter: str
     tolerance: float
+    device: str = "cpu"
+    """Kind of device that both trained on."""
 
     @property
     def holds(self) -> bool:
@@ -76,7 +86,11 @@ class Verification:
 
 
 def verify(
-    model: str, plan: Plan, num_layers: int | None = None, report: Report = lambda text: None
+    model: str,
+    plan: Plan,
+    num_layers: int | None = None,
+    report: Report = lambda text: None,
+    device: str = "auto",
 ) -> Verification:
     """Train one batch of a reduced copy of `model` pipelined as `plan` says and plainly, and compare.
 
@@ -85,9 +99,13 @@ def verify(
         plan: at most two replicas of it are run.
         num_layers: of the copy; default one per stage, and at least two.
         report: told what is being done.
+        device: ``cpu``, ``cuda`` (NCCL, one GPU per rank) or ``auto``: CUDA where the plan is for GPUs and this machine has
+            as many.
 
     Raises:
-        InputError: the plan is for another model or predicted only, or the number of layers does not fit.
+        InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
+            GPUs than ranks.
+        ScheduleError: the program is for GPUs and would hang there; names the circle.
         RunError: a rank failed, or the model cannot be trained plainly.
     """
     refuse_what_is_not_run(plan, "the plan")
@@ -96,12 +114,19 @@ def verify(
         raise InputError(
             f"the plan was made for model '{plan.model.text}', and '{model}' differs from it: give that model, or plan again"
         )
+    kind = _kind(device, plan, report)
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:
         folder = Path(scratch)
-        reduced, graph, loss, num_parameters = _train_plainly(original, plan, num_layers, folder, report)
+        reduced, graph, loss, num_parameters = _train_plainly(
+            original, plan, num_layers, folder, report, kind
+        )
+        if reduced.cluster.kind == "cuda":
+            report("checking that its transfers cannot hang on GPUs")
+            edges = tuple(stage_edges(carve(graph, stage_cuts(reduced, graph))))
+            check_transfers(stage_program(reduced), edges, on_lanes=True)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
-        arguments = [str(folder / "plan.json"), str(folder)]
+        arguments = [str(folder / "plan.json"), str(folder), kind]
         start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     dtype = reduced.job.torch_name
@@ -127,7 +152,41 @@ def verify(
         gradient_difference=found[worst],
         worst_parameter=worst,
         tolerance=TOLERANCES[dtype],
+        device=kind,
     )
+
+
+def _kind(device: str, plan: Plan, report: Report) -> str:
+    """The kind of device to verify on; with ``auto`` the CPU where there are fewer GPUs than ranks."""
+    num_ranks = plan.pp * plan.tp * min(plan.dp, MAX_REPLICAS)
+    try:
+        return kind_of(device, plan, num_ranks)
+    except InputError:
+        if device != "auto":
+            raise
+        report(f"verifying on the CPU: there are fewer GPUs than the {num_ranks} ranks")
+        return "cpu"
+
+
+@contextmanager
+def deterministic(kind: str) -> Iterator[None]:
+    """Take deterministic kernels inside, where a GPU has them, and no TF32."""
+    if kind == "cpu":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    allows_tf32 = torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
+        torch.backends.cudnn.allow_tf32 = allows_tf32
 
 
 def _worst_of_each(differences: list[tuple[str, float]]) -> dict[str, float]:
@@ -148,7 +207,7 @@ def _order(difference: float) -> float:
 
 
 def _train_plainly(
-    original: ModelReference, plan: Plan, num_layers: int | None, folder: Path, report: Report
+    original: ModelReference, plan: Plan, num_layers: int | None, folder: Path, report: Report, kind: str
 ) -> tuple[Plan, OperatorGraph, float, int]:
     """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
     where an operator lacks float64."""
@@ -160,8 +219,9 @@ def _train_plainly(
     dtypes: tuple[Dtype, ...] = ("fp64", "fp32")
     for dtype in dtypes:
         try:
-            reduced, graph = reduced_plan(plan, original, reference, dtype, report)
-            return reduced, graph, *_plain(reduced, reference, graph, folder, report)
+            reduced, graph = reduced_plan(plan, original, reference, dtype, report, kind)
+            with deterministic(kind):
+                return reduced, graph, *_plain(reduced, reference, graph, folder, report, kind)
         except (StagewrightError, RuntimeError) as error:
             if dtype != dtypes[-1]:
                 continue  # an operator without a float64 kernel; whatever else it is comes again
@@ -172,23 +232,24 @@ def _train_plainly(
 
 
 def _plain(
-    plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report
+    plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report, kind: str
 ) -> tuple[float, int]:
-    """One batch under autograd, microbatch after microbatch; gradients go to a file, under every name they have."""
+    """Train one batch under autograd, microbatch after microbatch, and write the gradients under every name they have."""
     job, count = plan.job, plan.num_microbatches * plan.dp
     built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     num_parameters = sum(parameter.numel() for parameter in built.module.parameters())
     report(f"training {num_parameters:,} parameters in {job.torch_name} plainly")
     batches = SyntheticBatches(built.inputs, job.seed)
-    total = 0.0
+    module, total = built.module.to(kind), 0.0
     for index in range(count):
-        inputs = batches.microbatch(0, index * plan.microbatch_size, graph)
+        drawn = batches.microbatch(0, index * plan.microbatch_size, graph)
+        inputs = {name: tensor.to(kind) for name, tensor in drawn.items()}
         with keyed(job.seed, 0, index):
-            loss = built.module(**inputs)
+            loss = module(**inputs)
         (loss * (1.0 / count)).backward()
         total += float(loss.detach()) / count
-    named = built.module.named_parameters(remove_duplicate=True)
-    gradients = {name: p.grad.contiguous() for name, p in named if p.grad is not None}
+    named = module.named_parameters(remove_duplicate=True)
+    gradients = {name: p.grad.cpu().contiguous() for name, p in named if p.grad is not None}
     save_file(gradients, folder / PLAIN)
     return total, num_parameters
 
@@ -250,7 +311,12 @@ def layers_of(reference: ModelReference) -> int | None:
 
 
 def reduced_plan(
-    plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
+    plan: Plan,
+    original: ModelReference,
+    reference: ModelReference,
+    dtype: Dtype,
+    report: Report,
+    kind: str = "cpu",
 ) -> tuple[Plan, OperatorGraph]:
     """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
     Raises `PlanError` where the reduced model cannot be cut into as many stages."""
@@ -265,7 +331,8 @@ def reduced_plan(
     )
     pieces = min(plan.loss_pieces, microbatch_size * job.sequence_length)
     shared = shared_layers(plan.tp, plan.sequence_parallel) | in_pieces(pieces)
-    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
+    traced = job.traced(plan.cluster.kind) | shared
+    graph = trace(reference, microbatch_size, device=kind, report=report, **traced)
     if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have

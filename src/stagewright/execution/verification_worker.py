@@ -17,18 +17,19 @@ _ROUNDING = 1e-4
 """A gradient so many times smaller than the largest is judged by how that one rounds, with tensor parallelism."""
 
 
-def work(plan: Path, folder: Path) -> None:
+def work(plan: str, folder: Path, kind: str) -> None:
     """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
-    with member("cpu", Limits()) as (watch, cpu):
+    with member(kind, Limits()) as (watch, device):
         from stagewright.execution.collectives import exchange
         from stagewright.execution.session import Session
-        from stagewright.execution.verification import OUTCOME, PLAIN
+        from stagewright.execution.verification import OUTCOME, PLAIN, deterministic
         from stagewright.planning.plan import load_plan
 
-        session = Session(load_plan(plan), cpu, None, True, watch.at, watch.at)
-        loss = session.accumulate(0)
-        watch.at("comparing gradients")
-        ranks = exchange(_differences(session, folder / PLAIN))
+        with deterministic(kind):
+            session = Session(load_plan(plan), device, None, True, watch.at, watch.at)
+            loss = session.accumulate(0)
+            watch.at("comparing gradients")
+            ranks = exchange(_differences(session, folder / PLAIN))
     if watch.rank == 0:
         differences = [item for rank in ranks for item in rank]
         (folder / OUTCOME).write_text(json.dumps({"loss": loss, "differences": differences}))
@@ -39,7 +40,7 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
     from stagewright.execution.verification import largest_difference
 
-    gradients = session.gradients()
+    gradients = {name: gradient.cpu() for name, gradient in session.gradients().items()}
     with safe_open(str(plain), framework="pt") as reader:
         wanted = {name: session.part(name, reader.get_tensor(name)) for name in gradients}
     least = 1e-30
@@ -52,4 +53,4 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     start_process()
-    end_process(exit_code(lambda: work(*map(Path, sys.argv[1:]))))
+    end_process(exit_code(lambda: work(sys.argv[1], Path(sys.argv[2]), sys.argv[3])))

@@ -51,15 +51,17 @@ def profile(
 
 
 def verify(
-    model: str, plan: Plan | str | Path, num_layers: int | None = None, *,
+    model: str, plan: Plan | str | Path, num_layers: int | None = None, *, device: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> Verification:  # fmt: skip
-    """Whether a reduced copy of a model, pipelined as `plan` says, trains as it does plainly: `holds` says so.
+    """Whether a reduced copy of a model, pipelined as `plan` says, trains as it does plainly: `holds` says so. On `device`
+    ``cpu``, ``cuda`` (one GPU per rank) or ``auto``: CUDA where the plan is for GPUs and there are as many.
 
     Raises:
-        InputError: the plan is for another model or predicted only, or the number of layers does not fit.
+        InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
+            GPUs than ranks.
         RunError: a rank failed, or the model cannot be trained plainly.
     """
     from stagewright.execution.verification import verify as verified
 
-    return verified(model, given_plan(plan), num_layers, report)
+    return verified(model, given_plan(plan), num_layers, report, device)
