@@ -1,5 +1,309 @@
-"""The executor on a device that runs behind its host: no race, no device-wide wait under a receive, at most two drains."""
+"""The executor on a device that runs behind its host: no race, no device-wide wait under a receive, at most two drains a step.
+
+Every fault that is planted in it, a wait taken away or one too many, is found.
+"""
 
 from __future__ import annotations
 
-from cells import SMALL_LLAMA, Cell
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cells import SMALL_GPT2, SMALL_LLAMA, Cell
+from fake_accelerator import FakeAccelerator, FakeStream
+from nccl_simulation import BACKEND, register
+from plans import make_plan
+
+from multiprocess import run_ranks
+from stagewright.execution import checkpoint, session
+from stagewright.execution.accelerator import install
+from stagewright.execution.collectives import Pending
+from stagewright.execution.offload import HostCopies
+from stagewright.execution.optimizer import HostUpdater, Optimizer
+from stagewright.execution.rank_runner import RankRunner
+from stagewright.execution.session import Session
+from stagewright.execution.shards import FlatBuffer, Shards
+from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.transport import Transport
+from stagewright.planning.plan import load_plan
+
+NUM_STEPS, MOST_DRAINS = 2, 2
+DEVICE = torch.device("cpu")
+PIPELINE = Cell(dp=1, dtype="fp32", num_microbatches=4, overrides=SMALL_LLAMA, policy="offload")
+SHARDED = Cell(pp=1, sharding=3, num_units=3, dtype="bf16", overrides=SMALL_LLAMA)
+CELLS = {
+    "transport and offload": PIPELINE,
+    "a V of split backwards": replace(PIPELINE, schedule="zb-v", policy="keep"),
+    "interleaved, recomputed": replace(PIPELINE, schedule="interleaved", num_chunks=2, policy="recompute"),
+    "tied weights": Cell("tiny-gpt2", dp=1, dtype="fp16", overrides=SMALL_GPT2),
+    "ZeRO 1": replace(SHARDED, sharding=1, num_units=1),
+    "ZeRO 2": replace(SHARDED, sharding=2, reduce_dtype="bf16"),
+    "ZeRO 3, offload": replace(SHARDED, policy="offload"),
+    "host optimizer": replace(SHARDED, sharding=1, num_units=1, host_optimizer=(0,)),
+    "host optimizer of a pipeline": replace(PIPELINE, policy="keep", host_optimizer=(0,)),
+}
+SHARED_LAYERS = "tensor parallel"
+SAVED = frozenset({"transport and offload", "ZeRO 1", "host optimizer", "a checkpoint is written at once"})
+"""Of which a checkpoint is written."""
+
+
+# -- planted faults -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong in the executor inside `plant`, and words of what the fake says of it."""
+
+    cell: str
+    plant: Callable[[FakeAccelerator], AbstractContextManager[Any]]
+    words: str
+
+
+def _unwaited(kind: str) -> Callable[[FakeAccelerator], AbstractContextManager[Any]]:
+    wait = Pending.wait
+
+    def wait_for_others(self: Pending) -> None:
+        if not self._doing.startswith(kind):
+            wait(self)
+
+    return lambda fake: mock.patch.object(Pending, "wait", wait_for_others)
+
+
+def _without(owner: Any, name: str) -> Callable[[FakeAccelerator], AbstractContextManager[Any]]:
+    return lambda fake: mock.patch.object(owner, name, lambda self, *_: None)
+
+
+def _copies_at_once(direction: int) -> Callable[[FakeAccelerator], AbstractContextManager[Any]]:
+    """Copies of a direction do not wait for what was computed before."""
+    return lambda fake: mock.patch.object(fake.copy_streams[direction], "wait_stream", lambda other: None)
+
+
+def _arrived_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    arrived = HostCopies.arrived
+
+    def at_once(self: HostCopies, copy: Any, flat: torch.Tensor, **places: Any) -> Any:
+        copy.arrived = None
+        return arrived(self, copy, flat, **places)
+
+    return mock.patch.object(HostCopies, "arrived", at_once)
+
+
+def _gathered_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    gathered = FlatBuffer.gathered
+
+    def at_once(self: FlatBuffer) -> Any:
+        self._gathering = None
+        return gathered(self)
+
+    return mock.patch.object(FlatBuffer, "gathered", at_once)
+
+
+def _summed_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    return mock.patch.object(FlatBuffer, "_sum", lambda self, over: self._sums.pop(over, (None, None))[1])
+
+
+def _copied_while_summed(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    """The buffer of a sum is replaced by a copy while its sum is under way."""
+    reduce = FlatBuffer.reduce
+
+    def reduce_and_copy(self: FlatBuffer) -> None:
+        reduce(self)
+        pending, sent = self._sums["replicas"]
+        self._sums["replicas"] = pending, sent.clone()
+
+    return mock.patch.object(FlatBuffer, "reduce", reduce_and_copy)
+
+
+def _spread_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    def spread(self: Shards) -> None:
+        for buffer in self.buffers.values():
+            buffer.gather()
+            buffer._gathering = None
+
+    return mock.patch.object(Shards, "spread", spread)
+
+
+def _written_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    """A checkpoint's copies are written to the disk while they are made."""
+    return mock.patch.object(fake, "synchronize", lambda: None)
+
+
+def _rounded_aside(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    """The host optimizer's parameters are copied back on a stream that nothing waits for."""
+    round_ = HostUpdater.round
+
+    def aside(self: HostUpdater) -> None:
+        with fake.copy_streams[1]:
+            round_(self)
+
+    return mock.patch.object(HostUpdater, "round", aside)
+
+
+def _waits_under_receives(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    post = Transport.post
+
+    def post_and_wait(self: Transport, *transfer: Any) -> None:
+        post(self, *transfer)
+        fake.synchronize()
+
+    return mock.patch.object(Transport, "post", post_and_wait)
+
+
+def _receives_ahead(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    return mock.patch.object(session, "receives_ahead", lambda on_gpus: 1)
+
+
+@contextmanager
+def _streams_of_every_stage(fake: FakeAccelerator) -> Iterator[None]:
+    """Every runner of a stage takes two streams of its own, as those of other lengths and of evaluation do too."""
+    begin = StageRunner.__init__
+
+    def with_streams(self: StageRunner, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        for _ in range(16):
+            fake.new_stream()
+
+    with mock.patch.object(StageRunner, "__init__", with_streams):
+        yield
+
+
+def _more_drains(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    """The host waits for each batch, reads the norm, and waits for the optimizer."""
+    run_batch, step = RankRunner.run_batch, Optimizer.step
+
+    def run_and_wait(self: RankRunner, *arguments: Any, **options: Any) -> Any:
+        result = run_batch(self, *arguments, **options)
+        fake.synchronize()
+        return result
+
+    def step_and_read(self: Optimizer, *arguments: Any, **options: Any) -> Any:
+        norm, is_skipped = step(self, *arguments, **options)
+        float(norm)
+        return norm, is_skipped
+
+    planted = ExitStack()
+    planted.enter_context(mock.patch.object(RankRunner, "run_batch", run_and_wait))
+    planted.enter_context(mock.patch.object(Optimizer, "step", step_and_read))
+    return planted
+
+
+_RACE, _REUSE, _DEVICE_WIDE = "does not wait for it", "memory is allocated again", "nothing waits yet for irecv"
+FAULTS = {
+    "a receive is used at once": Fault("transport and offload", _unwaited("receiving"), _RACE),
+    "a buffer is sent from again at once": Fault("transport and offload", _unwaited("sending"), _RACE),
+    "what is computed leaves too early": Fault("transport and offload", _copies_at_once(0), _RACE),
+    "what leaves is freed too early": Fault("transport and offload", _without(HostCopies, "left"), _REUSE),
+    "what comes back overwrites others": Fault("transport and offload", _copies_at_once(1), _RACE),
+    "what comes back is used too early": Fault("transport and offload", _arrived_at_once, _RACE),
+    "a gather is used at once": Fault("ZeRO 3, offload", _gathered_at_once, _RACE),
+    "a sum is used at once": Fault("ZeRO 2", _summed_at_once, _RACE),
+    "a sum is copied while under way": Fault("ZeRO 2", _copied_while_summed, _RACE),
+    "updated parameters are used at once": Fault("ZeRO 1", _spread_at_once, _RACE),
+    "a checkpoint is written at once": Fault("ZeRO 1", _written_at_once, _RACE),
+    "the host steps at once": Fault("host optimizer", _without(FakeStream, "synchronize"), _RACE),
+    "the host's parameters are used at once": Fault("host optimizer", _rounded_aside, _RACE),
+    "the device is waited for under a receive": Fault("transport and offload", _waits_under_receives, _DEVICE_WIDE),
+    "receives are posted ahead": Fault("transport and offload", _receives_ahead, _DEVICE_WIDE),
+    "the pool of streams wraps around": Fault("a V of split backwards", _streams_of_every_stage, "the same stream of the pool"),
+    "a step drains the device more often": Fault("host optimizer of a pipeline", _more_drains, "drains"),
+}  # fmt: skip
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a rank has seen: hazards, drains of every step, losses."""
+
+    hazards: tuple[str, ...]
+    drains: tuple[tuple[str, ...], ...]
+    losses: tuple[float, ...]
+
+
+def _train(path: str, fake: FakeAccelerator | None, folder: Path | None) -> tuple[list[float], list[tuple[str, ...]]]:
+    """Losses, and drains of each step."""
+    trained = Session(load_plan(path), DEVICE, None, random_weights=True)
+    losses, drains = [], []
+    watching = ExitStack() if fake is None else fake
+    if fake is not None:
+        fake.own(trained._lasting([]))
+    for step in range(NUM_STEPS):
+        with watching:
+            losses.append(trained.train_step(step).loss)
+        if fake is not None:
+            drains.append(tuple(fake.drains))
+            fake.drains.clear()
+    if folder is not None:
+        with watching:
+            checkpoint.save(trained, folder, NUM_STEPS)
+    trained.close()
+    return losses, drains
+
+
+def watch(rank: int, num_ranks: int, paths: dict[str, str], folder: str) -> dict[str, Watched]:
+    """Each plan, first without the fake, then with it; some write a checkpoint at last."""
+    register()
+    dist.init_process_group(BACKEND)
+    watched = {}
+    for number, (name, path) in enumerate(paths.items()):
+        plain, _ = _train(path, None, None)
+        fake = FakeAccelerator()
+        host = install(fake)
+        losses, drains = _train(path, fake, Path(folder) / str(number) if name in SAVED else None)
+        install(host)
+        assert losses == plain, f"{name}: {losses} is not {plain}"
+        watched[name] = Watched(tuple(dict.fromkeys(fake.hazards)), tuple(drains), tuple(losses))
+    return watched
+
+
+def watch_faults(rank: int, num_ranks: int, paths: dict[str, str], folder: str) -> dict[str, Watched]:
+    """Each fault, planted in a run of the plan of its cell."""
+    register()
+    dist.init_process_group(BACKEND)
+    watched = {}
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        fake = FakeAccelerator()
+        host = install(fake)
+        with fault.plant(fake):
+            losses, drains = _train(paths[fault.cell], fake, Path(folder) / str(number) if name in SAVED else None)
+        install(host)
+        watched[name] = Watched(tuple(dict.fromkeys(fake.hazards)), tuple(drains), tuple(losses))
+    return watched
+
+
+def _plans(folder: Path, names: Any) -> dict[str, str]:
+    plans = {name: str(CELLS[name].plan(folder)) for name in names if name != SHARED_LAYERS}
+    if SHARED_LAYERS in names:
+        path = folder / "shared.json"
+        make_plan(path, pp=1, tp=2, num_microbatches=2, num_steps=NUM_STEPS, overrides=dict(SMALL_LLAMA), sequence_length=16)
+        plans[SHARED_LAYERS] = str(path)
+    return plans
+
+
+@pytest.mark.multiprocess
+def test_the_executor_has_no_race_and_drains_the_device_at_most_twice(tmp_path: Path) -> None:
+    plans = _plans(tmp_path, (*CELLS, SHARED_LAYERS))
+    for rank, watched in enumerate(run_ranks(watch, 2, plans, str(tmp_path), timeout=180)):
+        for name, seen in watched.items():
+            assert not seen.hazards, f"{name}, rank {rank}:\n" + "\n".join(seen.hazards)
+            for step, drains in enumerate(seen.drains):
+                assert len(drains) <= MOST_DRAINS, f"{name}, rank {rank}, step {step}:\n" + "\n".join(drains)
+
+
+@pytest.mark.multiprocess
+def test_every_planted_fault_is_found(tmp_path: Path) -> None:
+    plans = _plans(tmp_path, {fault.cell for fault in FAULTS.values()})
+    ranks = run_ranks(watch_faults, 2, plans, str(tmp_path), timeout=240)
+    for name, fault in FAULTS.items():
+        if fault.words == "drains":
+            assert all(len(seen[name].drains[-1]) > MOST_DRAINS for seen in ranks), name
+        else:
+            told = [hazard for seen in ranks for hazard in seen[name].hazards]
+            assert any(fault.words in hazard for hazard in told), f"{name} is not found; hazards are {told}"
