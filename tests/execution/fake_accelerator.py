@@ -14,8 +14,8 @@ neither is ordered before the other, are a race. It reports:
 
 Use it as a context manager around what is to be watched, after `install`ing it for the host.
 
-Source: happens-before race detection: Flanagan and Freund 2009, "FastTrack"; the rules of memory and streams: "CUDA semantics"
-of the PyTorch documentation; of lanes, `ProcessGroupNCCL`; of lazy loading, the CUDA programming guide.
+Source: happens-before race detection: Flanagan and Freund 2009, "FastTrack"; rules of memory and streams: "CUDA semantics" of
+the PyTorch documentation; of lanes, `ProcessGroupNCCL`; of lazy loading, the CUDA programming guide.
 Ignores: how long anything takes; graphs; that torch's own process group keeps tensors it was lent (stricter than torch);
 inputs that are copied to the device, since here they are there already.
 """
@@ -46,7 +46,9 @@ POOL_SIZE = 32
 
 _HOST, _DEVICE = "host", "device"
 _READS_ON_HOST = frozenset({"tolist", "numpy", "cpu"})
-_MOVES_NOTHING = frozenset({torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten._unsafe_view.default})
+_MOVES_NOTHING = frozenset(
+    {torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten._unsafe_view.default}
+)
 _ISSUED = ("all_reduce", "broadcast", "all_gather", "barrier", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -373,7 +375,12 @@ class FakeAccelerator(Accelerator):
         return [self._on_lane(first, ("all", operations[0].group), writes, reads, "batch_isend_irecv")]
 
     def _on_lane(
-        self, work: Any, key: tuple[Any, ...], writes: list[torch.Tensor], reads: list[torch.Tensor], name: str
+        self,
+        work: Any,
+        key: tuple[Any, ...],
+        writes: list[torch.Tensor],
+        reads: list[torch.Tensor],
+        name: str,
     ) -> FakeWork:
         if key not in self._lanes:
             what = f"the lane of {name} of {_caller()}"
@@ -401,7 +408,9 @@ class FakeAccelerator(Accelerator):
             self.read_on_host(given[0])
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func is torch.ops.aten.copy_.default and _may_go_on(args, kwargs):  # which only a device's copies do
+        if func is torch.ops.aten.copy_.default and _may_go_on(
+            args, kwargs
+        ):  # which only a device's copies do
             self.own(tensor for tensor, block in zip(given, blocks, strict=True) if block.place is None)
         places = {block.place for block in blocks}
         place = _DEVICE if _DEVICE in places else _HOST if _HOST in places else None
@@ -424,7 +433,9 @@ class FakeAccelerator(Accelerator):
                 block.adopt(place, self.host)
             is_write = any(tensor is other for other in written)
             if block.place == _HOST and place == _DEVICE and not tensor.dim():
-                self._access(self.host, self.host.advance(), tensor, False, func)  # a number, when it is launched
+                self._access(
+                    self.host, self.host.advance(), tensor, False, func
+                )  # a number, when it is launched
             elif is_write or not reads_nothing:
                 self._access(timeline, epoch, tensor, is_write, func)
         for tensor in fresh:
@@ -433,9 +444,15 @@ class FakeAccelerator(Accelerator):
             self._copied(func, given, blocks, args, kwargs)
         return result
 
-    def _copied(self, func: Any, given: list[torch.Tensor], blocks: list[Block], args: Any, kwargs: Any) -> None:
+    def _copied(
+        self, func: Any, given: list[torch.Tensor], blocks: list[Block], args: Any, kwargs: Any
+    ) -> None:
         """Between host and device: the host waits unless the memory is pinned and it was told not to."""
-        on_host = [block for tensor, block in zip(given, blocks, strict=True) if block.place == _HOST and tensor.dim()]
+        on_host = [
+            block
+            for tensor, block in zip(given, blocks, strict=True)
+            if block.place == _HOST and tensor.dim()
+        ]
         if not on_host:
             return
         if func is not torch.ops.aten.copy_.default:
@@ -469,28 +486,34 @@ class FakeAccelerator(Accelerator):
         block = self._block(tensor)
         block.home, block.place = home, place
         if place != _HOST:
-            block.accesses.append(Access(home, epoch, True, 0, tensor.untyped_storage().nbytes(), "its allocation"))
+            block.accesses.append(
+                Access(home, epoch, True, 0, tensor.untyped_storage().nbytes(), "its allocation")
+            )
             for freed in tuple(self._freed):
                 if freed.home is home:
                     self._freed.remove(freed)
                     for access in freed.accesses:
                         if not access.is_before(home):
                             self.hazards.append(
-                                f"memory is allocated again in {_caller()} while {access.what} on {access.timeline.name} may "
-                                "still use it"
+                                f"memory is allocated again in {_caller()} while {access.what} on "
+                                f"{access.timeline.name} may still use it"
                             )
 
     def _free(self, block: Block) -> None:
         if block.place == _DEVICE and not all(access.is_before(block.home) for access in block.accesses):
             self._freed.append(block)
 
-    def _access(self, timeline: Timeline, epoch: int, tensor: torch.Tensor, is_write: bool, what: object) -> None:
+    def _access(
+        self, timeline: Timeline, epoch: int, tensor: torch.Tensor, is_write: bool, what: object
+    ) -> None:
         if not tensor.numel():
             return
         block = self._block(tensor)
         size = tensor.element_size()
         first = int(tensor.storage_offset()) * size
-        extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         access = Access(timeline, epoch, is_write, first, first + extent * size, f"{what} in {_caller()}")
         kept = []
         for before in block.accesses:
@@ -540,13 +563,19 @@ def _is_collective(name: str) -> bool:
     return name not in ("isend", "irecv", "batch_isend_irecv")
 
 
-def _uses(name: str, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[Any, ...]]:
+def _uses(
+    name: str, args: Any, kwargs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[Any, ...]]:
     """What a call writes and reads, and its lane: of a pair of ranks for transfers, of the group for collectives."""
     group = kwargs.get("group")
     if name in ("isend", "irecv"):
         tensor, peer = args[0], args[1]
         group = args[2] if len(args) > 2 else group
-        return ([tensor], [], ("pair", group, peer)) if name == "irecv" else ([], [tensor], ("pair", group, peer))
+        return (
+            ([tensor], [], ("pair", group, peer))
+            if name == "irecv"
+            else ([], [tensor], ("pair", group, peer))
+        )
     tensors = [item for item in tree_iter(args) if isinstance(item, torch.Tensor)]
     if name in ("all_reduce", "broadcast"):
         return tensors, [], ("all", group)

@@ -1,6 +1,5 @@
-"""The executor on a device that runs behind its host: no race, no device-wide wait under a receive, at most two drains a step.
-
-Every fault that is planted in it, a wait taken away or one too many, is found.
+"""The executor on a device that runs behind its host: no race, no device-wide wait under a receive, at most two drains of a
+step; and every fault that is planted, a wait taken away or one too many, is found.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ SHARDED = Cell(pp=1, sharding=3, num_units=3, dtype="bf16", overrides=SMALL_LLAM
 CELLS = {
     "transport and offload": PIPELINE,
     "a V of split backwards": replace(PIPELINE, schedule="zb-v", policy="keep"),
-    "interleaved, recomputed": replace(PIPELINE, schedule="interleaved", num_chunks=2, policy="recompute"),
+    "interleaved, recomputed": replace(
+        PIPELINE, schedule="interleaved-1f1b", num_chunks=2, policy="recompute"
+    ),
     "tied weights": Cell("tiny-gpt2", dp=1, dtype="fp16", overrides=SMALL_GPT2),
     "ZeRO 1": replace(SHARDED, sharding=1, num_units=1),
     "ZeRO 2": replace(SHARDED, sharding=2, reduce_dtype="bf16"),
@@ -193,7 +194,11 @@ def _more_drains(fake: FakeAccelerator) -> AbstractContextManager[Any]:
     return planted
 
 
-_RACE, _REUSE, _DEVICE_WIDE = "does not wait for it", "memory is allocated again", "nothing waits yet for irecv"
+_RACE, _REUSE, _DEVICE_WIDE = (
+    "does not wait for it",
+    "memory is allocated again",
+    "nothing waits yet for irecv",
+)
 FAULTS = {
     "a receive is used at once": Fault("transport and offload", _unwaited("receiving"), _RACE),
     "a buffer is sent from again at once": Fault("transport and offload", _unwaited("sending"), _RACE),
@@ -210,7 +215,7 @@ FAULTS = {
     "the host's parameters are used at once": Fault("host optimizer", _rounded_aside, _RACE),
     "the device is waited for under a receive": Fault("transport and offload", _waits_under_receives, _DEVICE_WIDE),
     "receives are posted ahead": Fault("transport and offload", _receives_ahead, _DEVICE_WIDE),
-    "the pool of streams wraps around": Fault("a V of split backwards", _streams_of_every_stage, "the same stream of the pool"),
+    "the pool of streams wraps around": Fault("a V of split backwards", _streams_of_every_stage, "the same stream of"),
     "a step drains the device more often": Fault("host optimizer of a pipeline", _more_drains, "drains"),
 }  # fmt: skip
 
@@ -227,7 +232,9 @@ class Watched:
     losses: tuple[float, ...]
 
 
-def _train(path: str, fake: FakeAccelerator | None, folder: Path | None) -> tuple[list[float], list[tuple[str, ...]]]:
+def _train(
+    path: str, fake: FakeAccelerator | None, folder: Path | None
+) -> tuple[list[float], list[tuple[str, ...]]]:
     """Losses, and drains of each step."""
     trained = Session(load_plan(path), DEVICE, None, random_weights=True)
     losses, drains = [], []
@@ -272,7 +279,9 @@ def watch_faults(rank: int, num_ranks: int, paths: dict[str, str], folder: str) 
         fake = FakeAccelerator()
         host = install(fake)
         with fault.plant(fake):
-            losses, drains = _train(paths[fault.cell], fake, Path(folder) / str(number) if name in SAVED else None)
+            losses, drains = _train(
+                paths[fault.cell], fake, Path(folder) / str(number) if name in SAVED else None
+            )
         install(host)
         watched[name] = Watched(tuple(dict.fromkeys(fake.hazards)), tuple(drains), tuple(losses))
     return watched
@@ -282,7 +291,15 @@ def _plans(folder: Path, names: Any) -> dict[str, str]:
     plans = {name: str(CELLS[name].plan(folder)) for name in names if name != SHARED_LAYERS}
     if SHARED_LAYERS in names:
         path = folder / "shared.json"
-        make_plan(path, pp=1, tp=2, num_microbatches=2, num_steps=NUM_STEPS, overrides=dict(SMALL_LLAMA), sequence_length=16)
+        make_plan(
+            path,
+            pp=1,
+            tp=2,
+            num_microbatches=2,
+            num_steps=NUM_STEPS,
+            overrides=dict(SMALL_LLAMA),
+            sequence_length=16,
+        )
         plans[SHARED_LAYERS] = str(path)
     return plans
 
