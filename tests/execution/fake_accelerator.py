@@ -14,8 +14,8 @@ neither is ordered before the other, are a race. It reports:
 
 Use it as a context manager around what is to be watched, after `install`ing it for the host.
 
-Source: happens-before race detection: Flanagan and Freund 2009, "FastTrack"; rules of memory and streams: "CUDA semantics" of
-the PyTorch documentation; of lanes, `ProcessGroupNCCL`; of lazy loading, the CUDA programming guide.
+Source: Flanagan and Freund 2009, "FastTrack" (races by what happens before); "CUDA semantics" of the PyTorch documentation;
+torch's `ProcessGroupNCCL`; lazy loading in the CUDA programming guide.
 Ignores: how long anything takes; graphs; that torch's own process group keeps tensors it was lent (stricter than torch);
 inputs that are copied to the device, since here they are there already.
 """
