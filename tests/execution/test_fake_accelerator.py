@@ -303,8 +303,8 @@ FAULTS = {
     "a checkpoint is written at once": Fault("ZeRO 1", _written_at_once, _RACE),
     "the host steps at once": Fault("host optimizer", _without(FakeStream, "synchronize"), _RACE),
     "the host's parameters are used at once": Fault("host optimizer", _rounded_aside, _RACE),
-    "the device is waited for under a receive": Fault("transport and offload", _waits_under_receives, _UNDER_RECEIVE),
-    "receives are posted ahead": Fault("transport and offload", _receives_ahead, _UNDER_RECEIVE),
+    "the device is waited for under a receive": Fault("a V of split backwards", _waits_under_receives, _UNDER_RECEIVE),
+    "receives are posted ahead": Fault("a V of split backwards", _receives_ahead, _UNDER_RECEIVE),
     "the pool of streams wraps around": Fault("a V of split backwards", _streams_of_every_stage, "the same stream of"),
     "a step drains the device more often": Fault("host optimizer of a pipeline", _more_drains, "drains"),
 }  # fmt: skip
