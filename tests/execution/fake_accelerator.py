@@ -16,8 +16,7 @@ Use it as a context manager around what is to be watched, after `install`ing it 
 
 Source: Flanagan and Freund 2009, "FastTrack" (races by what happens before); "CUDA semantics" of the PyTorch documentation;
 torch's `ProcessGroupNCCL`; lazy loading in the CUDA programming guide.
-Ignores: how long anything takes; graphs; that torch's own process group keeps tensors it was lent (stricter than torch);
-inputs that are copied to the device, since here they are there already.
+Ignores: how long anything takes; graphs; that torch's own process group keeps tensors it was lent (stricter than torch).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from stagewright.execution import checkpoint, collectives
@@ -471,6 +470,19 @@ class FakeAccelerator(Accelerator):
         elif block.place == _HOST:
             self.host_uses([tensor], is_write=False)
 
+    def moved_to_device(self, tensor: torch.Tensor, may_go_on: bool) -> None:
+        """A tensor of the host becomes one of the device, as which it goes on."""
+        block = self._block(tensor)
+        if block.place == _DEVICE:
+            return
+        stream = self.current.timeline
+        stream.learn(self.host.clock)
+        epoch, is_pinned = stream.advance(), block.is_pinned
+        block.place, block.is_pinned, block.home, block.accesses = _DEVICE, False, stream, []
+        self._access(stream, epoch, tensor, True, "a copy to the device")
+        if not (may_go_on and is_pinned):
+            self.host_waits(dict(stream.clock), "a copy to the device")
+
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _block(self, tensor: torch.Tensor) -> Block:
@@ -540,7 +552,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees reads of the host that are no operators."""
+    """Sees what the host does without an operator: it reads, or moves what is on the device already."""
 
     def __init__(self, fake: FakeAccelerator) -> None:
         super().__init__()
@@ -549,13 +561,17 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS_ON_HOST and isinstance(args[0], torch.Tensor):
             self._fake.read_on_host(args[0])
+        if func is torch.Tensor.to and any(
+            isinstance(item, torch.device) for item in tree_iter((args, kwargs))
+        ):
+            self._fake.moved_to_device(args[0], (kwargs or {}).get("non_blocking", False))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
     """What torch does inside an operator or a collective is not looked at: modes see only what is called by others."""
-    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 

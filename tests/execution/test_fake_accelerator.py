@@ -51,6 +51,18 @@ CELLS = {
     "host optimizer": replace(SHARDED, sharding=1, num_units=1, host_optimizer=(0,)),
     "host optimizer of a pipeline": replace(PIPELINE, policy="keep", dtype="fp16", host_optimizer=(0,)),
 }
+OF_FOUR_RANKS = {
+    "ZeRO 3, split backwards": Cell(
+        schedule="zb-h1", sharding=3, num_units=2, dtype="fp32", overrides=SMALL_LLAMA, policy="offload"
+    ),
+    "ZeRO 2, a V": Cell(
+        schedule="dualpipe-v", sharding=2, num_microbatches=4, dtype="bf16", overrides=SMALL_LLAMA
+    ),
+    "ZeRO 1, host optimizer": Cell(sharding=1, dtype="fp16", overrides=SMALL_LLAMA, host_optimizer=(0,)),
+    "copies of shards": Cell(
+        sharding=2, dp=4, pp=1, shard_size=2, reduce_dtype="bf16", dtype="fp32", overrides=SMALL_LLAMA
+    ),
+}
 SHARED_LAYERS = "tensor parallel"
 
 
@@ -284,6 +296,11 @@ def _more_drains(fake: FakeAccelerator) -> AbstractContextManager[Any]:
     return planted
 
 
+def _copied_in_turn(fake: FakeAccelerator) -> AbstractContextManager[Any]:
+    """The host waits for each copy of a batch to the device."""
+    return mock.patch.object(fake, "to_device", lambda tensor: tensor.to(DEVICE))
+
+
 _RACE, _REUSE, _UNDER_RECEIVE = (
     "does not wait for it",
     "memory is allocated again",
@@ -306,6 +323,7 @@ FAULTS = {
     "the device is waited for under a receive": Fault("a V of split backwards", _waits_under_receives, _UNDER_RECEIVE),
     "receives are posted ahead": Fault("a V of split backwards", _receives_ahead, _UNDER_RECEIVE),
     "the pool of streams wraps around": Fault("a V of split backwards", _streams_of_every_stage, "the same stream of"),
+    "a batch is copied to the device in turn": Fault("transport and offload", _copied_in_turn, "drains"),
     "a step drains the device more often": Fault("host optimizer of a pipeline", _more_drains, "drains"),
 }  # fmt: skip
 
@@ -405,11 +423,22 @@ def _plans(folder: Path, names: Any) -> dict[str, str]:
 @pytest.mark.multiprocess
 def test_the_executor_has_no_race_and_drains_the_device_at_most_twice(tmp_path: Path) -> None:
     plans = _plans(tmp_path, (*CELLS, SHARED_LAYERS))
-    for rank, watched in enumerate(run_ranks(watch, 2, plans, str(tmp_path), timeout=180)):
+    _check(run_ranks(watch, 2, plans, str(tmp_path), timeout=180))
+
+
+def _check(ranks: list[dict[str, Watched]]) -> None:
+    for rank, watched in enumerate(ranks):
         for name, seen in watched.items():
             assert not seen.hazards, f"{name}, rank {rank}:\n" + "\n".join(seen.hazards)
             for step, drains in enumerate(seen.drains):
                 assert len(drains) <= MOST_DRAINS, f"{name}, rank {rank}, step {step}:\n" + "\n".join(drains)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_replicas_of_pipelines_have_no_race(tmp_path: Path) -> None:
+    plans = {name: str(cell.plan(tmp_path)) for name, cell in OF_FOUR_RANKS.items()}
+    _check(run_ranks(watch, 4, plans, str(tmp_path), timeout=180))
 
 
 @pytest.mark.multiprocess
