@@ -103,6 +103,13 @@ class Accelerator(ABC):
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the host that the device copies from and to without blocking: pinned, if it is a GPU."""
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host on this device; what is issued from now on finds it there, and the host does not wait.
+
+        A copy from memory that is not pinned would block until all earlier work of its stream is done.
+        """
+        return self.host_empty(tensor.shape, tensor.dtype).copy_(tensor).to(self.device, non_blocking=True)
+
     @abstractmethod
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors."""
@@ -220,6 +227,9 @@ class _Host(Accelerator):
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def allocated_bytes(self) -> int:
         return self.reserved_bytes()
 
@@ -272,6 +282,10 @@ class _Gpu(Accelerator):
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_there = tensor.device.type == self.device.type
+        return tensor.to(self.device) if is_there else super().to_device(tensor)
 
     def allocated_bytes(self) -> int:
         return torch.accelerator.memory_allocated(self.device)

@@ -119,21 +119,20 @@ class ActionTimer:
     """Marks moments of the work of a device and says later when they were.
 
     On a GPU, work is queued and runs later than it is asked for, so a mark is an event in the queue of work. The device's
-    clock is compared with the host's when a batch begins and the queue is empty.
+    clock is compared with the host's first, when the timer waits for the device, and then whenever a batch begins and the
+    queue is empty.
 
     Ignores: the drift of the two clocks while no batch begins with an empty queue.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerator_of(device)
-        self._anchor: Event | None = None
-        self._anchor_s = 0.0
+        self._accelerator.synchronize()
+        self._anchor, self._anchor_s = self.mark(), time.perf_counter()
 
     def begin(self) -> None:
-        """Get ready for the marks of a batch; on a GPU, the first call waits until earlier work is done."""
-        if self._anchor is None:
-            self._accelerator.synchronize()
-        if self._anchor is None or self._accelerator.current_stream().query():
+        """Get ready for the marks of a batch."""
+        if self._accelerator.current_stream().query():
             self._anchor, self._anchor_s = self.mark(), time.perf_counter()
 
     def mark(self) -> Event:
@@ -142,5 +141,4 @@ class ActionTimer:
 
     def seconds(self, mark: Event) -> float:
         """Return when a moment was, by this process's monotonic clock; on a GPU, once its work is done."""
-        assert self._anchor is not None, "a batch has begun"
         return self._anchor_s + self._anchor.elapsed_time(mark) / 1e3

@@ -141,8 +141,12 @@ class Updater:
         """The device that steps run on."""
         return self.accelerator.device
 
+    def receive(self, gradients: Tensors) -> None:
+        """Begin to bring gradients to where `update` works on them, which may not follow."""
+
     def update(self, gradients: Tensors, learning_rate: float) -> None:
-        """One step; parameters without a gradient stay as they are. The gradients are held until `release`."""
+        """Make one step with gradients that were received, which are held until `release`; parameters without one stay as
+        they are."""
         self.begin()
         for target in self.targets:
             gradient = gradients.get(target.value)
@@ -257,12 +261,13 @@ class HostUpdater(Updater):
         }
         self.begin()
 
-    def update(self, gradients: Tensors, learning_rate: float) -> None:
-        here = {value: self.received[value] for value in gradients}
+    def receive(self, gradients: Tensors) -> None:
         for value, gradient in gradients.items():
-            here[value].copy_(gradient, non_blocking=True)
+            self.received[value].copy_(gradient, non_blocking=True)
+
+    def update(self, gradients: Tensors, learning_rate: float) -> None:
         self.accelerator.current_stream().synchronize()
-        super().update(here, learning_rate)
+        super().update({value: self.received[value] for value in gradients}, learning_rate)
 
     def state(self) -> Iterable[torch.Tensor]:
         return ()
@@ -353,9 +358,6 @@ class Optimizer:
         self.reduce()
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         norm = self._norm(self.gradients) * scale
-        if self.skips and self._is_skipped(norm, num_lost):
-            self.shards.drop_gradients()
-            return norm, True
         gradients = self.gradients
         if self.clip_norm is not None:
             # The smaller of two numbers, and of one and NaN the number.
@@ -363,6 +365,10 @@ class Optimizer:
             _multiply(gradients.values(), clipping * scale)
         elif scale != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), scale)
+        self.updater.receive(gradients)
+        if self.skips and self._is_skipped(norm, num_lost):
+            self.shards.drop_gradients()
+            return norm, True
         self.updater.update(gradients, learning_rate)
         self.updater.release(self.sharded)
         gradients.clear()

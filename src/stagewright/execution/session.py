@@ -289,7 +289,8 @@ class Session:
             return [{} for _ in range(self.plan.num_microbatches)]
         self.watch("reading data")
         found = wanted.read() if self._reader is None else self._reader.take(wanted)
-        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
+        to_device = accelerator_of(self.device).to_device
+        return [{name: to_device(tensor) for name, tensor in batch.items()} for batch in found]
 
     def _wanted(self, step: int, graph: OperatorGraph, batches: Batches | None = None) -> Wanted | None:
         """What `microbatches` reads; None where that is nothing."""
@@ -335,10 +336,13 @@ class Session:
                     f"input '{name}' of the batch has shape {list(batch[name].shape)}, and the plan is for {list(wanted)}: "
                     "give whole batches, of which each rank takes its own samples"
                 )
+        to_device = accelerator_of(self.device).to_device
         return [
             {
-                name: batch[name][first + index * size : first + (index + 1) * size].to(
-                    self.device, DTYPES[graph.values[value].meta.dtype]
+                name: to_device(
+                    batch[name][first + index * size : first + (index + 1) * size].to(
+                        DTYPES[graph.values[value].meta.dtype]
+                    )
                 )
                 for name, value in graph.inputs.items()
                 if name in self._needed
@@ -498,7 +502,7 @@ class Session:
         of_ranks[:, self.mesh.rank] = torch.tensor(
             [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
         )
-        told = told.to(self.device)
+        told = accelerator_of(self.device).to_device(told)
         told[0] = loss
         if norm is not None and self.mesh.rank == 0:
             told[1] = norm

@@ -74,9 +74,10 @@ class Transport:
             raise RunError(
                 f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted"
             )
-        for index, message in enumerate(channel.messages):
-            pending, buffer = posted.pop(0)
+        for pending, _ in posted:  # before anything is launched, which may wait for the device
             pending.wait()
+        for index, message in enumerate(channel.messages):
+            _, buffer = posted.pop(0)
             content = buffer.clone() if self._has_slots else buffer
             arrived.update(_unpack(message, content))
             self._free(channel, index, buffer)
