@@ -42,8 +42,13 @@ def test_more_groups_take_more() -> None:
     assert [rank.communicator_bytes for rank in alone.predictions.ranks] == [0]
     h100 = load_cluster("8x-h100")
     both_ways = lane_bytes([Lane(Kind.F, 0, 1), Lane(Kind.B, 1, 0)], 0, h100, (0, 1))
-    of_two, of_four = group_bytes((0, 1), h100), group_bytes((0, 1, 2, 3), h100)
-    assert taken == [[both_ways + 2 * of_two] * 2, [both_ways + of_four + 3 * of_two] * 2]
+    of_two, small, of_four = (
+        group_bytes((0, 1), h100),
+        group_bytes((0, 1), h100, is_small=True),
+        group_bytes((0, 1, 2, 3), h100, is_small=True),
+    )
+    assert small < of_two
+    assert taken == [[both_ways + 2 * small] * 2, [both_ways + of_four + small + 2 * of_two] * 2]
     tied = planned("8x-h100", model="tiny-gpt2", pp=2, dp=1, schedule="1f1b").predictions.ranks[0]
     assert tied.communicator_bytes == taken[0][0] + of_two
 

@@ -43,13 +43,16 @@ def lane_bytes(lanes: Iterable[Lane], pipeline_rank: int, cluster: Cluster, rank
     return total
 
 
-def group_bytes(devices: Sequence[int], cluster: Cluster) -> int:
-    """Return what the communicator of a group that sums and gathers takes of each of its `devices`."""
+def group_bytes(devices: Sequence[int], cluster: Cluster, is_small: bool = False) -> int:
+    """Return what the communicator of a group that sums and gathers takes of each of its `devices`. A group that `is_small`
+    has as few channels as a lane."""
     if len(devices) == 1:
         return 0
     ends = list(pairwise(devices))
     local = [pair for pair in ends if cluster.node_of(pair[0]) == cluster.node_of(pair[1])]
     has_nvlink = any(cluster.link_between(*pair).bandwidth >= _NVLINK_BANDWIDTH for pair in local[:1])
     num_channels = _NVLINK_CHANNELS if has_nvlink else _OTHER_CHANNELS
+    if is_small:
+        num_channels = min(num_channels, LANE_CTAS)
     sending = SENDING_BYTES if len(local) == len(ends) else RECEIVING_BYTES
     return _BASE_BYTES + num_channels * _PEERS * (RECEIVING_BYTES + sending)

@@ -168,7 +168,10 @@ def join(backend: str, store: dist.Store, rank: int, num_ranks: int, timeout: ti
     after the other."""
     global _timeout
     _timeout = timeout
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    options = _small_options() if backend == "nccl" else None
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout, pg_options=options
+    )
 
 
 class ProcessGroups:
@@ -177,12 +180,13 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._own: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
 
-    def new(self, groups: Iterable[Sequence[int]], is_lane: bool = False) -> dist.ProcessGroup | None:
+    def new(self, groups: Iterable[Sequence[int]], is_small: bool = False) -> dist.ProcessGroup | None:
         """Create a group of each of `groups`, lists of global ranks. Returns the one that this process is in.
 
-        The transfers of a lane have a stream of high priority and few of the device's multiprocessors.
+        A group for transfers or for single numbers `is_small`: its communicators take few of the device's multiprocessors,
+        and little of its memory.
         """
-        options = _lane_options() if is_lane else None
+        options = _small_options() if is_small and dist.get_backend() == "nccl" else None
         own: dist.ProcessGroup | None = None
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=_timeout, pg_options=options)
@@ -202,10 +206,8 @@ class ProcessGroups:
         self._own.clear()
 
 
-def _lane_options() -> Any:
-    """NCCL's options for point-to-point communicators; None for other backends."""
-    if dist.get_backend() != "nccl":
-        return None
+def _small_options() -> Any:
+    """NCCL's options for a group of few channels, whose streams come before those of computations."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = LANE_CTAS
     return options

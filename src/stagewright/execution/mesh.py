@@ -94,7 +94,7 @@ class Groups:
         pipelines = mesh.groups(STAGE)
         pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
         lanes = {
-            (kind, up): groups.new(pipelines, is_lane=True)
+            (kind, up): groups.new(pipelines, is_small=True)
             for kind in (Kind.F, Kind.B)
             for up in (True, False)
         }
@@ -102,7 +102,7 @@ class Groups:
             tensor_parallel = groups.new(mesh.groups(TENSOR))
             assert tensor_parallel is not None
             use_group(GROUP, tensor_parallel)
-        model = groups.new(mesh.groups(STAGE, TENSOR))
+        model = groups.new(mesh.groups(STAGE, TENSOR), is_small=True)
         return cls(pipeline, lanes, model, _replicas(mesh, groups), groups)
 
     def lane(self, lane: Lane) -> dist.ProcessGroup | None:

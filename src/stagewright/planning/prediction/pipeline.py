@@ -165,8 +165,6 @@ class Pipeline:
             replicas, model = self.replicas(rank), [one + part for one in firsts for part in range(self.tp)]
             shards = replicas[: self.num_shards]
             groups = [
-                everyone,
-                model,
                 shards,
                 shards,
                 replicas[:: self.num_shards],
@@ -174,6 +172,7 @@ class Pipeline:
             ]
             groups += [[firsts[holder] for holder in holders] for holders in tied if rank in holders]
             collectives = sum(group_bytes(group, self.cluster) for group in groups)
+            collectives += sum(group_bytes(group, self.cluster, is_small=True) for group in (everyone, model))
             sizes.append(lane_bytes(lanes, rank, self.cluster, firsts) + collectives)
         return tuple(sizes)
 
