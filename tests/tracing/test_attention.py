@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -156,3 +158,10 @@ def test_a_plans_trace_and_that_of_a_run_agree(name: str) -> None:
     assert graph_digest(planned, (value.meta for value in planned.values)) == graph_digest(
         run, (value.meta for value in run.values)
     )
+
+
+def test_a_process_that_runs_a_graph_out_of_the_cache_has_the_operator() -> None:
+    """Which nothing has traced there."""
+    code = "import stagewright.tracing.runnable, torch; print(torch.ops.stagewright.attention.default)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ATTENTION

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import stagewright.tracing.attention  # noqa: F401 it defines an operator, which a graph out of the cache names
 from stagewright.graph import Node, Ref, Symbol
 from stagewright.graph.added import ACCUMULATE, ARRIVED, MOVES
 from stagewright.graph.stage import Function
