@@ -15,7 +15,7 @@ from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import COMPUTING, levelled, with_transfers
-from stagewright.planning.prediction.step_times import receiving_seconds, simulated, whole_step_seconds
+from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
 from stagewright.schedule.families import FAMILIES, build, options_of
@@ -129,9 +129,6 @@ _NAMES = {
 }  # fmt: skip
 
 
-_RECEIVES = frozenset({Kind.F, Kind.B, Kind.I})
-
-
 def _parts(
     timeline: Timeline, costs: StepCosts, step_s: float, made_again: Sequence[float]
 ) -> tuple[list[Part], dict[int, float]]:
@@ -140,7 +137,6 @@ def _parts(
     counts: Counter[str] = Counter()
     on_rank: dict[int, float] = defaultdict(float)
     rank_of = timeline.encoded.placement.rank_of_stage
-    waits = receiving_seconds(costs)
     reached = 0.0
     for index in critical_path(timeline):
         action = timeline.encoded.action(int(index))
@@ -151,11 +147,6 @@ def _parts(
         name = _NAMES.get(action.kind, "forwards and backwards at once")
         seconds[name] += end - max(start, reached)
         counts[name] += 1
-        for part in action.parts if action.kind in _RECEIVES else ():
-            waited = waits[part.kind is not Kind.F][part.stage]
-            seconds[name] -= waited
-            seconds["transfers between stages"] += waited
-            counts["transfers between stages"] += waited > 0
         if action.kind in (Kind.B, Kind.I):
             again = made_again[action.stage]
             seconds[name] -= again

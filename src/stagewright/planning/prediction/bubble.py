@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from stagewright.planning.prediction.step_times import idle_fraction, simulated
+from stagewright.planning.prediction.step_times import simulated
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.program import Program
 
@@ -48,9 +48,7 @@ def bubble(program: Program, costs: StepCosts) -> Bubble:
     """
     still = with_transfers(costs, 0.0).model_copy(update={"gather_seconds": (), "reduce_seconds": ()})
     equal = levelled(still)
-    whole, without, plain = (
-        idle_fraction(program, one, simulated(program, one)) for one in (costs, still, equal)
-    )
+    whole, without, plain = (simulated(program, one).bubble_fraction for one in (costs, still, equal))
     without = min(whole, without)
     plain = min(without, plain)
     return Bubble(warm_up=plain, imbalance=without - plain, transfers=whole - without)

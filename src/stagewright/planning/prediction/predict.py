@@ -24,12 +24,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserved_bytes
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.prediction.step_times import (
-    idle_fraction,
-    rank_receiving_seconds,
-    simulated,
-    whole_step_seconds,
-)
+from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.prediction.transfers import (
     Floats,
     flight_seconds,
@@ -68,7 +63,6 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     reserved = reserved_peaks(line, memories)
     num_microbatches = line.program.num_microbatches * line.num_holders
     tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
-    waiting_s = rank_receiving_seconds(line.program, costs)
     return Predictions(
         step_seconds=step,
         lower_bound_seconds=_lower_bound(line, body),
@@ -76,12 +70,12 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         mfu=body.costing.model_flop
         * num_microbatches
         / (step * line.num_holders * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
-        bubble_fraction=idle_fraction(line.program, costs, timeline),
+        bubble_fraction=timeline.bubble_fraction,
         measured_share=body.costing.measured_share,
         ranks=tuple(
             RankPrediction(
                 rank=memory.rank,
-                busy_seconds=float(timeline.busy_s[memory.rank]) - waiting_s[memory.rank],
+                busy_seconds=float(timeline.busy_s[memory.rank]),
                 allocated_peak_bytes=memory.peak_bytes,
                 reserved_peak_bytes=reserved[memory.rank],
                 categories=memory.categories,

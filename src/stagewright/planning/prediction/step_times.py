@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from stagewright.planning.predictions import StepCosts
-from stagewright.schedule import Program
+from stagewright.schedule import Kind, Program
 from stagewright.simulation import StageCosts, Timeline, simulate
+
+_RECEIVE = frozenset({Kind.F, Kind.B, Kind.I})
 
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
     """When the actions of one batch run."""
-    costs = with_receiving(costs)
+    whole, costs = costs, with_receiving(costs)
     edges = [(one.source, one.target) for one in costs.transfers]
     flights = {(one.source, one.target): one.value_seconds for one in costs.transfers}
     flights |= {(one.target, one.source): one.gradient_seconds for one in costs.transfers}
@@ -27,7 +30,8 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         reduce_s=_or_zero(costs.reduce_seconds),
         step_s=_or_zero(costs.update_seconds),
     )
-    return simulate(program, stages, flights, edges=edges)
+    timeline = simulate(program, stages, flights, edges=edges)
+    return _with_gaps(timeline, whole) if whole.receivers_wait else timeline
 
 
 def with_receiving(costs: StepCosts) -> StepCosts:
@@ -64,20 +68,14 @@ def receiving_seconds(costs: StepCosts) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def rank_receiving_seconds(program: Program, costs: StepCosts) -> list[float]:
-    """For how long of a batch each rank waits for what is on its way once it could compute."""
-    forward, backward = receiving_seconds(costs)
-    placement, num_microbatches = program.placement, program.num_microbatches
-    return [
-        num_microbatches * sum(forward[stage] + backward[stage] for stage in placement.stages_of(rank))
-        for rank in range(program.num_ranks)
+def _with_gaps(timeline: Timeline, costs: StepCosts) -> Timeline:
+    """`timeline`, in which computations begin when what they wait for has arrived."""
+    waits = receiving_seconds(costs)
+    of_pattern = [
+        sum(waits[part.kind is not Kind.F][part.stage] for part in action.parts if part.kind in _RECEIVE)
+        for action in timeline.encoded.patterns
     ]
-
-
-def idle_fraction(program: Program, costs: StepCosts, timeline: Timeline) -> float:
-    """Part of the ranks' time in a batch in which they do not compute."""
-    waiting_s = sum(rank_receiving_seconds(program, costs))
-    return timeline.bubble_fraction + waiting_s / (program.num_ranks * timeline.makespan_s)
+    return replace(timeline, start_s=timeline.start_s + np.array(of_pattern)[timeline.encoded.pattern])
 
 
 def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:
