@@ -563,6 +563,11 @@ def synchronize_device() -> None:
             communicator.stream.wait("waits for the whole device, which is at")
 
 
+def num_communicators() -> int:
+    """Of this rank, in all groups that are not destroyed."""
+    return sum(len(group._communicators) for group in SimulatedNccl.live)
+
+
 def _operation(opts: Any) -> Any:
     """The reduction of the options of a collective, which NCCL must have."""
     operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
