@@ -128,9 +128,11 @@ class Session:
         self._further = (
             {"further_inputs": data.further_inputs} if data is not None and data.further_inputs else {}
         )
+        # As the plan was: the CPU traces for GPUs. A plan for CPUs has the kernels of the device.
+        self._tracer = device.type if plan.cluster.kind == "cpu" else "cpu"
         traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
-        self.graph = trace(reference, plan.microbatch_size, report=report, **traced)
+        self.graph = trace(reference, plan.microbatch_size, device=self._tracer, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         check_same_graphs(self.stages)
@@ -258,7 +260,7 @@ class Session:
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
         traced: dict[str, Any] = asked.traced() | self._further
-        graph = trace(self.reference, asked.microbatch_size, **traced)
+        graph = trace(self.reference, asked.microbatch_size, device=self._tracer, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self.runner_of(stages))
