@@ -1,4 +1,5 @@
-"""What the executor costs the host: per microbatch beside eager PyTorch, and per action beyond its operators.
+"""Host time of the executor: per microbatch next to eager PyTorch and to a loop over the same C++ bindings with their
+arguments at hand, and per action beyond its operators.
 
     python benchmarks/host_time.py [--repeats 30] [--microbatches 8] [--stages 4] [--json]
 
@@ -28,7 +29,7 @@ SIZES = {
     "tiny-gpt2": {"num_hidden_layers": 4, "n_embd": 32, "vocab_size": 96, "dropout": 0},
 }  # fmt: skip
 LENGTH = 8
-BAR_RATIO, BAR_SECONDS = 1.1, 40e-6
+BAR_RATIO, BAR_LOOP, BAR_SECONDS = 1.1, 1.15, 40e-6
 
 
 def main() -> None:
@@ -53,6 +54,11 @@ def main() -> None:
             f"{model:11} a microbatch: ours {row['ours_s'] * 1e6:.0f} us, eager {row['eager_s'] * 1e6:.0f} us, ratio "
             f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}], bar {BAR_RATIO}"
         )
+        low, high = row["loop_interval"]
+        print(
+            f"{model:11} an operator: ours {row['operator_s'] * 1e6:.2f} us, next to a loop over the {row['num_calls']} "
+            f"bindings of a microbatch {row['loop_ratio']:.3f} [{low:.3f}, {high:.3f}], bar {BAR_LOOP}"
+        )
         low, high = (1e6 * value for value in row["overhead_interval"])
         print(
             f"{model:11} an action beyond its operators: {row['overhead_s'] * 1e6:.1f} us [{low:.1f}, {high:.1f}], "
@@ -63,9 +69,12 @@ def main() -> None:
 def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians over rounds in which every run has its turn."""
     count = options.microbatches
-    one, _ = _ours(model, 1, count)
-    many, operators = _ours(model, options.stages, count)
-    runs = {"ours": one, "eager": _eager(model, count), "actions": many, "operators": operators}
+    one, _, calls = _ours(model, 1, count)
+    many, operators, _ = _ours(model, options.stages, count)
+    runs = {
+        "ours": one, "loop": lambda: _loop(calls), "eager": _eager(model, count), "actions": many,
+        "operators": operators,
+    }  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for repeat in range(options.repeats + 3):
@@ -74,6 +83,7 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
             if repeat >= 3:
                 seconds[name].append(taken)
     ratios = [ours / eager for ours, eager in zip(seconds["ours"], seconds["eager"], strict=True)]
+    loop_ratios = [ours / loop for ours, loop in zip(seconds["ours"], seconds["loop"], strict=True)]
     num_actions = 2 * options.stages * count
     beyond = [(a - o) / num_actions for a, o in zip(seconds["actions"], seconds["operators"], strict=True)]
     return {
@@ -81,6 +91,10 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         "eager_s": statistics.median(seconds["eager"]) / count,
         "ratio": statistics.median(ratios),
         "ratio_interval": interval(ratios),
+        "num_calls": len(calls) // count,
+        "operator_s": statistics.median(seconds["ours"]) / len(calls),
+        "loop_ratio": statistics.median(loop_ratios),
+        "loop_interval": interval(loop_ratios),
         "overhead_s": statistics.median(beyond),
         "overhead_interval": interval(beyond),
     }
@@ -114,8 +128,49 @@ def _eager(model: str, count: int) -> Callable[[], None]:
     return run
 
 
-def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A batch under the interpreter, and the same functions of the same stages called one after the other."""
+Calls = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+
+def _loop(calls: Calls) -> None:
+    import torch
+
+    with torch.no_grad():
+        for function, args, kwargs in calls:
+            function(*args, **kwargs)
+
+
+def _recorded(runner: Any, run: Callable[[], None]) -> Calls:
+    """Every call of an operator that `run` makes, with its arguments."""
+    calls: Calls = []
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+        return record
+
+    scopes = [one.call.__globals__ for stage in runner.runners.values() for one in stage.functions.values()]
+    originals = [{name: call for name, call in scope.items() if name.startswith("f_")} for scope in scopes]
+    for scope, original in zip(scopes, originals, strict=True):
+        scope.update({name: recording(call) for name, call in original.items()})
+    accumulate = runner.weights.accumulate
+
+    def add(parameter: int, gradient: Any) -> None:
+        calls.append((runner.weights.gradients[parameter].add_, (gradient,), {}))
+        accumulate(parameter, gradient)
+
+    runner.weights.accumulate = add
+    run()
+    del runner.weights.accumulate
+    for scope, original in zip(scopes, originals, strict=True):
+        scope.update(original)
+    return calls
+
+
+def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], Callable[[], None], Calls]:
+    """A batch under the interpreter, the same functions of the same stages called one after the other, and the calls of
+    operators that these make."""
     import torch
 
     from stagewright.execution.rank_runner import RankRunner, stage_edges
@@ -148,7 +203,7 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
             for values in reversed(held):
                 _backwards(runner, values)
 
-    return lambda: void(runner.run_batch(0, data)), operators
+    return lambda: void(runner.run_batch(0, data)), operators, _recorded(runner, operators)
 
 
 def void(result: object) -> None:

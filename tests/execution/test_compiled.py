@@ -69,6 +69,54 @@ def test_while_bytes_are_counted_the_operators_run(monkeypatch: pytest.MonkeyPat
     assert calls == ["operators", "compiled", "compiled", "operators"]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_functions_are_compiled_and_compared_before_the_first_batch(
+    split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On random numbers that leave no gradient, no changed buffer and no held value behind."""
+    import torch
+
+    from nasty import NASTY
+    from stagewright.execution import compiled
+    from stagewright.execution.stage_runner import StageRunner
+    from stagewright.execution.weights import Weights
+    from stagewright.graph.carving import carve
+    from stagewright.schedule.action import Kind
+    from stagewright.tracing.trace import trace_module
+
+    calls: list[str] = []
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **_: lambda *tensors: calls.append(call.__name__) or call(*tensors)
+    )
+    torch.manual_seed(0)
+    case = NASTY["BatchNorm"]
+    model, batch = case.model(), case.batch()
+    (stage,) = carve(trace_module(model, batch), [])
+    tensors = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    cpu = torch.device("cpu")
+    weights = Weights([stage], tensors, cpu)
+    runner = StageRunner(stage, weights, cpu, 1.0, is_compiled=True)
+    before = [tensor.clone() for tensor in (*weights.tensors.values(), *weights.gradients.values())]
+    kinds = {Kind.F, Kind.I, Kind.W} if split else {Kind.F, Kind.B}
+    runner.prepare(kinds)
+    names = ("forward", "input_grad", "weight_grad") if split else ("forward", "backward")
+    assert list(dict.fromkeys(calls)) == [f"stage0_{name}" for name in names]
+    after = (*weights.tensors.values(), *weights.gradients.values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not runner.held
+
+    comparisons: list[object] = []
+    monkeypatch.setattr(compiled, "_difference", lambda *tensors: comparisons.append(tensors) or "")
+    runner.begin_step(0)
+    runner.forward(0, {}, batch)
+    if split:
+        runner.input_grad(0, {})
+        runner.weight_grad(0)
+    else:
+        runner.backward(0, {})
+    assert not comparisons, "a batch compares nothing any more"
+
+
 def train(rank: int, num_ranks: int, paths: list[str], without: str) -> list[tuple[list[float], list[str]]]:
     import torch
     import torch.distributed as dist

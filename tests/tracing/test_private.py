@@ -45,6 +45,9 @@ USED = [
     ("torch._C", "_dispatch_get_registrations_for_dispatch_key", "private.py", "faster exports"),
     ("torch.fx._lazy_graph_module", "_use_lazy_graph_module", "private.py", "faster exports"),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS", "private.py", "operators that no policy is asked about"),
+    ("torch._C", "_VariableFunctions", "private.py", "calling operators in their cheapest form"),
+    ("torch._C", "_nn", "private.py", "calling operators in their cheapest form"),
+    ("torch._C", "TensorBase", "private.py", "calling operators in their cheapest form"),
     ("torch.utils", "_pytree", "blocks.py", "arguments and results of blocks, flat"),
     ("torch.utils._python_dispatch", "TorchDispatchMode", "execution/random.py", "keyed random numbers"),
     (

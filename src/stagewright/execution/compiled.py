@@ -30,8 +30,8 @@ def compiled(
     name: str,
     make: Callable[[Function, str], Runnable],
 ) -> Runnable:
-    """What `make` makes of `function`, compiled when it is first called: what lies between two moves to or from the host
-    each for itself.
+    """What `make` makes of `function`, compiled when it is first called (`StageRunner.prepare` does, before training): what
+    lies between two moves to or from the host each for itself.
 
     The first call runs both and compares layouts, what shares storages, and contents. Warns where the operators are run as
     they are, and says why.

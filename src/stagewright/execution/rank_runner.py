@@ -108,6 +108,12 @@ class RankRunner:
         self._forward, self._backward = _channels(stages, placed, rank, ranks, group_of)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
+    def prepare(self) -> None:
+        """Compile what the program calls, before anything waits for it. Only this rank takes part: no receive may be
+        outstanding, because compilers wait for the whole device."""
+        for number, runner in self.runners.items():
+            runner.prepare({action.kind for action in self.actions if action.stage == number})
+
     def follow(self, program: Program) -> None:
         """Run batches in the order of another lowered program from now on, of the same stages and microbatches."""
         self.actions = program.actions(self.rank)

@@ -244,15 +244,20 @@ class Session:
         return insert_communication(program, stage_edges(stages), ahead=receives_ahead(is_ordered()))
 
     def runner_of(self, stages: Sequence[Stage], program: Program | None = None) -> RankRunner:
-        """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length."""
+        """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length; compiled if the
+        plan says so, which takes minutes."""
         plan = self.plan
         if program is None:
             program = self.lowered(self.program, stages)
-        return RankRunner(
+        runner = RankRunner(
             stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
             plan.job.seed, self.groups.lane, self.watch, self.shards,
             self.mesh.replica * plan.num_microbatches, plan.job.compiled,
         )  # fmt: skip
+        if plan.job.compiled:
+            self.watch("compiling stage functions")
+            runner.prepare()
+        return runner
 
     def _at_length(self, length: int) -> AtLength:
         """The model for samples of `length` tokens, cut as the plan says, on this rank's weights. Raises `PlanError` where

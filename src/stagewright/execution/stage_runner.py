@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.compiled import compiled
 from stagewright.execution.offload import HostCopies
 from stagewright.execution.random import reseed
@@ -13,12 +14,21 @@ from stagewright.execution.weights import Weights
 from stagewright.graph import Node
 from stagewright.graph.stage import Function, Stage, Transfer
 from stagewright.graph.tensor_parallel import GROUP, local_draws
+from stagewright.schedule.action import Kind
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.keys import key
 from stagewright.tracing.runnable import Runnable, compile_function
 from stagewright.tracing.tensor_parallel.operators import rank_in
 
 Tensors = dict[int, torch.Tensor]
+_FUNCTIONS = {
+    Kind.F: "forward", Kind.R: "rebuild", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward",
+}  # fmt: skip
+"""What an action runs of its stage, in an order in which each has what it takes from those before."""
+
+_SMALL = 0.1
+"""Standard deviation of random numbers in the place of activations and parameters."""
+
 _BACKWARD = ("input_grad", "weight_grad", "backward")
 
 
@@ -117,6 +127,46 @@ class StageRunner:
         with torch.no_grad():
             made = runnable.call([], self.resident, self.weights.accumulate, self._reseed)
         self.resident.update(zip(runnable.outputs, made, strict=True))
+
+    def prepare(self, kinds: Collection[Kind]) -> None:
+        """Compile what actions of these kinds call, and compare it with the operators, on a microbatch of random numbers
+        that leaves nothing behind. Sharded parameters, which are not here yet, are random too."""
+        if not self.is_compiled:
+            return
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        names = [name for kind, name in _FUNCTIONS.items() if kind in kinds]
+        functions = [getattr(self.stage, name) for name in names]
+        used = {number for function in functions for node in function.nodes for number in node.inputs}
+        used |= {number for function in functions for number in function.outputs}
+        resident = {
+            number: self._random(number, generator)
+            for number in sorted(used & self.stage.resident - self.resident.keys())
+        } | self.resident
+        values: Tensors = {}
+        for place, name in enumerate(names):
+            runnable = self.functions[name]
+            later = {number for after in names[place + 1 :] for number in self.functions[after].inputs}
+            inputs = [
+                values[number] if number in values else self._random(number, generator)
+                for number in runnable.inputs
+            ]
+            values = {number: tensor for number, tensor in values.items() if number in later}
+            with torch.no_grad():
+                outputs = runnable.call(inputs, resident, _drop, self._reseed)
+            values.update((n, made) for n, made in zip(runnable.outputs, outputs, strict=True) if n in later)
+            del outputs
+        values.clear()
+        accelerator_of(self.device).empty_cache()
+
+    def _random(self, value: int, generator: torch.Generator) -> torch.Tensor:
+        """A tensor of a value's layout: small normal numbers, true, or zeros, which are valid as indices."""
+        meta = self.stage.value(value).meta
+        dtype, size = DTYPES[meta.dtype], (meta.extent,)
+        if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+            flat = torch.randn(size, dtype=dtype, device=self.device, generator=generator) * _SMALL
+        else:
+            flat = torch.full(size, dtype is torch.bool, dtype=dtype, device=self.device)
+        return flat.as_strided(meta.shape, meta.stride)
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
@@ -234,6 +284,10 @@ class StageRunner:
     def _reseed(self, draw: int) -> None:
         seed = self.local_seed if draw in self.local_draws else self.seed
         reseed(seed, self.step, self.first_microbatch + self._microbatch, draw)
+
+
+def _drop(parameter: int, gradient: torch.Tensor) -> None:
+    """In the place of a gradient buffer."""
 
 
 def _following(nodes: Sequence[Node], value: int) -> tuple[Node, ...]:

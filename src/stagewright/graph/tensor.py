@@ -57,6 +57,16 @@ class TensorMeta:
             size for size, step in zip(self.shape, self.stride, strict=True) if step != 0 or size == 0
         )
 
+    @cached_property
+    def is_row_major(self) -> bool:
+        """Whether each element follows the one before it in the order of the indices."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if stride != step:
+                return False
+            step *= max(size, 1)
+        return True
+
     @property
     def payload_bytes(self) -> int:
         """Bytes that must travel to rebuild the tensor elsewhere: repeated elements travel once."""

@@ -6,18 +6,16 @@ because it is alive whenever something views it, through whichever view.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from stagewright.graph.graph import Node, OperatorGraph, Part, Ref, Value
+from stagewright.graph.graph import Node, OperatorGraph, Part, Ref, Value, made_by
 from stagewright.graph.stage import Function
-from stagewright.graph.tensor import contiguous
 
 VIEW = "aten.view.default"
 
+Shape = tuple[int, ...]
 Lookup = Callable[[int], Value]
 
 _IN_PLACE = frozenset(
@@ -43,19 +41,6 @@ class Issued:
         return [self.names.get(value, value) for value in values]
 
 
-class _Layout(NamedTuple):
-    """How a value lies in the storage of `root`, whose first element is its own too."""
-
-    root: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def is_row_major(self) -> bool:
-        return self.stride == contiguous(self.shape, self.dtype).stride
-
-
 def issued(function: Function, value: Lookup) -> Issued:
     """What to issue for `function`: its views from the first value that one call makes them from, without views that
     nothing uses any more, and without those that equal a value at hand. `value` describes a value by its id."""
@@ -64,7 +49,7 @@ def issued(function: Function, value: Lookup) -> Issued:
     views = _Views(value)
     nodes = [views.shortened(node) if _is_used_view(node, uses) else node.renamed(views.names)
              for node in function.nodes]  # fmt: skip
-    still_used = Counter(views.names.get(output, output) for output in function.outputs)
+    still_used: Counter[int | None] = Counter(views.names.get(output, output) for output in function.outputs)
     kept: list[Node | None] = []
     for node in reversed(nodes):
         is_idle = node is None or (_is_used_view(node, uses) and not still_used[node.outputs[0]])
@@ -83,14 +68,16 @@ class _Views:
     """Values that views are made of, in running order.
 
     * `names`: of a view that equals a value at hand, that value.
+
+    All values of a root begin where it begins.
     """
 
     def __init__(self, value: Lookup) -> None:
         self.names: dict[int, int] = {}
         self._value = value
         self._roots: dict[int, int] = {}
-        self._at_hand: dict[_Layout, int] = {}
-        self._row_major: dict[tuple[int, str, int], int] = {}  # root, dtype and number of elements -> value
+        self._at_hand: dict[tuple[int, Shape, Shape, str], int] = {}  # root, shape, stride, dtype -> value
+        self._row_major: dict[tuple[int, int, str], int] = {}  # root, number of elements, dtype -> value
 
     def shortened(self, node: Node) -> Node | None:
         """`node`, a view, from the first value that one call makes it from; None where it is at hand."""
@@ -100,41 +87,43 @@ class _Views:
         if base not in self._roots:
             self._enter(base, base)
         root = self._roots[base]
-        layout = self._layout(output, root)
-        if (same := self._at_hand.get(layout)) is not None:
+        meta = self._value(output).meta
+        if (same := self._at_hand.get((root, meta.shape, meta.stride, meta.dtype))) is not None:
             self.names[output] = same
             return None
-        shape = layout.shape
-        row_major = self._row_major.get((root, layout.dtype, math.prod(shape)))
-        if row_major is not None and layout.is_row_major:
-            node = replace(node, op=VIEW, args=(Ref(row_major), shape), kwargs=(), inputs=(row_major,))
+        if meta.is_row_major:
+            row_major = self._row_major.get((root, meta.num_elements, meta.dtype))
+            if row_major is not None and (row_major != base or node.op != VIEW):
+                node = replace(
+                    node, op=VIEW, args=(Ref(row_major), meta.shape), kwargs=(), inputs=(row_major,)
+                )
         self._enter(output, root)
         return node
 
-    def _layout(self, number: int, root: int) -> _Layout:
-        meta = self._value(number).meta
-        return _Layout(root, meta.dtype, meta.shape, meta.stride)
-
     def _enter(self, number: int, root: int) -> None:
-        layout = self._layout(number, root)
         self._roots[number] = root
-        self._at_hand.setdefault(layout, number)
-        if layout.is_row_major:
-            self._row_major.setdefault((root, layout.dtype, math.prod(layout.shape)), number)
+        meta = self._value(number).meta
+        self._at_hand.setdefault((root, meta.shape, meta.stride, meta.dtype), number)
+        if meta.is_row_major:
+            self._row_major.setdefault((root, meta.num_elements, meta.dtype), number)
 
 
 def not_issued(graph: OperatorGraph) -> frozenset[int]:
-    """Ids of the views of a graph for which nothing is issued when it is run as one stage.
+    """Ids of the views of a graph for which nothing is issued when it is run as one stage. A gradient that one use alone
+    contributes to is what that contributes.
 
     Ignores: cuts and recomputation, which move some views to other functions than those of what they are views of.
     """
-    outputs = dict.fromkeys(value for found in graph.contributions.values() for _, value in found)
+    whole = {gradient: found[0][1] for gradient, found in graph.contributions.items() if len(found) == 1}
+    used_whole = {value for node in graph.nodes for value in node.inputs} & whole.keys()
+    outputs = {graph.loss, *(changed for _, changed in graph.mutations)}
+    for gradient, found in graph.contributions.items():
+        outputs.update(value for _, value in found if gradient not in used_whole)
     dropped: set[int] = set()
     for parts in ((Part.PROLOGUE, Part.FORWARD), (Part.INPUT_GRAD, Part.WEIGHT_GRAD)):
-        nodes = tuple(node for node in graph.nodes if node.part in parts)
-        made = {output for node in nodes for output in node.outputs if output is not None}
-        later = {v for node in graph.nodes if node.part not in parts for v in node.inputs}
-        later |= {*outputs, graph.loss, *(changed for _, changed in graph.mutations)}
-        calls = issued(Function(nodes, (), tuple(sorted(made & later))), graph.values.__getitem__).nodes
+        nodes = tuple(node.renamed(whole) for node in graph.nodes if node.part in parts)
+        later = {value for node in graph.nodes if node.part not in parts for value in node.inputs} | outputs
+        function = Function(nodes, (), tuple(sorted(made_by(nodes) & later)))
+        calls = issued(function, graph.values.__getitem__).nodes
         dropped.update(node.id for node, call in zip(nodes, calls, strict=True) if call is None)
     return frozenset(dropped)

@@ -116,7 +116,7 @@ def generated_bindings(
     name: str,
 ) -> tuple[tuple[Callable[..., Any], ...], Callable[..., Any] | None]:
     """What torch generates to call an operator of ``aten`` from Python: functions, and the method of tensors, if any."""
-    spaces = torch._C._VariableFunctions, torch._C._nn
+    spaces = [getattr(torch._C, space) for space in ("_VariableFunctions", "_nn")]
     functions = tuple(getattr(space, name) for space in spaces if hasattr(space, name))
     return functions, getattr(torch._C.TensorBase, name, None)
 
