@@ -38,10 +38,8 @@ TOLERANCES = {("bf16", False): 0.05, ("bf16", True): 0.1, ("fp32", False): 1e-5,
 whether stages are compiled."""
 
 POLICIES = ("keep", "recompute", "offload attention", "offload all")
-_FETCH_AHEAD = 4
-"""Largest offloaded values that are on their way back at once, as in plans."""
-_METERED = 1
-"""The first step makes the state of the optimizer."""
+_FETCH_AHEAD = 4  # largest offloaded values that are on their way back at once, as in plans
+_METERED = 1  # the first step makes the state of the optimizer
 _SECONDS = {
     Kind.F: "forward_seconds", Kind.B: "backward_seconds", Kind.I: "input_grad_seconds", Kind.W: "weight_grad_seconds",
     Kind.R: "recompute_seconds",
