@@ -230,7 +230,7 @@ def approximate_seconds(
     bodies: Sequence[BodyCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
     """Makespan of a batch from range sums, without carving; `bodies` are the costs of the model on the device of every
-    stage, which `num_ranks` devices hold."""
+    stage, which `num_ranks` devices hold. Ignores: that receivers on GPUs wait for transfers."""
     ends = np.array([0, *cuts, bodies[0].size])
     spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
     forward = np.array(

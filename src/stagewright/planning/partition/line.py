@@ -115,7 +115,8 @@ def partition_within(
 
 
 def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:
-    """Of a batch, from costs of ranges; infinite where a stage does not fit."""
+    """Of a batch, from costs of ranges; infinite where a stage does not fit. Ignores: that receivers on GPUs wait for
+    transfers."""
     if not math.isfinite(bottleneck(leaves, cuts)):
         return math.inf
     ends = [0, *cuts, leaves.ranges.size]
