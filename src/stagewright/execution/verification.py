@@ -219,7 +219,7 @@ def _train_plainly(
     dtypes: tuple[Dtype, ...] = ("fp64", "fp32")
     for dtype in dtypes:
         try:
-            reduced, graph = reduced_plan(plan, original, reference, dtype, report, kind)
+            reduced, graph = reduced_plan(plan, original, reference, dtype, report)
             with deterministic(kind):
                 return reduced, graph, *_plain(reduced, reference, graph, folder, report, kind)
         except (StagewrightError, RuntimeError) as error:
@@ -311,12 +311,7 @@ def layers_of(reference: ModelReference) -> int | None:
 
 
 def reduced_plan(
-    plan: Plan,
-    original: ModelReference,
-    reference: ModelReference,
-    dtype: Dtype,
-    report: Report,
-    kind: str = "cpu",
+    plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
 ) -> tuple[Plan, OperatorGraph]:
     """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
     Raises `PlanError` where the reduced model cannot be cut into as many stages."""
@@ -331,8 +326,7 @@ def reduced_plan(
     )
     pieces = min(plan.loss_pieces, microbatch_size * job.sequence_length)
     shared = shared_layers(plan.tp, plan.sequence_parallel) | in_pieces(pieces)
-    traced = job.traced(plan.cluster.kind) | shared
-    graph = trace(reference, microbatch_size, device=kind, report=report, **traced)
+    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
     if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
