@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -156,3 +158,9 @@ def test_a_plans_trace_and_that_of_a_run_agree(name: str) -> None:
     assert graph_digest(planned, (value.meta for value in planned.values)) == graph_digest(
         run, (value.meta for value in run.values)
     )
+
+
+def test_a_process_that_never_traced_runs_attention() -> None:
+    """Its graph comes out of the cache."""
+    code = f"from stagewright.tracing.arguments import operator; operator('{ATTENTION}')"
+    subprocess.run([sys.executable, "-c", code], check=True)

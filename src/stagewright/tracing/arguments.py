@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -138,4 +139,8 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def operator(name: str) -> torch._ops.OpOverload:
     """The operator of a name such as ``aten.mm.default``."""
     space, packet, overload = name.split(".")
+    if name.startswith(
+        "stagewright.attention"
+    ):  # a graph out of the cache may be all that this process has seen of it
+        import_module("stagewright.tracing.attention")
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
