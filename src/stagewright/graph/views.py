@@ -44,7 +44,7 @@ class Issued:
 def issued(function: Function, value: Lookup) -> Issued:
     """What to issue for `function`: its views from the first value that one call makes them from, without views that
     nothing uses any more, and without those that equal a value at hand. `value` describes a value by its id."""
-    uses = Counter(argument for node in function.nodes for argument in node.inputs)
+    uses: Counter[int | None] = Counter(argument for node in function.nodes for argument in node.inputs)
     uses.update(function.outputs)
     views = _Views(value)
     nodes = [views.shortened(node) if _is_used_view(node, uses) else node.renamed(views.names)
