@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.pinned import PinnedArena
 from stagewright.machine import free_bytes, machine_bytes
 
 
@@ -109,6 +110,17 @@ class Accelerator(ABC):
         A copy from memory that is not pinned would block until all earlier work of its stream is done.
         """
         return self.host_empty(tensor.shape, tensor.dtype).copy_(tensor).to(self.device, non_blocking=True)
+
+    @cached_property
+    def arena(self) -> PinnedArena:
+        """Memory of the host that is allocated once, as `host_empty` does, and cut by hand."""
+        return PinnedArena(self.host_empty)
+
+    def lasting_on_host(self, shape: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
+        """Return memory as `host_empty` does, if this is a GPU out of the arena, for as long as there is `owner`."""
+        if self.is_asynchronous:
+            return self.arena.lasting(shape, dtype, owner)
+        return self.host_empty(shape, dtype)
 
     @abstractmethod
     def allocated_bytes(self) -> int:

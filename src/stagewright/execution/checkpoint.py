@@ -28,6 +28,7 @@ from stagewright.execution.checkpoint_folder import Kept
 from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_documents
+from stagewright.execution.pinned import pinned_bytes
 from stagewright.execution.session import Session
 from stagewright.execution.state import Held, held, resumed
 from stagewright.execution.tensor_files import Sources, Stored, rank_file, write_tensors
@@ -118,11 +119,19 @@ class Saver:
             **files.written(self.session),
         }
         accelerator = accelerator_of(self.session.device)
+        if accelerator.is_asynchronous:
+            fresh = [
+                tensor
+                for file, tensors in now.items()
+                for key, tensor in tensors.items()
+                if key not in self._room.get(file, {})
+            ]
+            accelerator.arena.reserve(pinned_bytes(tensor.nbytes for tensor in fresh))
         for file, tensors in now.items():
             room = self._room.setdefault(file, {})
             for key, tensor in tensors.items():
                 if key not in room:
-                    room[key] = accelerator.host_empty(tensor.shape, tensor.dtype)
+                    room[key] = accelerator.lasting_on_host(tensor.shape, tensor.dtype, self)
                 room[key].copy_(tensor, non_blocking=True)
         accelerator.synchronize()
         return {file: room for file, room in self._room.items() if room}

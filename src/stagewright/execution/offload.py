@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 
 from stagewright.execution.accelerator import accelerator_of
+from stagewright.execution.pinned import Piece
 from stagewright.graph.added import ARRIVED, FETCH, LEFT, OFFLOAD
 
 
@@ -39,6 +40,8 @@ class HostCopy:
     contents: torch.Tensor | IO[bytes]
     left: Any = None
     """An event of the device, recorded when the copy to the host is made."""
+    piece: Piece | None = field(default=None, repr=False)
+    """Of pinned memory, where `contents` are."""
     arrived: Any = field(default=None, repr=False)
     """And when the latest copy back is."""
 
@@ -51,8 +54,9 @@ class HostCopies:
     allocated, and freed after that wait, on the stream of the computations, so that the allocator may give it out again at
     once: nothing is held longer than the functions hold it, however far ahead of the device the host is.
 
-    Source: "CUDA semantics" of the PyTorch documentation on streams, events and pinned memory, whose blocks the allocator
-    of the host keeps until copies that do not block are made.
+    What is on the host is cut from the accelerator's arena of pinned memory, and used again after its last copy.
+
+    Source: "CUDA semantics" of the PyTorch documentation on streams, events and pinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,12 +80,18 @@ class HostCopies:
             return HostCopy(views, num_bytes, flat)
         if not self._accelerator.is_asynchronous:
             return self._written(views, flat)
-        host = self._accelerator.host_empty((num_bytes,), torch.uint8)
+        arena = self._accelerator.arena
+        piece = arena.cut(num_bytes)
         stream, _ = self._accelerator.copy_streams
         stream.wait_stream(self._accelerator.current_stream())
+        piece.after(stream)
         with stream:
-            host.copy_(flat, non_blocking=True)
-        return HostCopy(views, num_bytes, host, stream.record_event())
+            piece.contents.copy_(flat, non_blocking=True)
+        left = stream.record_event()
+        copy = HostCopy(views, num_bytes, piece.contents, left, piece)
+        piece.events.append(left)
+        weakref.finalize(copy, arena.release, piece)
+        return copy
 
     def left(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
         """What runs from now on may overwrite `tensors`."""
@@ -102,6 +112,8 @@ class HostCopies:
         with stream:
             flat.copy_(copy.contents, non_blocking=True)
         copy.arrived = stream.record_event()
+        if copy.piece is not None:
+            copy.piece.events.append(copy.arrived)
         return flat
 
     def arrived(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.execution.accelerator import accelerator_of
+from stagewright.execution.pinned import pinned_bytes
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
@@ -102,6 +103,7 @@ class Updater:
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self.accelerator = accelerator_of(device)
         self.masters: dict[int, torch.Tensor] = {}
+        self.reserve(wide)
         for value, parameter in parameters.items():
             if (master := self._master(parameter, wide or parameter.dtype)) is not None:
                 self.masters[value] = master
@@ -121,6 +123,9 @@ class Updater:
         self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.prepare()
+
+    def reserve(self, wide: torch.dtype | None) -> None:
+        """Make room for what a kind of updater keeps in gradients' type."""
 
     def prepare(self) -> None:
         """What a kind of updater has beside that."""
@@ -254,9 +259,14 @@ class HostUpdater(Updater):
     host's processors itself, it is the same memory under another name: not counted as the rank's.
     """
 
+    def reserve(self, wide: torch.dtype | None) -> None:
+        if self.accelerator.is_asynchronous:
+            kept = (one.numel() * (wide or one.dtype).itemsize for one in self.parameters.values())
+            self.accelerator.arena.reserve(2 * pinned_bytes(kept))  # masters, and gradients as they arrive
+
     def prepare(self) -> None:
         self.received = {
-            value: self.accelerator.host_empty(master.shape, master.dtype)
+            value: self.accelerator.lasting_on_host(master.shape, master.dtype, self)
             for value, master in self.masters.items()
         }
         self.begin()
@@ -281,7 +291,7 @@ class HostUpdater(Updater):
         return torch.device("cpu")
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
-        return self.accelerator.host_empty(parameter.shape, wide).copy_(parameter)
+        return self.accelerator.lasting_on_host(parameter.shape, wide, self).copy_(parameter)
 
     def round(self) -> None:
         """On the host, in the room of gradients that are used up, so that the device needs none for it."""

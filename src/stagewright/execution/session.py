@@ -187,6 +187,9 @@ class Session:
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
+        if accelerator.is_asynchronous:
+            predicted = [own.offloaded_bytes for own in plan.predictions.ranks if own.rank == rank]
+            accelerator.arena.reserve(sum(predicted))
         self.optimizer = Optimizer(
             self.weights,
             job,

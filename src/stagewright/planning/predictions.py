@@ -35,6 +35,8 @@ class RankPrediction(StrictModel):
     """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
     host_bytes: Bytes = 0
     """Optimizer state on the host."""
+    offloaded_bytes: Bytes = 0
+    """Saved values on the host when there are most."""
     communicator_bytes: Bytes = 0
     """Of the device, outside of the allocator; zero on CPUs and under runtimes of others."""
     peak_at: str = ""

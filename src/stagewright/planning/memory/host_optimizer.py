@@ -69,27 +69,11 @@ def host_excess_bytes(line: Pipeline) -> int:
     on_node: Counter[int] = Counter()
     for rank in range(line.pp):
         state = line.resident(rank).host_bytes if rank in line.host_optimizer else 0
-        saved = _parked_bytes(line, rank)
+        saved = line.offloaded_bytes(rank)
         for member in range(line.first_rank(rank), line.first_rank(rank) + line.num_holders * line.tp):
             if state or (saved and line.cluster.group_of(member).host is not None):
                 on_node[line.cluster.node_of(member)] += state + saved
     return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)
-
-
-def _parked_bytes(line: Pipeline, rank: int) -> int:
-    """The most that a rank has on its host at once of what it saves, from F to the end of the backward."""
-    sizes = [summary.offloaded_bytes for summary in line.summaries]
-    if not any(sizes[stage.index] for stage in line.stages_of(rank)):
-        return 0
-    now = most = 0
-    for action in line.program.actions(rank):
-        for part in action.parts:
-            if part.kind is Kind.F:
-                now += sizes[part.stage]
-                most = max(most, now)
-            elif part.kind in (Kind.B, Kind.W):
-                now -= sizes[part.stage]
-    return most
 
 
 def saving_with_hosts(

@@ -199,6 +199,21 @@ class Pipeline:
         """The most that a rank may have alive so that its `reserved_bytes` stay within that."""
         return allocatable_bytes(self.usable_bytes(pipeline_rank), self.device_of(pipeline_rank))
 
+    def offloaded_bytes(self, pipeline_rank: int) -> int:
+        """The most that a rank has on its host at once of what it saves, from F to the end of the backward."""
+        sizes = [summary.offloaded_bytes for summary in self.summaries]
+        if not any(sizes[stage] for stage in self.program.placement.stages_of(pipeline_rank)):
+            return 0
+        now = most = 0
+        for action in self.program.actions(pipeline_rank):
+            for part in action.parts:
+                if part.kind is Kind.F:
+                    now += sizes[part.stage]
+                    most = max(most, now)
+                elif part.kind in (Kind.B, Kind.W):
+                    now -= sizes[part.stage]
+        return most
+
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
 

@@ -86,6 +86,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
                 reserved_peak_bytes=reserved[memory.rank],
                 categories=memory.categories,
                 host_bytes=line.resident(memory.rank).host_bytes,
+                offloaded_bytes=line.offloaded_bytes(memory.rank),
                 communicator_bytes=line.communicator_bytes[memory.rank],
                 peak_at=memory.at,
                 peak_operator=memory.operator,
