@@ -18,7 +18,6 @@ from stagewright.graph import Node, Ref, Symbol
 from stagewright.graph.added import ACCUMULATE, ARRIVED, MOVES
 from stagewright.graph.stage import Function
 from stagewright.graph.views import Issued, Lookup, issued
-from stagewright.tracing import attention as attention  # defines operators that graphs from the cache name
 from stagewright.tracing.arguments import operator, symbol
 from stagewright.tracing.bindings import Binding, binding_of
 
