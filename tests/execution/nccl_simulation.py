@@ -94,6 +94,7 @@ class Board:
             if now != seen or not all(now):
                 seen, still_since = now, time.monotonic()
             if time.monotonic() - still_since > patient(STILL_S):
+                self._give_up()
                 raise Hang(f"no rank goes on: {self.said(now)}")
             if time.monotonic() - began > patient(LIMIT_S):
                 raise Hang(f"{LIMIT_S:.0f} s have passed: {self.said(now)}")
@@ -104,6 +105,15 @@ class Board:
     def leave(self, why: str) -> None:
         """Tell the others that this rank has stopped for good."""
         self._store.set(str(self.rank), json.dumps([self.num_completed, why]))
+        self._store.set(f"{self.rank} gives up", "")
+
+    def _give_up(self) -> None:
+        """Block this host until the others see the hang too: once a rank has ended, they would see a closed connection."""
+        self._store.set(f"{self.rank} gives up", "")
+        wanted = [f"{rank} gives up" for rank in range(self.num_ranks)]
+        began = time.monotonic()
+        while not self._store.check(wanted) and time.monotonic() - began < patient(LIMIT_S):
+            time.sleep(0.01)
 
     def said(self, texts: Iterable[bytes] | None = None) -> str:
         """What every rank waits for, now or by `texts`."""
