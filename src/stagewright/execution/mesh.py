@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from stagewright.execution.collectives import ProcessGroups, Replicas
+from stagewright.execution.collectives import ProcessGroups, Replicas, all_gather, is_ordered, reduce_scatter
 from stagewright.execution.watch import Report, connecting
 from stagewright.graph.tensor_parallel import GROUP
 from stagewright.schedule.action import Kind
@@ -135,10 +135,22 @@ class Groups:
                 if work is not None:
                     work.wait()
                 byte.item()  # a GPU has done it
-        for group, ranks in self.all:
-            with connecting(ranks, watch):
-                dist.all_reduce(byte, group=group)
-                byte.item()
+        lanes_of_all = set(self.lanes.values())
+        everyone = (dist.group.WORLD, range(dist.get_world_size()))
+        for group, ranks in (everyone, *self.all):
+            if group not in lanes_of_all:
+                with connecting(ranks, watch):
+                    _use(group, len(ranks), byte)
+
+
+def _use(group: dist.ProcessGroup | None, size: int, byte: torch.Tensor) -> None:
+    """Let a group of `size` ranks connect for every kind of collective: NCCL does so at the first use of each."""
+    gathered = byte.new_zeros(size)
+    dist.all_reduce(byte, group=group)
+    all_gather(gathered, byte, group=group)
+    if is_ordered(group):
+        reduce_scatter(byte, gathered, group=group)
+    byte.item()
 
 
 def _round(lane: Lane) -> tuple[int, int, int, Lane]:

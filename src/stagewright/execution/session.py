@@ -140,7 +140,7 @@ class Session:
         lowered = self.lowered(self.program, self.stages)
         lanes = lanes_of(lowered)
         if is_ordered():
-            check_lanes(lowered, stage_edges(self.stages))
+            check_lanes(lowered, stage_edges(self.stages), waits_for_device=True)
         rank = self.mesh.pipeline_rank
         self.watch("creating process groups")
         accelerator = accelerator_of(device)
@@ -220,7 +220,7 @@ class Session:
         self.plan, self.program = plan, stage_program(plan)
         program = self.lowered(self.program, self.stages)
         if is_ordered():
-            check_lanes(program, stage_edges(self.stages))
+            check_lanes(program, stage_edges(self.stages), waits_for_device=True)
         for runner in self.lengths.runners:
             runner.follow(program)
 

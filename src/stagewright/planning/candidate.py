@@ -16,7 +16,7 @@ from stagewright.cluster import Cluster, all_gather_seconds, reduce_scatter_seco
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
-from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS, PARAMETERS
@@ -230,7 +230,7 @@ def approximate_seconds(
     bodies: Sequence[BodyCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
     """Makespan of a batch from range sums, without carving; `bodies` are the costs of the model on the device of every
-    stage, which `num_ranks` devices hold. Ignores: that receivers on GPUs wait for transfers."""
+    stage, which `num_ranks` devices hold."""
     ends = np.array([0, *cuts, bodies[0].size])
     spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
     forward = np.array(
@@ -245,7 +245,15 @@ def approximate_seconds(
         firsts = placed[source] * num_ranks, placed[target] * num_ranks
         return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
-    return simulate(program, StageCosts.of(forward, total - forward, 0.0 * total), transfer).makespan_s
+    backward = total - forward
+    if cluster.kind != "cpu" and runtime_of(bodies[0].few).name == STAGEWRIGHT:  # whose receivers wait
+        for stage in range(1, len(placed)):
+            if placed[stage - 1] != placed[stage]:
+                seconds = transfer(stage - 1, stage)
+                forward[stage] += seconds
+                backward[stage - 1] += seconds
+        return simulate(program, StageCosts.of(forward, backward, 0.0 * total)).makespan_s
+    return simulate(program, StageCosts.of(forward, backward, 0.0 * total), transfer).makespan_s
 
 
 def best_partition(
