@@ -162,13 +162,16 @@ def test_offloading_takes_what_was_predicted(schedule: str, tmp_path: Path) -> N
     predicted = [line.offloaded_bytes(rank) for rank in range(2)]
     for rank, (pinned, most_used) in enumerate(run_ranks(offload, 2, str(path), predicted, timeout=90)):
         assert len(pinned) == 1
-        assert 0.9 * most_used <= predicted[rank] <= most_used
+        assert 0.9 * most_used <= predicted[rank]
+        # Of a split backward the prediction keeps until W what I used last.
+        assert predicted[rank] <= (1.5 if schedule == "zb-h1" else 1) * most_used
 
 
 def offload(rank: int, num_ranks: int, path: str, predicted: list[int]) -> tuple[list[int], int]:
     """Sizes of pinned blocks after two steps, and the most bytes of them in use, both of a rank."""
     import torch.distributed as dist
 
+    import stagewright.tracing.attention  # noqa: F401 a graph from the cache has its operators
     from stagewright.execution.session import Session
 
     warnings.simplefilter("error", StagewrightWarning)
