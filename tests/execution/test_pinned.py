@@ -171,7 +171,6 @@ def offload(rank: int, num_ranks: int, path: str, predicted: list[int]) -> tuple
     """Sizes of pinned blocks after two steps, and the most bytes of them in use, both of a rank."""
     import torch.distributed as dist
 
-    import stagewright.tracing.attention  # noqa: F401 a graph from the cache has its operators
     from stagewright.execution.session import Session
 
     warnings.simplefilter("error", StagewrightWarning)
