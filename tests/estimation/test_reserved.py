@@ -43,7 +43,7 @@ def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
     model: str, schedule: str, dp: int, zero: int | None
 ) -> None:
     line = pipeline(model, schedule, dp=dp, zero=zero)
-    program = lowered(line.program, stage_edges(line.stages))
+    program = lowered(line.program, stage_edges(line.stages), line.receives_ahead)
     for memory in rank_memories(line):
         found = reserved_on(line.memories, program, memory.rank, line.resident(memory.rank))
         inside = sum(
@@ -57,7 +57,7 @@ def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
 def test_another_step_reserves_nothing_more() -> None:
     """What a batch leaves in the cache serves the next."""
     line = pipeline("tiny-llama", "1f1b")
-    program = lowered(line.program, stage_edges(line.stages))
+    program = lowered(line.program, stage_edges(line.stages), line.receives_ahead)
     two, four = (
         reserved_on(line.memories, program, 0, line.resident(0), num_steps=steps) for steps in (2, 4)
     )

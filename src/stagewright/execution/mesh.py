@@ -136,11 +136,18 @@ class Groups:
                     work.wait()
                 byte.item()  # a GPU has done it
         lanes_of_all = set(self.lanes.values())
-        everyone = (dist.group.WORLD, range(dist.get_world_size()))
-        for group, ranks in (everyone, *self.all):
+        for group, ranks in self.all:
             if group not in lanes_of_all:
                 with connecting(ranks, watch):
                     _use(group, len(ranks), byte)
+
+
+def connect_everyone(device: torch.device, watch: Report) -> None:
+    """Create the communicator of all ranks, which the first document they exchange would create; every process must call
+    this. Raises `RunError` where ranks cannot reach each other."""
+    everyone = range(dist.get_world_size())
+    with connecting(everyone, watch):
+        _use(None, len(everyone), torch.zeros(1, dtype=torch.uint8, device=device))
 
 
 def _use(group: dist.ProcessGroup | None, size: int, byte: torch.Tensor) -> None:

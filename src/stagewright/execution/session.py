@@ -28,7 +28,7 @@ from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StartingTensors, StoredAdapters, StoredWeights, part_of
-from stagewright.execution.mesh import STAGE, Groups, Mesh
+from stagewright.execution.mesh import STAGE, Groups, Mesh, connect_everyone
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.no_number import OnNan
@@ -135,6 +135,10 @@ class Session:
         self.graph = trace(reference, plan.microbatch_size, device=self._tracer, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
+        # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
+        accelerator = accelerator_of(device)
+        free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
+        connect_everyone(device, self.watch)
         check_same_graphs(self.stages)
         self.program = stage_program(plan)
         lowered = self.lowered(self.program, self.stages)
@@ -143,13 +147,10 @@ class Session:
             check_lanes(lowered, stage_edges(self.stages), waits_for_device=True)
         rank = self.mesh.pipeline_rank
         self.watch("creating process groups")
-        accelerator = accelerator_of(device)
-        free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
         self.groups = Groups.of(self.mesh)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE), self.groups.all)
         tied.count_elsewhere(self._counted_elsewhere())
         self._tied = tied
-        # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
         self.groups.connect(lanes, rank, device, self.watch)
         self._communicator_bytes: int | None = None
         if accelerator.counts_bytes:
