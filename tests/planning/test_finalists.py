@@ -54,7 +54,7 @@ def test_the_joint_plan_is_complete() -> None:
     best = found().plans[0]
     program = stage_program(best)
     assert program.num_ranks == 4 and program.num_microbatches == 8
-    graph = trace("tiny-gemma", 1, 32, "float32")
+    graph = trace("tiny-gemma", 1, **JOB.traced("cuda"))
     cuts = stage_cuts(best, graph)
     body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
     line: Pipeline = pipeline(body, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph))
@@ -73,7 +73,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = found().plans[-1]
-    graph = trace("tiny-gemma", 1, 32, "float32")
+    graph = trace("tiny-gemma", 1, **JOB.traced("cuda"))
     searched: list[float] = []
 
     def nothing_fits(problem: Problem, *_: object, **__: object) -> None:

@@ -60,7 +60,7 @@ def test_always_moves_every_rank_and_costs_its_time() -> None:
 
 def test_auto_weighs_the_host_against_recomputation() -> None:
     options: dict[str, Any] = {"num_samples": 64, "offload": False}
-    limit = fullest(planned(with_host(), **options)) - 12 * 2**20
+    limit = fullest(planned(with_host(), **options)) - 20 * 2**20
     quick = planned(with_host(memory_bandwidth=1e13), limit, **options)
     slow = planned(with_host(memory_bandwidth=1e8), limit, **options)
     never = planned(with_host(), limit, host_optimizer="never", **options)

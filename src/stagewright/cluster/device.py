@@ -223,9 +223,9 @@ class Device(SourcedModel):
 
     def usable_beside(self, communicator_bytes: int) -> int:
         """The same where communicators take so many bytes: of the reserve, of which a part stays, and what is more than that
-        of the rest."""
+        of the rest. Zero where they alone take more than there is."""
         in_reserve = int(_COMMUNICATORS_SHARE * self.reserve_fraction * self.memory_bytes)
-        return self.usable_bytes - max(0, communicator_bytes - in_reserve)
+        return max(0, self.usable_bytes - max(0, communicator_bytes - in_reserve))
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s of large matrix products in `dtype`; raises `InputError` where the device lacks it."""
