@@ -69,9 +69,10 @@ def test_the_fast_device_has_twice_the_work(mixed: Cluster, tmp_path) -> None:
     assert max(work) < 1.4 * min(
         work
     )  # all are busy, though one is fast; narrow boundaries are worth some of it
-    sizes = [stage.stop - stage.start for stage in plan.predictions.stages]
-    others = [size for rank, size in enumerate(sizes) if rank != position]
-    assert sizes[position] > 1.4 * max(others)
+    alike = best(Cluster(name="alike", nodes=(mixed.nodes[0].model_copy(update={"count": 3}),)))
+    even = [stage.parameter_bytes for stage in alike.predictions.stages]
+    held = [stage.parameter_bytes for stage in plan.predictions.stages]
+    assert held[position] > even[position]
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").cluster.device == "half-a100 + " + mixed.nodes[1].device.name
 
@@ -102,12 +103,16 @@ def test_devices_of_several_kinds_combine_with_whatever_is_asked(
         assert plan.dp == 1 or "zero" not in asked or set(plan.sharding) == {asked["zero"]}
 
 
+_RESERVE = 16 * 2**30
+
+
 def with_memory(cluster: Cluster, *limits: int) -> Cluster:
-    """`cluster` whose kinds of nodes have devices with so much memory to use."""
+    """`cluster` whose kinds of nodes have devices with so much memory to use, beside a reserve for all communicators."""
     nodes = []
     for group, limit in zip(cluster.nodes, limits, strict=True):
-        memory = (limit + group.device.context_bytes) / (1 - group.device.reserve_fraction) + 1
-        device = group.device.model_copy(update={"memory_bytes": int(memory)})
+        memory = limit + group.device.context_bytes + _RESERVE
+        reserve = {"memory_bytes": memory, "reserve_fraction": (_RESERVE - 1) / memory}
+        device = group.device.model_copy(update=reserve)
         nodes.append(group.model_copy(update={"device": device}))
     return Cluster(name=cluster.name, nodes=tuple(nodes))
 

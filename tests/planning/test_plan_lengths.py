@@ -94,12 +94,13 @@ def test_every_rank_has_the_memory_of_its_own_device() -> None:
 
 
 def two_kinds(*limits: int) -> Cluster:
-    """A device each that may use so many bytes."""
+    """A device each that may use so many bytes, beside a reserve for all communicators."""
     (node,) = load_cluster("1x-h100").nodes
-    nodes = []
+    nodes, reserved = [], 16 * 2**30
     for limit in limits:
-        memory = int((limit + node.device.context_bytes) / (1 - node.device.reserve_fraction)) + 1
-        device = node.device.model_copy(update={"memory_bytes": memory})
+        memory = limit + node.device.context_bytes + reserved
+        reserve = {"memory_bytes": memory, "reserve_fraction": (reserved + 1) / memory}
+        device = node.device.model_copy(update=reserve)
         nodes.append(node.model_copy(update={"device": device}))
     return Cluster(name="two-kinds", nodes=tuple(nodes))
 
