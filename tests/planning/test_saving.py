@@ -108,24 +108,29 @@ def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
     job = Job(global_batch=80, sequence_length=32, dtype="fp32")
     program = make_program(Choice(1, 4, 2, 40, "1f1b"))
     cuts = [body().size * stage // 4 for stage in range(1, 4)]
-    plain = pipeline(body(), cuts, program, CLUSTER, job, 1)
+    cluster = load_cluster("4x-h100")
+    plain = pipeline(body(), cuts, program, cluster, job, 1)
     limit = fullest(plain) - 2**22
     found = fit(
-        pipeline(body(), cuts, program, CLUSTER, job.model_copy(update={"memory_limit": limit}), 1), body()
+        pipeline(body(), cuts, program, cluster, job.model_copy(update={"memory_limit": limit}), 1), body()
     )
     assert found is not None and (found.choice.recomputed or found.choice.moved)
-    edges = stage_edges(found.line.stages)
+    edges, ahead = stage_edges(found.line.stages), found.line.receives_ahead
     short = shortened(found.line.program)
     assert short.num_microbatches < 10
     for rank, known in enumerate(found.memories):
         resident = found.line.resident(rank)
         whole = replay_rank(
-            found.line.memories, insert_communication(found.line.program, edges), rank, resident, 0
+            found.line.memories,
+            insert_communication(found.line.program, edges, ahead=ahead),
+            rank,
+            resident,
+            0,
         )
         assert (whole.peak_bytes, whole.categories) == (known.peak_bytes, known.categories)
         part = replay_rank(
             found.line.memories,
-            insert_communication(short, edges),
+            insert_communication(short, edges, ahead=ahead),
             rank,
             resident,
             40 - short.num_microbatches,

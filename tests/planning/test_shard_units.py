@@ -100,7 +100,7 @@ def test_a_long_batch_in_units_is_replayed_in_few_microbatches(
     choice = Choice(2, 2, 1, 16, schedule, recompute, zero, shard_units=units, num_chunks=chunks)
     line = make_candidate(body, choice, CLUSTER, job()).line
     assert shortened(line.program).num_microbatches < 16
-    whole = insert_communication(line.program, stage_edges(line.stages))
+    whole = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
     for memory in rank_memories(line):
         replayed = replay_rank(line.memories, whole, memory.rank, line.resident(memory.rank))
         assert memory.peak_bytes == replayed.peak_bytes

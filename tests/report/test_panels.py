@@ -39,6 +39,12 @@ def column(table: PanelTable, name: str) -> list:
     return [row[[one.name for one in table.columns].index(name)] for row in table.rows]
 
 
+def usable_bytes(plan: Plan) -> list[int]:
+    """Of each rank's device, beside communicators."""
+    device = load_cluster("2x1x-t4").device
+    return [device.usable_beside(rank.communicator_bytes) for rank in plan.predictions.ranks]
+
+
 def test_tables_are_the_plans_numbers(plan: Plan) -> None:
     shown, predictions = tables(plan), plan.predictions
     assert predictions.costs is not None
@@ -48,7 +54,7 @@ def test_tables_are_the_plans_numbers(plan: Plan) -> None:
     assert [sum(int(size or 0) for size in row[5:]) for row in memory.rows] == [
         one.allocated_peak_bytes for one in predictions.ranks
     ]
-    assert column(memory, "capacity") == [load_cluster("2x1x-t4").device.usable_bytes] * 2
+    assert column(memory, "capacity") == usable_bytes(plan)
     busy, idle = column(shown["ranks"], "busy"), column(shown["ranks"], "idle")
     assert busy[0] + idle[0] == pytest.approx(busy[1] + idle[1]) and min(idle) > 0
     assert column(shown["links"], "value") == [one.value_bytes for one in predictions.costs.transfers]
@@ -104,6 +110,6 @@ def test_what_is_held_lies_below_what_a_rank_has(plan: Plan, tmp_path: Path) -> 
     plan.save(path)
     assert CliRunner().invoke(app, ["simulate", str(path), "--html", str(page)]).exit_code == 0
     shown = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
-    assert shown["capacities"] == [load_cluster("2x1x-t4").device.usable_bytes] * 2
+    assert shown["capacities"] == usable_bytes(plan)
     keys = [table["key"] for table in shown["report"]["tables"]]
     assert keys[:4] == ["parts", "changes", "errors", "stages"]

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from stagewright.cluster import Cluster, Device
+from stagewright.estimation.operators import Kernel, work
 from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.estimation.time import Costing, together
 from stagewright.graph import Node, OperatorGraph
@@ -137,6 +138,8 @@ class Layers:
                 layer = self._layer(position[node.forward])
             is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
             shrinks = cp if is_shared else tp * cp
+            if work(node, stage.value).kernel is Kernel.MEMORY and node.op not in COLLECTIVES:
+                continue  # which may run out of the cache where it is narrower
             seconds += costing.growing(node, stage.value) * self._counts[layer] / shrinks
         return seconds
 
