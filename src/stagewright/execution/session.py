@@ -144,7 +144,7 @@ class Session:
         lowered = self.lowered(self.program, self.stages)
         lanes = lanes_of(lowered)
         if is_ordered():
-            check_lanes(lowered, stage_edges(self.stages), waits_for_device=True)
+            check_lanes(lowered, stage_edges(self.stages))
         rank = self.mesh.pipeline_rank
         self.watch("creating process groups")
         self.groups = Groups.of(self.mesh)
@@ -221,7 +221,7 @@ class Session:
         self.plan, self.program = plan, stage_program(plan)
         program = self.lowered(self.program, self.stages)
         if is_ordered():
-            check_lanes(program, stage_edges(self.stages), waits_for_device=True)
+            check_lanes(program, stage_edges(self.stages))
         for runner in self.lengths.runners:
             runner.follow(program)
 
