@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stagewright.cluster import load_cluster
 from stagewright.execution.launch import run
 from stagewright.execution.record import Record
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
+from stagewright.planning.estimate import line_of
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import (
     ClusterSection,
@@ -19,6 +21,7 @@ from stagewright.planning.plan import (
     shared_layers,
 )
 from stagewright.planning.plan_stages import cut_names
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.schedule import Program
 from stagewright.schedule.families import build as build_schedule
@@ -148,3 +151,9 @@ def _policy(stage: Stage, policy: str) -> str | StagePolicy:
         again = {name for _, names in reruns for name in names}
         return StagePolicy(recompute=tuple(sorted(again)), reruns=reruns)
     return StagePolicy(recompute=names[::2]) if policy == "some" else StagePolicy(offload=names)
+
+
+def peaks_on_cpus(plan: Plan) -> list[int]:
+    """What each pipeline rank of a plan for GPUs has at its peak on CPUs, which keep no buffers for transfers."""
+    cluster = load_cluster(f"{plan.num_ranks}x-h100", {"device.kind": "cpu"})
+    return [memory.peak_bytes for memory in rank_memories(line_of(plan, cluster))]

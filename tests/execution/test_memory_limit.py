@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plans import trained
+from plans import peaks_on_cpus, trained
 
 from stagewright.cluster import Cluster, load_cluster
-from stagewright.planning.estimate import line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.prediction.pipeline import allocatable_bytes
-from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
 
@@ -47,8 +45,7 @@ def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) 
     assert any(way.offload for way in ways), "in less time than recomputing takes"
     wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
     predicted = [rank.allocated_peak_bytes for rank in found.predictions.ranks]
-    here = rank_memories(line_of(found, load_cluster("2x-h100", {"device.kind": "cpu"})))
-    assert [rank.allocated_peak_bytes for rank in got.ranks] == [memory.peak_bytes for memory in here]
+    assert [rank.allocated_peak_bytes for rank in got.ranks] == peaks_on_cpus(found)
     allowed = allocatable_bytes(found.job.usable_bytes(cluster.device), cluster.device)
     assert max(predicted) <= allowed < max(rank.allocated_peak_bytes for rank in wanted.ranks)
     assert got.losses == wanted.losses and got.gradient_norms == wanted.gradient_norms
