@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from small_devices import with_room
 
 from stagewright.cluster import Cluster, load_cluster, with_hosts
 from stagewright.errors import InputError, PlanError
@@ -17,18 +18,12 @@ from stagewright.units import MIB
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 2})
 
 
-_RESERVE = 16 * 2**30
-
-
 def small(num_bytes: int) -> Cluster:
-    """Two devices that may use so many bytes each, beside a reserve for all communicators, with a host that is slow even for
-    a model without work."""
+    """Two devices that may use so many bytes each, with a host that is slow even for a model without work."""
     (node,) = load_cluster("2x-h100").nodes
     assert node.host is not None
     host = node.host.model_copy(update={"memory_bandwidth": 5e9, "num_devices": 2})
-    memory = num_bytes + node.device.context_bytes + _RESERVE
-    reserve = {"memory_bytes": memory, "reserve_fraction": (_RESERVE - 1) / memory}
-    device = node.device.model_copy(update=reserve)
+    device = with_room(node.device, num_bytes)
     return Cluster(name="small", nodes=(node.model_copy(update={"device": device, "host": host}),))
 
 

@@ -9,6 +9,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from small_devices import with_room
 
 from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import PlanError
@@ -103,17 +104,12 @@ def test_devices_of_several_kinds_combine_with_whatever_is_asked(
         assert plan.dp == 1 or "zero" not in asked or set(plan.sharding) == {asked["zero"]}
 
 
-_RESERVE = 16 * 2**30
-
-
 def with_memory(cluster: Cluster, *limits: int) -> Cluster:
-    """`cluster` whose kinds of nodes have devices with so much memory to use, beside a reserve for all communicators."""
-    nodes = []
-    for group, limit in zip(cluster.nodes, limits, strict=True):
-        memory = limit + group.device.context_bytes + _RESERVE
-        reserve = {"memory_bytes": memory, "reserve_fraction": (_RESERVE - 1) / memory}
-        device = group.device.model_copy(update=reserve)
-        nodes.append(group.model_copy(update={"device": device}))
+    """`cluster` whose kinds of nodes have devices with so much memory to use."""
+    nodes = [
+        group.model_copy(update={"device": with_room(group.device, limit)})
+        for group, limit in zip(cluster.nodes, limits, strict=True)
+    ]
     return Cluster(name=cluster.name, nodes=tuple(nodes))
 
 

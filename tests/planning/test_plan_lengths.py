@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_devices import with_room
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
@@ -94,14 +95,9 @@ def test_every_rank_has_the_memory_of_its_own_device() -> None:
 
 
 def two_kinds(*limits: int) -> Cluster:
-    """A device each that may use so many bytes, beside a reserve for all communicators."""
+    """A device each that may use so many bytes."""
     (node,) = load_cluster("1x-h100").nodes
-    nodes, reserved = [], 16 * 2**30
-    for limit in limits:
-        memory = limit + node.device.context_bytes + reserved
-        reserve = {"memory_bytes": memory, "reserve_fraction": (reserved + 1) / memory}
-        device = node.device.model_copy(update=reserve)
-        nodes.append(node.model_copy(update={"device": device}))
+    nodes = (node.model_copy(update={"device": with_room(node.device, limit)}) for limit in limits)
     return Cluster(name="two-kinds", nodes=tuple(nodes))
 
 

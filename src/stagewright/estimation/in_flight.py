@@ -12,7 +12,7 @@ from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Change, Event, Key, Rank, Request, Storages
 from stagewright.estimation.stage_memory import Channel, StageMemory
 from stagewright.schedule import Action, Kind
-from stagewright.schedule.action import RECEIVES, SENDS, SENDS_IN_FLIGHT
+from stagewright.schedule.action import RECEIVED_BY, RECEIVES, SEND_OF, SENDS, SENDS_IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,6 @@ class MemoryEvents:
             yield microbatch, event
 
 
-RECEIVED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-"""The receives of what an action takes from other stages."""
-
-
 def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tuple[int, ...]:
     """Return the sizes of the buffers that a rank's transfers use, where these stay: of each channel as many as are in use
     at a time."""
@@ -96,12 +92,12 @@ def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tu
             num_slots[channel] = min(num_slots[channel] + 1, SENDS_IN_FLIGHT)
         elif part.kind in RECEIVES:
             assert part.peer is not None and part.microbatch is not None
-            channel = (_SENT_BY[part.kind], part.peer, part.stage)
+            channel = (SEND_OF[part.kind], part.peer, part.stage)
             posted[channel].add(part.microbatch)
             num_slots[channel] = max(num_slots[channel], len(posted[channel]))
         elif part.kind in RECEIVED_BY:
             for (kind, _, target), microbatches in posted.items():
-                if target == part.stage and kind is _SENT_BY[RECEIVED_BY[part.kind]]:
+                if target == part.stage and kind is SEND_OF[RECEIVED_BY[part.kind]]:
                     microbatches.discard(part.microbatch or 0)
     return tuple(
         message.num_bytes
@@ -109,9 +105,6 @@ def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tu
         for message in memories[source].messages.get((kind, source, target), ())
         for _ in range(count)
     )
-
-
-_SENT_BY = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
 @lru_cache(maxsize=512)

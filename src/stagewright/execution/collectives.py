@@ -210,6 +210,8 @@ def _small_options() -> Any:
     """NCCL's options for a group of few channels, whose streams come before those of computations."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = LANE_CTAS
+    if _timeout is not None:  # torch warns where the two differ
+        options._timeout = _timeout
     return options
 
 

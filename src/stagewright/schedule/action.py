@@ -33,6 +33,11 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+SEND_OF = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+"""The other end of a receive."""
+RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
+RECEIVED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+"""How what an action takes from other ranks is received."""
 SENDS_IN_FLIGHT = 2
 """Transfers from one stage to another that may be on their way when the sender goes on; it waits to send more. With one, a
 sender waits for a receiver that is a microbatch behind; each more keeps another boundary alive."""

@@ -24,13 +24,12 @@ from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, SENDS, SENDS_IN_FLIGHT, TRANSFERS, Action, Kind
+from stagewright.schedule.action import COMPUTE, SEND_OF, SENDS, SENDS_IN_FLIGHT, TRANSFERS, Action, Kind
 from stagewright.schedule.encoded import EncodedRules
 from stagewright.schedule.program import Program
 from stagewright.schedule.tokens import Edge, Rules
 
 _CARRIES = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
-_SEND_OF = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 _WHAT = {Kind.SEND_F: "values", Kind.SEND_B: "gradients"}
 _COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
 
@@ -141,7 +140,7 @@ def _send_of(transfer: Action) -> Action:
     if transfer.kind in SENDS:
         return transfer
     assert transfer.peer is not None
-    return Action(_SEND_OF[transfer.kind], transfer.peer, transfer.microbatch, transfer.stage)
+    return Action(SEND_OF[transfer.kind], transfer.peer, transfer.microbatch, transfer.stage)
 
 
 # -- both ends ------------------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind, transfer
+from stagewright.schedule.action import COMPUTE, RECEIVE_OF, SENDS, Action, Kind, transfer
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules, What
 
 _SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
-_RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 _RECEIVE_THAT_POSTS = {What.VALUE_POSTED: Kind.RECV_F, What.GRADIENT_POSTED: Kind.RECV_B}
 
 
@@ -94,7 +93,7 @@ def _receives_before(
         limits: dict[tuple[int, Kind], int] = {}
         for send in reversed([send for group in sends[rank] for send in group]):
             assert send.peer is not None and send.microbatch is not None
-            receive = transfer(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
+            receive = transfer(RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
             target = program.placement.rank_of_stage[send.peer]
             wanted = _step_back(program.ranks[target], user_index[receive], ahead)
             index = min(wanted, limits.get((target, send.kind), wanted))
@@ -153,7 +152,7 @@ def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
 
 def _awaited_receive(send: Action) -> Action:
     assert send.peer is not None
-    return Action(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
+    return Action(RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
 
 
 def _move_up(receive: Action, replay: Replay) -> int:

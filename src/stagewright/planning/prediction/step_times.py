@@ -9,9 +9,8 @@ import numpy as np
 
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Kind, Program
+from stagewright.schedule.action import RECEIVED_BY
 from stagewright.simulation import StageCosts, Timeline, simulate
-
-_RECEIVE = frozenset({Kind.F, Kind.B, Kind.I})
 
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
@@ -72,7 +71,7 @@ def _with_gaps(timeline: Timeline, costs: StepCosts) -> Timeline:
     """`timeline`, in which computations begin when what they wait for has arrived."""
     waits = receiving_seconds(costs)
     of_pattern = [
-        sum(waits[part.kind is not Kind.F][part.stage] for part in action.parts if part.kind in _RECEIVE)
+        sum(waits[part.kind is not Kind.F][part.stage] for part in action.parts if part.kind in RECEIVED_BY)
         for action in timeline.encoded.patterns
     ]
     return replace(timeline, start_s=timeline.start_s + np.array(of_pattern)[timeline.encoded.pattern])
