@@ -1,7 +1,7 @@
 """Runs under fire: ranks and launchers killed and halted at random moments, several in a row, and each time resumed.
 
 Whoever is hit at whatever moment, the run ends in time, says which rank was lost at what, leaves nothing behind, and comes
-to the bytes of a run that nobody touched. With STAGEWRIGHT_TORTURE=1 fifty kills and ten halts, else three and one.
+to the bytes of a run that nobody touched. With STAGEWRIGHT_TORTURE=1 fifty kills and ten halts, else one of each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from faults import StartedRun, is_running, started_run
 from patience import Deadline
 from torture import TORTURE, chance
 
-NUM_TRIALS, KILLS, HALTS = (10, 5, 1) if TORTURE else (1, 3, 1)
-NUM_STEPS = 40
+NUM_TRIALS, KILLS, HALTS = (10, 5, 1) if TORTURE else (1, 1, 1)
+NUM_STEPS = 40 if TORTURE else 16
 ACTION_S = 20
 """What ``--timeout`` gives an action."""
 ENDS_WITHIN_S = ACTION_S + 30
