@@ -12,7 +12,7 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
-from stagewright.errors import InputError
+from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole
 from stagewright.frames import data_frame, html_table
 from stagewright.graph.expert_parallel import width_fault
@@ -20,6 +20,7 @@ from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_ST
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
+from stagewright.schedule.program import check_name
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
@@ -297,6 +298,10 @@ class Plan(StrictModel):
         ):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
+        try:
+            check_name(self.schedule)
+        except ScheduleError as error:
+            raise ValueError(f"schedule: {error}") from None
         for one in self.by_length.values():
             self._check_costs(one.costs)
             # Plans of other programs may predict nothing of their ranks.
