@@ -137,6 +137,9 @@ def test_a_strangers_plan_is_compared_without_its_code(
         ("simulate", "--cluster", "2x-h100"),
         ("estimate", "--cluster", "2x-h100"),
         ("estimate", "--by", "layer"),
+        ("explain", "--search"),
+        ("export", "--to", "deepspeed", "-o", "settings"),
+        ("export", "--to", "torch-pipelining", "-o", "package"),
     ],
     ids=" ".join,
 )
@@ -146,6 +149,39 @@ def test_what_needs_the_model_asks_first(
     path, has_run = stranger
     done = call(words[0], path, *words[1:])
     assert done.exit_code == 2 and "allow it with --with-model" in done.stderr and not has_run()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "--search"),
+        ("estimate", "--cluster", "2x-h100"),
+        *(
+            ("export", "--to", to, "-o", "out")
+            for to in ("deepspeed", "megatron", "megatron-bridge", "torchtitan")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_an_optimizer_is_code_too(
+    words: tuple[str, ...], stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
+) -> None:
+    """Of a plan that does not say what it keeps, which predicting it anew asks its code for."""
+    path, has_run = stranger
+    plan = read_sealed_json(path, "plan")
+    optimizer = f"{path.parent / 'net.py'}:build"
+    plan["model"] |= {"text": "tiny-llama", "overrides": {}}
+    plan["job"] |= {"optimizer": optimizer, "optimizer_state": None}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(plan))
+    done = call(words[0], other, *words[1:])
+    assert done.exit_code == 2 and f"building it runs {optimizer}: look at that code" in done.stderr
+    found = document("check", other)
+    assert found["left_out"][0] == {
+        "check": "model", "why": f"as building it runs {optimizer}; --with-model allows it"
+    }  # fmt: skip
+    assert call("estimate", other).exit_code == 0
+    assert not has_run() and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

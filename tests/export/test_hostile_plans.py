@@ -50,10 +50,11 @@ NAMES = (
     *(f"x{before}{command}{after}" for command in COMMANDS[:3] for before, after in ("\n\n", "''", '""', "\r\r")),
     *COMMANDS, "'; touch PWNED; '", '"; touch PWNED; "', "}}\"; touch PWNED; #", "x\\\ntouch PWNED\n", "x\\", "x'", 'x"',
     '"""\nimport os; os.mkdir("PWNED")\n"""', "\\\"\"\"\nimport os; os.mkdir('PWNED')\n#", "'''", "{title}{plan}%s{{7*7}}",
-    "#SBATCH --wrap=touch", "x\n#SBATCH --wrap='touch PWNED'\n", "x\nname: y\nrun: touch PWNED\n", "*anchor", "&a b", "!!python",
-    "- x", "? x", "null", "true", "123", "1e3", "~", "-x", "--wrap", "../../../up", "/etc/passwd", "..", ".", "", " ", "\x00",
-    "\x1b]0;owned\x07", "\x7f", "\x85touch PWNED", "\u2028touch PWNED", "\u202e", "\ufeff", "\ud800", "層 🙂 ß٣", "a" * 300,
-    '"\n[job]\ndump_folder = "PWNED"\n#', "${PLAN:-x}", "$HOME", "~root", "a b\tc", "*", "?", "[ab]", "{a,b}", "!x", "%(x)s",
+    "#SBATCH --wrap=touch", "x\n#SBATCH --wrap='touch PWNED'\n", "x\nname: y\nrun: touch PWNED\n", "*anchor", "&a b",
+    "!!python", "- x", "? x", "null", "true", "123", "1e3", "~", "-x", "--wrap", "../../../up", "/etc/passwd", "..", ".", "",
+    " ", "\x00", "\x1b]0;owned\x07", "\x7f", "\x85touch PWNED", "\u2028touch PWNED", "\u202e", "\ufeff", "\ud800", "a" * 300,
+    "層 🙂 ß٣", '"\n[job]\ndump_folder = "PWNED"\n#', "${PLAN:-x}", "$HOME", "~root", "a b\tc", "*", "?", "[ab]", "{a,b}",
+    "!x", "%(x)s",
 )  # fmt: skip
 
 
@@ -88,7 +89,8 @@ def run(tmp_path: Path) -> Iterator[Any]:
         (programs / name).write_text(f"#!/bin/bash\n{line}\n")
         (programs / name).chmod(0o755)
     environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host", "SLURM_JOB_NUM_NODES": "1",
+        "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host",
+        "SLURM_JOB_NUM_NODES": "1",
         "SKYPILOT_NODE_IPS": "host", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1",
     }  # fmt: skip
 

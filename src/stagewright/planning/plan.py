@@ -368,6 +368,14 @@ class Plan(StrictModel):
             )
 
     @property
+    def code(self) -> tuple[str, ...]:
+        """The factories whose code runs where the plan is predicted anew: of its model, and of an optimizer of which the
+        plan does not say what it keeps."""
+        model = (self.model.text,) if self.model.is_code else ()
+        asks = self.job.has_factory and self.job.optimizer_state is None
+        return (*model, self.job.optimizer) if asks else model
+
+    @property
     def by_length(self) -> dict[int, Predictions]:
         """Of a step of each length, shortest first."""
         shorter = {one.sequence_length: one.predictions for one in self.shorter_lengths}
