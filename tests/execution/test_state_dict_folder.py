@@ -183,7 +183,7 @@ def test_objects_next_to_tensors_are_never_unpickled(
     if is_described_as_bytes:
         assert "weight" not in stored.shapes
     else:
-        with pytest.raises(InputError, match="tensor 'weight' in '.*' cannot be read"):
+        with pytest.raises(InputError, match=r"tensor 'weight' in '.*' cannot be read"):
             stored.read("weight")
     assert torch.equal(stored.read("half"), TENSORS["half"]) and not (tmp_path / "mark").exists()
 
