@@ -67,12 +67,12 @@ def plan() -> Plan:
     )
 
 
-def called(name: str) -> Expressed:
-    """The plan with `name` wherever a plan has one, also where loading it would refuse that."""
+def called(name: str, schedule: str | None = None) -> Expressed:
+    """The plan with `name` wherever a plan has one, also as its schedule, where loading it would refuse that."""
     harmless = plan()
     model = harmless.model.model_copy(update={"name": name})
     cluster = harmless.cluster.model_copy(update={"name": name})
-    hostile = harmless.model_copy(update={"model": model, "schedule": name, "cluster": cluster})
+    hostile = harmless.model_copy(update={"model": model, "schedule": schedule or name, "cluster": cluster})
     configuration = configuration_of(harmless)
     whole = replace(configuration, layers_per_stage=(1, 1, 1, 1), program=None)
     return Expressed(hostile, whole, (f"the order is that of {name}",), f"{name} costs 1 %")
@@ -119,9 +119,13 @@ def shape(value: Any) -> Any:
     return str if isinstance(value, str) else value
 
 
+def parsed(text: str) -> Any:
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def test_launch_files_start_the_plan_and_nothing_else(run: Any) -> None:
     harmless = {kind: launch_file(kind, plan(), "plan.json") for kind in ("slurm", "kubernetes", "skypilot")}
-    shapes = {kind: shape(yaml.safe_load(harmless[kind])) for kind in ("kubernetes", "skypilot")}
+    shapes = {kind: shape(parsed(harmless[kind])) for kind in ("kubernetes", "skypilot")}
     as_file = [
         name for name in NAMES if "/" not in name and name.isprintable() and name not in ("", ".", "..")
     ]
@@ -129,24 +133,19 @@ def test_launch_files_start_the_plan_and_nothing_else(run: Any) -> None:
     for number, name in enumerate(NAMES):
         file = f"{as_file[number % len(as_file)]}.json"
         named, expected = called(name).plan, f"./{file}" if file.startswith("-") else file
-        slurm = launch_file("slurm", named, file)
-        assert [line for line in slurm.splitlines() if line.startswith("#SBATCH")][1:] == [
-            line for line in harmless["slurm"].splitlines() if line.startswith("#SBATCH")
-        ][1:]
-        assert slurm.count("\n") == harmless["slurm"].count("\n")
-        for kind, expected_shape in shapes.items():
-            document = yaml.safe_load(launch_file(kind, named, file))
-            assert shape(document) == expected_shape
-            label = document["name"] if kind == "skypilot" else document["metadata"]["name"]
+        slurm, *texts = (launch_file(kind, named, file) for kind in ("slurm", "kubernetes", "skypilot"))
+        kubernetes, skypilot = map(parsed, texts)
+        assert [shape(kubernetes), shape(skypilot)] == list(shapes.values())
+        for label in (kubernetes["metadata"]["name"], skypilot["name"]):
             assert re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label)
-        if number % 4 and number > len(COMMANDS) + 12:
-            continue  # a process for each takes long
-        assert words(run(slurm)) == expected
-        assert words(run(yaml.safe_load(launch_file("skypilot", named, file))["run"])) == expected
-        replica = yaml.safe_load(launch_file("kubernetes", named, file))["spec"]["pytorchReplicaSpecs"][
-            "Master"
+        assert len(slurm.splitlines()) == len(harmless["slurm"].splitlines())
+        assert slurm.count("\n#SBATCH") == harmless["slurm"].count("\n#SBATCH")
+        if number % 5 and number > 5:
+            continue  # processes for all of them take long
+        (script,) = kubernetes["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
+            "args"
         ]
-        (script,) = replica["template"]["spec"]["containers"][0]["args"]
+        assert words(run(slurm)) == words(run(skypilot["run"])) == expected
         assert words(run(script)) == "/run/plan/plan.json"
 
 
@@ -163,7 +162,7 @@ def test_megatrons_script_has_its_options_and_nothing_else(run: Any) -> None:
         code = [line for line in files["train.sh"].splitlines() if not line.startswith("#")]
         assert code == [line for line in harmless["train.sh"].splitlines() if not line.startswith("#")]
         assert files["argv.json"] == harmless["argv.json"]
-        if number < 20:
+        if number % 8 == 0:
             assert run(files["train.sh"])[-3:] == ["--mock-data", "--tokenizer-type", "NullTokenizer"]
     options = run(harmless["train.sh"])
     assert json.loads(harmless["argv.json"]) == options[options.index("./pretrain_gpt.py") + 1 : -3]
@@ -193,9 +192,9 @@ def test_a_recipe_is_the_same_code_whatever_the_names(monkeypatch: pytest.Monkey
 
 
 def test_a_toml_has_the_same_keys_whatever_the_names() -> None:
-    harmless = shape(tomllib.loads(torchtitan.torchtitan_files(called("plan"))["train.toml"]))
+    harmless = shape(tomllib.loads(torchtitan.torchtitan_files(called("plan", "1f1b"))["train.toml"]))
     for name in NAMES:
-        files = torchtitan.torchtitan_files(called(name))
+        files = torchtitan.torchtitan_files(called(name, "1f1b"))
         assert shape(tomllib.loads(files["train.toml"])) == harmless
 
 
