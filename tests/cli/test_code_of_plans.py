@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stagewright.cli.app import app
 from stagewright.cli.consent import say_what_runs
 from stagewright.documents import read_sealed_json
 from stagewright.errors import InputError
+from stagewright.execution.model_export import _base
 from stagewright.planning.plan import load_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.step_times import simulated
@@ -182,6 +184,20 @@ def test_an_optimizer_is_code_too(
     }  # fmt: skip
     assert call("estimate", other).exit_code == 0
     assert not has_run() and not (tmp_path / "out").exists()
+
+
+def test_adapters_for_code_are_exported_only_where_it_is_named(
+    stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
+) -> None:
+    path, has_run = stranger
+    model = read_sealed_json(path, "plan")["model"]
+    manifest = SimpleNamespace(base=SimpleNamespace(text=model["text"]), plan={"model": model})
+    checkpoint: Any = SimpleNamespace(manifest=manifest, path=tmp_path)
+    with pytest.raises(
+        InputError, match=r"is code, .*net\.py:build, which the export would run: .* name it with --base"
+    ):
+        _base(checkpoint, None)
+    assert not has_run()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-)  # fmt: skip
+)
 
 from stagewright.errors import InputError
 from stagewright.execution.plain_pickle import Name, Record, read_plain
