@@ -193,7 +193,7 @@ def check_options(
 
 def default_folder(plan: Plan) -> Path:
     """Where a run of `plan` leaves its files if nobody says where: a folder in ``runs``, whatever the model is called."""
-    name = one_line(PurePath(plan.model.name).name)[:50]
+    name = one_line(PurePath(plan.model.name).name).lstrip(".")[:50] or "run"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
