@@ -20,6 +20,7 @@ from stagewright.errors import InputError
 from stagewright.execution.state_dict_folder import DESCRIPTION, StateDictFolder
 
 TENSORS = {"weight": torch.arange(12.0).view(3, 4), "half": torch.ones(2, dtype=torch.bfloat16)}
+PICKLER: Any = vars(pickle)["_Pickler"]  # the one in Python, which can be changed
 PATH = b"cpathlib\nPosixPath\n"
 LAYOUT = b"ctorch.serialization\n_get_layout\n"
 
@@ -77,7 +78,10 @@ def _prefixed(opcodes: bytes) -> Callable[[Path, Path], None]:
 
 
 def _raw(opcodes: bytes) -> Callable[[Path, Path], None]:
-    return lambda folder, mark: (folder / DESCRIPTION).write_bytes(opcodes) and None
+    def write(folder: Path, mark: Path) -> None:
+        (folder / DESCRIPTION).write_bytes(opcodes)
+
+    return write
 
 
 def _calls(metadata: Metadata, mark: Path) -> None:
@@ -171,7 +175,7 @@ def test_objects_next_to_tensors_are_never_unpickled(
     torch.save(Command(tmp_path / "mark"), buffer)
     (folder / "zz.distcp").write_bytes(buffer.getvalue())
     metadata = described(folder)
-    location = type(next(iter(metadata.storage_data.values())))
+    location: Any = type(next(iter(metadata.storage_data.values())))
     for index in list(metadata.storage_data):
         if index.fqn == "weight":
             metadata.storage_data[index] = location("zz.distcp", 0, len(buffer.getvalue()))
@@ -196,11 +200,11 @@ def test_a_description_that_says_tensors_to_one_and_bytes_to_another_is_refused(
     pairs = list(metadata.state_dict_metadata.items())
     entries = OrderedDict((name, BytesStorageMetadata()) for name, _ in pairs)
     listing = io.BytesIO()
-    pickle._Pickler(listing, 2).dump(pairs)
+    PICKLER(listing, 2).dump(pairs)
 
     class Dict: ...
 
-    class Pickler(pickle._Pickler):
+    class Pickler(PICKLER):
         def save(self, obj: Any, save_persistent_id: bool = True) -> None:
             if not isinstance(obj, Dict):
                 super().save(obj, save_persistent_id)
