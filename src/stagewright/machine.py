@@ -1,14 +1,21 @@
-"""What this machine has for processes of its own."""
+"""What this machine has for processes, and how Python starts in one."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
 def num_cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of another process that runs `module`. It imports nothing from the current folder (``-P``), where
+    a file named like a library may lie."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def machine_bytes() -> int:

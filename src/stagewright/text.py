@@ -24,6 +24,15 @@ def printable(text: str) -> str:
     return "".join(map(_shown, text))
 
 
+def one_line(text: str) -> str:
+    r"""`printable` text in which line breaks and tabs are written out too.
+
+    >>> print(one_line("x\ny\x07"))
+    x\ny\x07
+    """
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def say(message: str) -> None:
     """Lines on stderr, for the user: of text of others what can be seen."""
     print(printable(message), file=sys.stderr, flush=True)

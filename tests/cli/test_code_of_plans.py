@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stagewright.cli.app import app
 from stagewright.cli.consent import say_what_runs
 from stagewright.documents import read_sealed_json
 from stagewright.errors import InputError
+from stagewright.execution.model_export import _base
 from stagewright.planning.plan import load_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.step_times import simulated
@@ -137,6 +139,9 @@ def test_a_strangers_plan_is_compared_without_its_code(
         ("simulate", "--cluster", "2x-h100"),
         ("estimate", "--cluster", "2x-h100"),
         ("estimate", "--by", "layer"),
+        ("explain", "--search"),
+        ("export", "--to", "deepspeed", "-o", "settings"),
+        ("export", "--to", "torch-pipelining", "-o", "package"),
     ],
     ids=" ".join,
 )
@@ -146,6 +151,53 @@ def test_what_needs_the_model_asks_first(
     path, has_run = stranger
     done = call(words[0], path, *words[1:])
     assert done.exit_code == 2 and "allow it with --with-model" in done.stderr and not has_run()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "--search"),
+        ("estimate", "--cluster", "2x-h100"),
+        *(
+            ("export", "--to", to, "-o", "out")
+            for to in ("deepspeed", "megatron", "megatron-bridge", "torchtitan")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_an_optimizer_is_code_too(
+    words: tuple[str, ...], stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
+) -> None:
+    """Of a plan that does not say what it keeps, which predicting it anew asks its code for."""
+    path, has_run = stranger
+    plan = read_sealed_json(path, "plan")
+    optimizer = f"{path.parent / 'net.py'}:build"
+    plan["model"] |= {"text": "tiny-llama", "overrides": {}}
+    plan["job"] |= {"optimizer": optimizer, "optimizer_state": None}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(plan))
+    done = call(words[0], other, *words[1:])
+    assert done.exit_code == 2 and f"building it runs {optimizer}: look at that code" in done.stderr
+    found = document("check", other)
+    assert found["left_out"][0] == {
+        "check": "model", "why": f"as building it runs {optimizer}; --with-model allows it"
+    }  # fmt: skip
+    assert call("estimate", other).exit_code == 0
+    assert not has_run() and not (tmp_path / "out").exists()
+
+
+def test_adapters_for_code_are_exported_only_where_it_is_named(
+    stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
+) -> None:
+    path, has_run = stranger
+    model = read_sealed_json(path, "plan")["model"]
+    manifest = SimpleNamespace(base=SimpleNamespace(text=model["text"]), plan={"model": model})
+    checkpoint: Any = SimpleNamespace(manifest=manifest, path=tmp_path)
+    with pytest.raises(
+        InputError, match=r"is code, .*net\.py:build, which the export would run: .* name it with --base"
+    ):
+        _base(checkpoint, None)
+    assert not has_run()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+    # Under `python -m stagewright.cli` too, nothing more is imported from the current folder.
+    del sys.path[0]
+
 import atexit
 import gc
 import getpass
-import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import NoReturn

@@ -192,6 +192,7 @@ def import_(
 
     loaded = load_plan(plan)
     say_what_runs(loaded.model.text)
+    say_what_runs(loaded.job.optimizer)
     with Progress("importing") as progress:
         progress("importing torch")
         from stagewright.execution.model_import import import_weights

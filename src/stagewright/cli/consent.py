@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 WithModel = Annotated[
     bool,
     typer.Option(
-        "--with-model", help="Build the plan's model even if it is a factory, whose code that runs."
+        "--with-model",
+        help="Build the plan's model even if it or the optimizer is a factory, whose code that runs.",
     ),
 ]
 
 
 def allow_model(plan: Plan, with_model: bool, what: str) -> None:
-    """Lets the model of `plan` be built; says which code that runs. Raises `InputError` where it is a factory, and
-    `with_model` was not given; `what` needs it."""
-    if not plan.model.is_code:
-        return
-    if not with_model:
+    """Lets the model of `plan` be built, and its optimizer; says which code that runs. Raises `InputError` where one of them
+    is a factory, and `with_model` was not given; `what` needs it."""
+    if plan.code and not with_model:
         raise InputError(
-            f"{what} needs the model, and building it runs {plan.model.text}: look at that code, and allow it "
+            f"{what} needs the model, and building it runs {' and '.join(plan.code)}: look at that code, and allow it "
             "with --with-model"
         )
-    say_what_runs(plan.model.text)
+    for text in plan.code:
+        say_what_runs(text)
 
 
 def say_what_runs(model: str) -> None:

@@ -138,11 +138,13 @@ def estimate(
 
 def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
-    if needs_model or with_model or not plan.model.is_code:
+    if needs_model or with_model or not plan.code:
         allow_model(plan, with_model, "--cluster, --profile, --record or --by")
         return False
     options.warn(
-        [f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"]
+        [
+            f"these are the plan's own predictions: new ones run {' and '.join(plan.code)}, which --with-model allows"
+        ]
     )
     return True
 

@@ -63,6 +63,8 @@ def evaluate(
         make_writable(log_probabilities.parent, "--log-probabilities")
     say_what_runs(loaded.model.text)
     request = DataRequest.of(data, tokenizer, text_field)
+    for source in request.sources if request is not None else ():
+        say_what_runs(source.path)
     found = prepared(request, loaded)
     assert found is not None, "there is data"
     with tempfile.TemporaryDirectory() as folder:

@@ -57,6 +57,7 @@ def export(
         _write_package(loaded, output, with_model)
         return
     if to in (Target.MEGATRON, Target.MEGATRON_BRIDGE, Target.TORCHTITAN, Target.DEEPSPEED):
+        allow_model(loaded, with_model, f"an export to {to.value}")
         _write_settings(loaded, to, output)
         return
     check_writable(output)

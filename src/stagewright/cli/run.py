@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ def run(
             say_what_runs(loaded.job.optimizer)
             for source in request.sources if request is not None else ():
                 say_what_runs(source.path)
-        folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = out or launch.default_folder(loaded)
         others = watch_others()
         with _last_checkpoint_told(checkpoint):
             record = launch.run(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
 from stagewright.execution.link_watch import LinkWatch, Pair, shift_in_words
+from stagewright.machine import python_command
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.units import format_seconds
 
@@ -232,7 +233,7 @@ class Searcher:
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / _NOW)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "stagewright.execution.adapting", str(folder)]
+        command = python_command("stagewright.execution.adapting", str(folder))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL

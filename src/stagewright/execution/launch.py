@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from stagewright.errors import InputError, RunError, nearest
@@ -25,6 +25,7 @@ from stagewright.machine import machine_bytes
 from stagewright.planning.assignment.rank_file import read_rank_file
 from stagewright.planning.plan import Plan
 from stagewright.schedule.action import Action, Kind
+from stagewright.text import one_line
 from stagewright.units import format_bytes, format_seconds
 
 
@@ -191,8 +192,9 @@ def check_options(
 
 
 def default_folder(plan: Plan) -> Path:
-    """Where a run of `plan` leaves its files if nobody says where."""
-    return Path("runs") / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Where a run of `plan` leaves its files if nobody says where: a folder in ``runs``, whatever the model is called."""
+    name = one_line(PurePath(plan.model.name).name).lstrip(".")[:50] or "run"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def goes_on(checkpoints: Path | None, is_replanned: bool) -> bool:

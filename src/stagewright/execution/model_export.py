@@ -215,6 +215,11 @@ def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
     assert was is not None, "only such checkpoints are exported so"
     section = validated(ModelSection, {**found.manifest.plan["model"], "text": given or was.text}, place)
     hint = "" if given else "; name where it lies now with --base"
+    if given is None and section.is_code:
+        raise InputError(
+            f"the model that the adapters are for is code, {section.text}, which the export would run: look at it, and name "
+            "it with --base"
+        )
     try:
         reference = section.reference()
     except InputError as error:

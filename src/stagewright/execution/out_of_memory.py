@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,6 +13,7 @@ from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import RankRunner
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import Weights
+from stagewright.machine import python_command
 from stagewright.planning.plan import Plan
 from stagewright.units import format_bytes
 
@@ -50,13 +50,7 @@ def _advice(plan: Plan, pipeline_rank: int, length: int) -> str:
     """Which plan needs less, worked out by a process of its own, since this one may have no memory left."""
     if not plan.predictions.ranks:
         return "Plan again with a --memory-limit"
-    command = [
-        sys.executable,
-        "-m",
-        "stagewright.planning.objectives.cheaper",
-        str(pipeline_rank),
-        str(length),
-    ]
+    command = python_command("stagewright.planning.objectives.cheaper", str(pipeline_rank), str(length))
     try:
         document = plan.model_dump_json()
         done = subprocess.run(

@@ -111,6 +111,20 @@ def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure
 # The parent: starts the workers, listens, and ends them whatever happens.
 
 
+@contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Processes that start meanwhile import nothing from the current folder."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
 def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT, FoundT]) -> list[FoundT]:
     """What `measure` finds in each of the processes of `request`; no process outlives the call. Raises as `probe` does."""
     context = mp.get_context("spawn")
@@ -126,7 +140,8 @@ def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT
                         args=(rank, request, str(Path(folder) / "store"), sender, measure),
                         daemon=True,
                     )
-                    worker.start()
+                    with _without_current_folder():
+                        worker.start()
                     sender.close()  # so that the end of the worker is the end of the pipe
                     workers.append(worker)
                     pipes.append(receiver)

@@ -20,6 +20,7 @@ from stagewright.execution.board import FINISHED, LAUNCHER, FileBoard, Liveness
 from stagewright.execution.folder_lock import run_folder
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.rendezvous import Meeting
+from stagewright.machine import python_command
 from stagewright.text import printable
 
 _INTERVAL_S = 0.2
@@ -98,7 +99,7 @@ def _processes(
 
 def started(module: str, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """``python -m module *arguments``, leading a process group."""
-    command = [sys.executable, "-m", module, *arguments]
+    command = python_command(module, *arguments)
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
 

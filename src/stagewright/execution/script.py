@@ -22,7 +22,7 @@ def main(script: str, arguments: list[str]) -> int:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     warnings.showwarning = _shown
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
 
     def run() -> None:
         runpy.run_path(script, run_name="__main__")

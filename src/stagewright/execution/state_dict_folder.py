@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: read without running what a stranger put there, and written tensor by tensor.
 
-Such a folder describes itself in a pickle. It is read here by an unpickler that knows the classes of that description and
-nothing else, and files of tensors are read as torch reads them with ``weights_only``.
+Such a folder describes itself in a pickle. It is read here as plain data, from which the objects that torch reads by are
+made anew; files of tensors are read as torch reads them with ``weights_only``.
 
 Source: ``metadata.py``, ``filesystem.py`` and ``default_planner.py`` of `torch.distributed.checkpoint` (torch 2.13).
 Ignores: what is no tensor, such as the numbers of an optimizer's parameter groups.
@@ -9,43 +9,56 @@ Ignores: what is no tensor, such as the numbers of an optimizer's parameter grou
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from stagewright.errors import InputError
+from stagewright.execution.plain_pickle import Name, Record, read_plain
 from stagewright.files import inside
 
 DESCRIPTION = ".metadata"
-_OF_DESCRIPTION = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMES = {
+    *_DTYPES,
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
     ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "SerializationFormat"),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "PurePosixPath", "Path"),
-    "collections": ("OrderedDict",),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem.SerializationFormat",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath", "Path")),
+    "collections.OrderedDict",
 }  # fmt: skip
-"""The names that a description needs, by module; and of torch itself its types and `torch.Size`."""
+"""The names that a description needs."""
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        of_torch = getattr(torch, name, None) if module == "torch" else None
-        if (
-            name in _OF_DESCRIPTION.get(module, ())
-            or of_torch is torch.Size
-            or isinstance(of_torch, torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names '{module}.{name}', which no description has")
+@dataclass(frozen=True)
+class _Location:
+    """Where a chunk lies: a file of the folder, with offset and length in bytes, and how torch encoded it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...]
 
 
 class _Reader(dcp.FileSystemReader):
@@ -55,6 +68,13 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Loads tensors alone: torch's own planner unpickles whatever else there is."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise ValueError(f"'{read_item.dest_index.fqn}' is no tensor")
 
 
 class StateDictFolder:
@@ -77,35 +97,108 @@ class StateDictFolder:
     def read(self, name: str) -> torch.Tensor:
         """A tensor, whole and as it is stored. Raises `InputError` where it cannot be read."""
         shape, dtype = self._types[name]
-        found = torch.empty(shape, dtype=dtype)
         try:
+            tensor = torch.empty(shape, dtype=dtype)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # says that there is one process
-                dcp.load({name: found}, storage_reader=_Reader(self.folder, self._metadata), no_dist=True)
-        except Exception as error:  # torch raises many types, an exception of several ranks among them
+                reader = _Reader(self.folder, self._metadata)
+                dcp.load({name: tensor}, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+        except (
+            Exception,
+            dcp.CheckpointException,
+        ) as error:  # torch raises many types, and one that is no `Exception`
             raise InputError(
                 f"tensor '{name}' in '{self.folder}' cannot be read ({' '.join(str(error).split())[:200]}): copy the folder "
                 "again, or save it anew"
             ) from None
-        return found
+        return tensor
 
 
 def _described(folder: Path) -> Metadata:
-    path = folder / DESCRIPTION
+    path = inside(folder, DESCRIPTION)
     try:
+        if not path.is_file():
+            raise ValueError("it is no file")
         with path.open("rb") as file:
-            found = _Unpickler(file).load()
-        files = {str(one.relative_path) for one in found.storage_data.values()}
-        assert isinstance(found, Metadata)
-    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+            metadata = _metadata(read_plain(file, _NAMES))
+    except Exception as error:  # damaged bytes lead to whatever they lead to
         raise InputError(
             f"'{path}' cannot be read ({error}): name a folder that torch.distributed.checkpoint has written"
         ) from None
-    for name in files:
+    for name in {location.relative_path for location in metadata.storage_data.values()}:
         if not inside(folder, name).is_file():
             raise InputError(f"'{path}' names file '{name}', which is not there: copy the folder again")
-    found.storage_meta = found.storage_meta or StorageMeta()
-    return found
+    return metadata
+
+
+def _metadata(data: Any) -> Metadata:
+    """The description of the tensors in `data`, made of new objects. Raises `ValueError` where it is none."""
+    fields = _fields(data, "Metadata")
+    tensors = {
+        _checked(name, str): _tensor(stored)
+        for name, stored in _checked(fields["state_dict_metadata"], dict).items()
+        if not _is(stored, "BytesStorageMetadata")
+    }
+    locations = {_index(index): place for index, place in _checked(fields["storage_data"], dict).items()}
+    storage = {index: _location(place) for index, place in locations.items() if index.fqn in tensors}
+    return Metadata(dict(tensors), storage_data=storage, storage_meta=StorageMeta())
+
+
+def _tensor(data: Any) -> TensorStorageMetadata:
+    fields = _fields(data, "TensorStorageMetadata")
+    if not _is(fields["properties"], "TensorProperties"):
+        raise ValueError("a tensor has no properties")
+    dtype = _DTYPES[_checked(_checked(fields["properties"].state, tuple)[0], Name).text]
+    parts = [_fields(part, "ChunkStorageMetadata") for part in _checked(fields["chunks"], list)]
+    chunks = [ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
+    size = _size(fields["size"])
+    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+        raise ValueError("the chunks of a tensor are not the whole of it")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _index(data: Any) -> MetadataIndex:
+    fields = _fields(data, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _checked(fields["fqn"], str),
+        None if offset is None else _size(offset),
+        None if index is None else _checked(index, int),
+    )
+
+
+def _location(data: Any) -> _Location:
+    fields = _fields(data, "_StorageInfo")
+    transforms = fields.get("transform_descriptors") or ()
+    return _Location(
+        _checked(fields["relative_path"], str),
+        _checked(fields["offset"], int),
+        _checked(fields["length"], int),
+        tuple(_checked(text, str) for text in _checked(transforms, list | tuple)),
+    )
+
+
+def _size(data: Any) -> torch.Size:
+    if not isinstance(data, Record) or data.name != "torch.Size" or len(data.arguments) != 1:
+        raise ValueError("a shape is no torch.Size")
+    return torch.Size([_checked(extent, int) for extent in _checked(data.arguments[0], tuple | list)])
+
+
+def _is(data: Any, name: str) -> bool:
+    return isinstance(data, Record) and data.name.rpartition(".")[2] == name
+
+
+def _fields(data: Any, name: str) -> dict[str, Any]:
+    if not _is(data, name):
+        raise ValueError(f"it has no {name} where one must be")
+    return data.fields
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    """`value`, which must be of `kind`. Raises `ValueError` otherwise."""
+    if not isinstance(value, kind):
+        raise ValueError(f"it has a {type(value).__name__} where a {getattr(kind, '__name__', kind)} must be")
+    return value
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -13,6 +13,7 @@ from typing import Any
 from stagewright.errors import InputError
 from stagewright.export.expressed import Expressed, Stack
 from stagewright.planning.plan import Plan
+from stagewright.text import one_line
 
 STACK = Stack(
     name="deepspeed",
@@ -33,8 +34,9 @@ def deepspeed_files(found: Expressed) -> dict[str, str]:
         InputError: it does not train in the precision.
     """
     document = json.dumps(_document(found.plan), indent=1) + "\n"
-    left = "".join(f"* {note}\n" for note in found.notes)
-    readme = f"# {found.plan.model.name} for DeepSpeed\n\nWritten by Stagewright. Not in `deepspeed.json`:\n\n{left}"
+    left = "".join(f"* {one_line(note)}\n" for note in found.notes)
+    name = one_line(found.plan.model.name)
+    readme = f"# {name} for DeepSpeed\n\nWritten by Stagewright. Not in `deepspeed.json`:\n\n{left}"
     return {"deepspeed.json": document} | ({"README.md": readme} if left else {})
 
 

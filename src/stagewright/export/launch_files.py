@@ -9,11 +9,12 @@ SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES.
 from __future__ import annotations
 
 from stagewright.errors import InputError
+from stagewright.export.quoting import comments, file_word, label, quoted, title
 from stagewright.planning.plan import Plan
 
 _SLURM = """\
 #!/bin/bash
-# {title}
+{title}
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -23,7 +24,7 @@ _SLURM = """\
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
-PLAN="${{PLAN:-{plan}}}"
+[ -n "${{PLAN:-}}" ] || PLAN={plan}
 DATA="${{DATA:-train.jsonl}}"              # what to train on
 CHECKPOINT="${{CHECKPOINT:-checkpoints}}"  # a folder that all nodes share
 
@@ -38,11 +39,11 @@ srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {devices} --max-r
 """
 
 _KUBERNETES = """\
-# {title}
+{title}
 apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 metadata:
-  name: {name}
+  name: {quoted_name}
 spec:
   nprocPerNode: "{devices}"
   pytorchReplicaSpecs:
@@ -63,7 +64,7 @@ _REPLICA = """\
                 - |
                   RESUME=""
                   compgen -G "/data/checkpoints/step-*" > /dev/null && RESUME="--resume"
-                  exec torchrun -m stagewright.cli run /run/plan/{plan} --data /data/train.jsonl \
+                  exec torchrun -m stagewright.cli run /run/plan/plan.json --data /data/train.jsonl \
                     --checkpoint /data/checkpoints $RESUME
               resources:
                 limits:
@@ -74,15 +75,15 @@ _REPLICA = """\
                 - {{name: shared-memory, mountPath: /dev/shm}}
           volumes:
             - name: plan
-              configMap: {{name: {name}-plan}}  # kubectl create configmap {name}-plan --from-file={plan}
+              configMap: {{name: {name}-plan}}  # kubectl create configmap {name}-plan --from-file=plan.json={plan}
             - name: data
               persistentVolumeClaim: {{claimName: training-data}}
             - name: shared-memory
               emptyDir: {{medium: Memory}}"""
 
 _SKYPILOT = """\
-# {title}
-name: {name}
+{title}
+name: {quoted_name}
 num_nodes: {nodes}
 resources:
   accelerators: {accelerator}:{devices}
@@ -114,7 +115,8 @@ def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
     """What starts `plan`, of the file `plan_name`, under ``slurm``, ``kubernetes`` or ``skypilot``.
 
     Raises:
-        InputError: nodes have different numbers of devices, or SkyPilot has no such device.
+        InputError: nodes have different numbers of devices, SkyPilot has no such device, or the file's name has characters
+            that cannot be seen.
     """
     nodes, devices = node_shape(plan, kind)
     device = plan.cluster.load().nodes[0].device
@@ -123,13 +125,19 @@ def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
         raise InputError(
             f"skypilot: no name of it is known for '{device.name}': write `accelerators` by hand"
         )
-    name = "".join(c if c.isalnum() else "-" for c in plan.model.name.lower()).strip("-") or "run"
+    name = label(plan.model.name)
     resource = "amd.com/gpu" if device.vendor.upper().startswith("AMD") else "nvidia.com/gpu"
-    shared = {"name": name, "devices": devices, "plan": plan_name, "resource": resource}
+    shared = {"name": name, "devices": devices, "plan": file_word(plan_name), "resource": resource}
     roles = [("Master", 1), *([("Worker", nodes - 1)] if nodes > 1 else [])]
     replicas = "\n".join(_REPLICA.format(role=role, count=count, **shared) for role, count in roles)
-    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
-    return _FILES[kind].format(title=title, nodes=nodes, accelerator=accelerator, replicas=replicas, **shared)
+    return _FILES[kind].format(
+        title=comments([title(plan)]),
+        quoted_name=quoted(name),
+        nodes=nodes,
+        accelerator=accelerator,
+        replicas=replicas,
+        **shared,
+    )
 
 
 def node_shape(plan: Plan, kind: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from stagewright.export.expressed import Expressed, Stack
 from stagewright.export.launch_files import node_shape
 from stagewright.export.megatron_layout import write_layout
 from stagewright.export.megatron_model import model_options
+from stagewright.export.quoting import comments, title
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
@@ -83,10 +84,9 @@ def megatron_files(found: Expressed) -> dict[str, str]:
     plan = found.plan
     options = megatron_arguments(plan)
     nodes, devices = node_shape(plan, "megatron")
-    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
-    comments = "\n".join(f"# {line}" for line in (title, *found.notes))
-    arguments = "\n".join(f"  {option}" for option in options)
-    script = _SCRIPT.format(comments=comments, nodes=nodes, devices=devices, arguments=arguments)
+    arguments = "\n".join(f"  {shlex.join(argv([option]))}" for option in options)
+    head = comments([title(plan), *found.notes])
+    script = _SCRIPT.format(comments=head, nodes=nodes, devices=devices, arguments=arguments)
     return {"train.sh": script, "argv.json": json.dumps(argv(options), indent=1) + "\n"}
 
 

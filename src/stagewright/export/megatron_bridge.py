@@ -13,6 +13,7 @@ from stagewright.errors import InputError
 from stagewright.export.expressed import Expressed
 from stagewright.export.megatron import check_is_config
 from stagewright.export.megatron_layout import write_layout
+from stagewright.export.quoting import comments, title
 from stagewright.planning.plan import Plan
 
 _PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}
@@ -37,9 +38,9 @@ def bridge_files(found: Expressed) -> dict[str, str]:
         )
     settings = "\n".join(f"    cfg.{name} = {value!r}" for name, value in settings_of(found))
     text = _RECIPE.format(
-        title=f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright",
-        notes="".join(f"# {note}\n" for note in found.notes),
-        config=json.dumps(config, indent=1),
+        title=comments([title(plan)]),
+        notes=comments(found.notes),
+        config="\n".join(f"    {line!r}" for line in json.dumps(config, indent=1).splitlines()),
         settings=settings,
     )
     return {"recipe.py": text}
@@ -103,9 +104,8 @@ def _replicas(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 _RECIPE = '''\
-"""{title}
-
-torchrun ... recipe.py trains it on random tokens; `recipe()` is the configuration, to which data and tokenizer are added.
+{title}
+"""torchrun ... recipe.py trains it on random tokens; `recipe()` is the configuration, to which data and tokenizer are added.
 """
 
 import json
@@ -118,9 +118,9 @@ from megatron.bridge.training.pretrain import pretrain
 from transformers import AutoConfig
 
 {notes}
-MODEL = json.loads("""
+MODEL = json.loads(
 {config}
-""")
+)
 
 
 def recipe() -> ConfigContainer:

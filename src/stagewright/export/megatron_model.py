@@ -15,6 +15,26 @@ from stagewright.errors import InputError
 
 Config = Mapping[str, Any]
 
+_NOT_NUMBERS = {
+    "model_type", "hidden_act", "activation_function", "rope_type", "type", "rope_parameters", "rope_scaling",
+    "mlp_only_layers",
+}  # fmt: skip
+
+
+class _Checked(dict[str, Any]):
+    """A config whose values are numbers where options take numbers: they become words of a shell."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if key not in _NOT_NUMBERS and not isinstance(value, int | float | None):
+            raise InputError(
+                f"megatron: {key} of this model's config is {value!r}, which is no number: correct it"
+            )
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(key, default) if key not in self else self[key]
+
 
 def model_options(config: Config, sequence_length: int, tp: int = 1) -> tuple[str, ...]:
     """An option with its value each.
@@ -26,6 +46,7 @@ def model_options(config: Config, sequence_length: int, tp: int = 1) -> tuple[st
     >>> model_options(resolve("llama-3-8b").config, 8192)[:3]
     ('--num-layers 32', '--hidden-size 4096', '--ffn-hidden-size 14336')
     """
+    config = _Checked(config)
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
@@ -80,7 +101,7 @@ def _latent_attention(config: Config) -> Iterator[str]:
 def _rope(config: Config) -> Config:
     """Keys of the rotary embedding, which newer configs have in a table of their own."""
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {**table, "rope_theta": table.get("rope_theta", config.get("rope_theta", 10000.0))}
+    return _Checked({**table, "rope_theta": table.get("rope_theta", config.get("rope_theta", 10000.0))})
 
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

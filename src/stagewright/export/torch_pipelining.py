@@ -25,6 +25,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.schedule.program import Program
 from stagewright.schedule.torch_csv import write_torch_csv
+from stagewright.text import one_line
 
 _WHAT_TO_DO = "plan without it, or train with `stagewright run`"
 
@@ -232,10 +233,10 @@ def _readme(plan: Plan) -> str:
     left = [f"* {one}" for one in not_expressed(plan)]
     said = ["", "What the plan has and this package has not:", "", *left] if left else []
     lines = [
-        f"# {plan.model.name} in {plan.num_stages} stages, for torch.distributed.pipelining",
+        f"# {one_line(plan.model.name)} in {plan.num_stages} stages, for torch.distributed.pipelining",
         "",
-        f"{plan.schedule}: {plan.num_microbatches} microbatches of {plan.microbatch_size} on {plan.pp} pipeline ranks x "
-        f"{plan.dp} replicas.",
+        f"{one_line(plan.schedule)}: {plan.num_microbatches} microbatches of {plan.microbatch_size} on {plan.pp} pipeline "
+        f"ranks x {plan.dp} replicas.",
         "",
         "```sh",
         f"torchrun --nproc-per-node {plan.num_ranks} train.py --steps 10",

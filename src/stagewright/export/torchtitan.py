@@ -15,6 +15,7 @@ from typing import Any
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError
 from stagewright.export.expressed import Expressed, Stack
+from stagewright.export.quoting import comments, quoted
 from stagewright.planning.plan import Plan
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.tracing.models.reference import bundled_names, resolve
@@ -92,26 +93,27 @@ def torchtitan_files(found: Expressed) -> dict[str, str]:
         "compile": {"enable": plan.job.compiled, "components": ["model", "loss"]},
     }
     how = "For torchtitan v0.2.2: torchrun ... -m torchtitan.train --job.config_file train.toml"
-    head = [f"# {line}" for line in (how, *found.notes)]
     body = [
         f"\n[{section}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in keys.items())
         for section, keys in sections.items()
     ]
-    files = {"train.toml": "\n".join(head) + "\n" + "".join(body)}
+    files = {"train.toml": comments([how, *found.notes]) + "\n" + "".join(body)}
     if found.configuration.program is not None:
         files["schedule.csv"] = write_torch_csv(found.configuration.program)
     return files
 
 
 def _value(value: Any) -> str:
-    """As TOML has it, which for these types is as JSON has it; lists of lists a line each.
+    """As TOML has it, which for numbers is as JSON has it; lists of lists a line each.
 
     >>> _value(3e-4), _value(["a"]), _value(True)
     ('0.0003', '["a"]', 'true')
     """
     if isinstance(value, list) and value and isinstance(value[0], list):
-        return "[\n" + "".join(f"  {json.dumps(item)},\n" for item in value) + "]"
-    return json.dumps(value)
+        return "[\n" + "".join(f"  {_value(item)},\n" for item in value) + "]"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def remarks(plan: Plan) -> Iterator[str]:

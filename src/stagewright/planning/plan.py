@@ -12,7 +12,7 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
-from stagewright.errors import InputError
+from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole
 from stagewright.frames import data_frame, html_table
 from stagewright.graph.expert_parallel import width_fault
@@ -20,6 +20,7 @@ from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_ST
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
+from stagewright.schedule.program import check_name
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
@@ -297,6 +298,10 @@ class Plan(StrictModel):
         ):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
+        try:
+            check_name(self.schedule)
+        except ScheduleError as error:
+            raise ValueError(f"schedule: {error}") from None
         for one in self.by_length.values():
             self._check_costs(one.costs)
             # Plans of other programs may predict nothing of their ranks.
@@ -361,6 +366,14 @@ class Plan(StrictModel):
                 "predictions.costs.transfers go from a stage to a later one, once each, not "
                 + ", ".join(f"{a} -> {c}" for a, c in found)
             )
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The factories whose code runs where the plan is predicted anew: of its model, and of an optimizer of which the
+        plan does not say what it keeps."""
+        model = (self.model.text,) if self.model.is_code else ()
+        asks = self.job.has_factory and self.job.optimizer_state is None
+        return (*model, self.job.optimizer) if asks else model
 
     @property
     def by_length(self) -> dict[int, Predictions]:

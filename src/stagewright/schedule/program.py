@@ -11,8 +11,10 @@ from stagewright.errors import ScheduleError
 from stagewright.limits import MOST_ACTIONS
 from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
 from stagewright.schedule.placement import Placement
+from stagewright.text import one_line
 
 _MOST_SHOWN = 40
+_MOST_OF_NAME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,15 @@ def build_program(
     return Program(name, placement, num_microbatches, ranks)
 
 
+def check_name(name: str) -> None:
+    """Raises `ScheduleError` for a name that no schedule may have: tables, and files of other programs, repeat it."""
+    if len(name) > _MOST_OF_NAME or one_line(name) != name:
+        raise ScheduleError(
+            f"'{one_line(name[:_MOST_OF_NAME])}' is no name of a schedule: give it one line of at most {_MOST_OF_NAME} "
+            "visible characters"
+        )
+
+
 def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
     """Raises `ScheduleError` for a program without microbatches, or with more than can be simulated."""
     if num_microbatches < 1:
@@ -183,6 +194,7 @@ def _shown(value: object) -> str:
 def _assembled(
     name: str, rank_of_stage: Iterable[Any], num_microbatches: Any, ranks: Iterable[Iterable[str]]
 ) -> Program:
+    check_name(name)
     try:
         placement, count = Placement(tuple(int(rank) for rank in rank_of_stage)), int(num_microbatches)
     except ValueError as error:

@@ -12,7 +12,7 @@ from itertools import count
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, Action, Kind, pair
 from stagewright.schedule.placement import Placement
-from stagewright.schedule.program import Program, check_size
+from stagewright.schedule.program import Program, check_name, check_size
 
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _NAMES = {"UNSHARD": Kind.GATHER, "RESHARD": Kind.RELEASE, "REDUCE_GRAD": Kind.REDUCE}
@@ -35,6 +35,7 @@ def read_torch_csv(text: str, name: str = "file") -> Program:
     1: 1F0 1B0 1F1 1B1
     <BLANKLINE>
     """
+    check_name(name)
     lines = [line for line in text.splitlines() if line.strip()]
     ranks = tuple(tuple(_cells(line)) for line in lines)
     holders: dict[int, int] = {}

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from stagewright.errors import StagewrightError
-from stagewright.machine import free_bytes, num_cores
+from stagewright.machine import free_bytes, num_cores, python_command
 from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -97,8 +97,7 @@ class Ahead:
             "OMP_NUM_THREADS": "1",
         }
         worker = subprocess.Popen(
-            # Nothing of the current folder is imported (-P).
-            [sys.executable, "-P", "-m", __name__], env=environment, text=True, pass_fds=[self._queue],
+            python_command(__name__), env=environment, text=True, pass_fds=[self._queue],
             stdin=subprocess.PIPE, stdout=self._to_done, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         assert worker.stdin is not None

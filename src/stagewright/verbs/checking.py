@@ -102,8 +102,8 @@ def _checks(
 
 def _without_model(plan: Plan) -> str | None:
     """Why the model of a plan is not built unless that is asked for: it is code, or it is not here. None: it is built."""
-    if plan.model.is_code:
-        return f"as building it runs {plan.model.text}; --with-model allows it"
+    if plan.code:
+        return f"as building it runs {' and '.join(plan.code)}; --with-model allows it"
     try:
         plan.model.reference()
     except InputError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, nearest
+from stagewright.files import inside
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _RECORDS = (*_LINES, ".json", ".parquet", ".arrow")
@@ -77,7 +78,7 @@ def data_files(path: Path) -> list[Path]:
         return data_files(path / "train")
     if (path / "state.json").exists():
         listed = _json(path / "state.json").get("_data_files", [])
-        return [path / str(one["filename"]) for one in listed]
+        return [inside(path, str(one["filename"])) for one in listed]
     found = sorted(one for one in path.rglob("*") if one.is_file() and one.name.lower().endswith(_RECORDS))
     found = found or sorted(path.rglob("*.txt"))
     if not found:

@@ -133,9 +133,14 @@ class HuggingFace(Tokenizer):
             )
         try:
             self._inner: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, use_fast=True
+                str(folder), local_files_only=True, use_fast=True, trust_remote_code=False
             )
         except Exception as error:  # of many types, all about what lies in the folder
+            if "trust_remote_code" in str(error):
+                raise InputError(
+                    f"the tokenizer in '{folder}' is code of its own (auto_map), which is never run: give its "
+                    "tokenizer.json if it has one, or a folder that a class of transformers has saved"
+                ) from None
             raise InputError(
                 f"the tokenizer in '{folder}' cannot be read ({_one_line(error)}): save it again"
             ) from None

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from stagewright.errors import InputError, StagewrightError, nearest
 from stagewright.tracing.models.losses import FactoryModel
 from stagewright.tracing.models.reference import ModelReference
-from stagewright.tracing.models.source import FactoryName, search_here, split_factory
+from stagewright.tracing.models.source import FactoryName, search_last, split_factory
 
 if TYPE_CHECKING:
     from stagewright.tracing.models.build import Job
@@ -88,12 +89,12 @@ def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str) -> ModuleType:
-    search_here()
+    search_last(os.getcwd())
     return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module in the file, which may import its neighbours, as a script may."""
+    """The module in the file, which may import its neighbours, also later, where no library has their names."""
     path = path.resolve()
     unique = f"stagewright_factory_{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
     if unique in sys.modules:
@@ -102,14 +103,12 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[unique] = module
-    sys.path.insert(0, str(path.parent))
+    search_last(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[unique]
         raise
-    finally:
-        sys.path.remove(str(path.parent))
     return module
 
 

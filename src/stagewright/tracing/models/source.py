@@ -6,6 +6,8 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -39,11 +41,21 @@ def split_factory(text: str) -> FactoryName | None:
     return FactoryName(match["module"], match["function"]) if match else None
 
 
-def search_here() -> None:
-    """Let imports see the working directory, as `python -m` does; a console script's path leaves it out."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+def search_last(folder: str) -> None:
+    """Let imports find the modules in `folder`, after all others: none of them takes the place of a library."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+@contextmanager
+def _looking_here() -> Iterator[None]:
+    """Let imports find the modules in the current folder, after all others, for as long as the context lasts."""
+    path = list(sys.path)
+    search_last(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = path
 
 
 def factory_source(text: str) -> str:
@@ -84,19 +96,19 @@ def factory_file(text: str) -> Path | None:
 
 def _spec_of(module: str) -> ModuleSpec | None:
     """Where `module` is. Unlike `importlib.util.find_spec`, this imports no package on the way, which would run its code."""
-    search_here()
     found, name = None, ""
-    for part in module.split("."):
-        if found is not None and found.submodule_search_locations is None:
-            return None  # a module that is no package
-        if found is not None and found.origin is None:
-            importlib.import_module(name)  # a namespace has no code, and must be known to look into it
-        name = f"{name}.{part}" if name else part
-        path = None if found is None else found.submodule_search_locations
-        finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        found = next((spec for find in finders if (spec := find(name, path)) is not None), None)
-        if found is None:
-            return None
+    with _looking_here():
+        for part in module.split("."):
+            if found is not None and found.submodule_search_locations is None:
+                return None  # a module that is no package
+            if found is not None and found.origin is None:
+                importlib.import_module(name)  # a namespace has no code, and must be known to look into it
+            name = f"{name}.{part}" if name else part
+            path = None if found is None else found.submodule_search_locations
+            finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            found = next((spec for find in finders if (spec := find(name, path)) is not None), None)
+            if found is None:
+                return None
     return found
 
 
