@@ -341,8 +341,20 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _check_encodable(value: Any, origin: str, fix: str) -> None:
+    if (half := half_character(value)) is not None:
+        raise InputError(f"{origin}: the text has half a character ({half}): {fix}")
+
+
+def half_character(value: Any) -> str | None:
+    """The first half of a pair of surrogates in the texts of a JSON value that lacks its other half, escaped; None where
+    every text can be encoded.
+
+    >>> half_character({"a": ["\\ud83d"]}), half_character("\U0001f600")
+    ("'\\\\ud83d'", None)
+    """
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text.encode()
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise InputError(f"{origin}: the text has half a character ({half!a}): {fix}") from None
+        return f"{error.object[error.start]!a}"
+    return None

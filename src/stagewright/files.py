@@ -83,6 +83,19 @@ def check_target(path: Path) -> None:
         raise InputError(f"cannot write '{path}': it is a pipe or a device; name a file")
 
 
+def check_regular(path: Path, what: str) -> None:
+    """Raises `InputError` where there is no regular file at `path`: a pipe or a device may have no end. `what` it should be
+    is for the message."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{what} '{path}' cannot be read ({reason}): check the path") from None
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise InputError(f"{what} '{path}' is {kind}: give a file, into which its content is copied")
+
+
 def through_no_link(path: str, flags: int) -> int:
     """Opens a file for `open`, but none that a symbolic link at `path` leads to; raises `OSError` then."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

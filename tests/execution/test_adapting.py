@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from pathlib import Path
@@ -124,6 +125,19 @@ def test_a_search_that_has_ended_is_said_once(plan: Plan, tmp_path: Path) -> Non
     watch.close()
     assert len(said) == 1 and "the process that searches has ended (-9)" in said[0]
     assert not watch.has_proposal
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    watch = Adaptation(plan, tmp_path / "full" / "adapting", 0.0)
+    said = [text for step in range(30) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
+    watch.close()
+    assert len(said) == 1 and re.search("the run stays under its own: .*nothing is searched", said[0])
+    watch = Adaptation(plan, tmp_path / "adapting", 0.0)
+    (tmp_path / "adapting" / "paces.json").mkdir()
+    said = [text for step in range(4) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
+    watch.close()
+    assert said and "the run stays under its own: " in said[0] and not watch.has_proposal
 
 
 def wait(watch: Adaptation) -> None:

@@ -196,8 +196,21 @@ def test_what_was_tokenised_is_found_again(
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
     first = ready(plan, lines)
     assert "tokenising" in capsys.readouterr().err
-    monkeypatch.setattr(module, "write_store", lambda *arguments: pytest.fail("tokenised again"))
-    assert ready(plan, lines) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_store", lambda *arguments: pytest.fail("tokenised again"))
+        assert ready(plan, lines) == first
+    tokens = Path(first.sources[0].path) / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[0] ^= 1
+    tokens.write_bytes(content)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine reads them for the others
+    assert ready(plan, lines) == first and "again" not in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ready(plan, lines) == first and "tokenising again: " in capsys.readouterr().err
+    assert tokens.read_bytes() != content
+    with pytest.raises(InputError, match="is damaged"):
+        tokens.write_bytes(content)
+        ready(plan, tokens.parent)
 
 
 # -- what is read -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from cells import SMALL_LLAMA
 
 import stagewright
@@ -18,6 +19,7 @@ from local_cluster import local
 from stagewright.cluster import MeasuredBandwidth, load_cluster, without
 from stagewright.errors import InputError, RunError
 from stagewright.execution import launch, left
+from stagewright.execution.board import Seal, StoreBoard
 from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import resolve
 
@@ -60,6 +62,31 @@ def test_a_launcher_with_fewer_processes_has_another_plan(
     assert left.plan_to_run(*asked) == made and made.path is not None
     made.path.unlink()
     with pytest.raises(RunError, match="file system that all machines share"):
+        left.plan_to_run(*asked)
+
+
+def test_a_plan_of_an_earlier_start_is_not_taken(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the launcher has a store, the first rank posts there what it has written."""
+    board = StoreBoard(dist.HashStore(), Seal("secret"))
+    monkeypatch.setattr(left, "_board", lambda wait_s: board)
+    stale = left._place(plan, 3, tmp_path)
+    plan.save(stale)
+    asked = (plan, True, tmp_path, "cpu", 0.1)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(RunError, match="is not what it has written"):
+        left.plan_to_run(*asked)
+    monkeypatch.setattr(
+        left, "plan_without", lambda *_: left.PlanToRun(plan, stale, plan.save(stale) is None)
+    )
+    monkeypatch.setenv("RANK", "0")
+    begun = left.plan_to_run(*asked)
+    monkeypatch.setenv("RANK", "2")
+    assert left.plan_to_run(*asked).path == begun.path == stale
+    stale.write_bytes(stale.read_bytes() + b"\n")
+    with pytest.raises(RunError, match="is not what it has written"):
         left.plan_to_run(*asked)
 
 

@@ -25,7 +25,7 @@ from stagewright.execution.board import (
     read_post,
     write_post,
 )
-from stagewright.execution.rendezvous import own_store
+from stagewright.execution.rendezvous import hosted_store, own_store
 from stagewright.execution.watch import JOINING, Limits, Watch
 
 LIMITS = Limits(action_s=60.0, start_s=0.05)
@@ -78,6 +78,41 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
             RunError, match=r"store at 127.0.0.1:\d+ did not answer within 1 s .*rank 0 was started"
         ):
             own_store(1.0)
+
+
+def test_a_host_without_an_address_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def unknown(host: str, port: object) -> None:
+        asked.append(host)
+        if len(asked) > 1:
+            time.sleep(30)  # as where no name server answers
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("stagewright.execution.rendezvous._ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("stagewright.execution.rendezvous.socket.getaddrinfo", unknown)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("RANK", "0")
+    for store in (own_store, hosted_store):
+        asked.clear()
+        with pytest.raises(
+            RunError, match=r"'no-such-host.invalid', which had no address within 0 s .*not known"
+        ):
+            store(0.2)
+
+
+def test_the_limit_of_an_action_does_not_hold_before_the_first_step(board: Board) -> None:
+    watched = Watch(0, 1, board, Limits(action_s=1.0, start_s=300.0), lambda _: None)
+    watched.at("importing torch")
+    watched._since -= 200.0
+    assert watched._own_problem() is None
+    watched._since -= 200.0
+    assert "before its first step" in (watched._own_problem() or "")
+    watched.num_steps = 0
+    watched.at("0F0")
+    watched._since -= 2.0
+    assert "longer than the limit of an action" in (watched._own_problem() or "")
 
 
 def test_who_has_not_joined_is_named(board: Board) -> None:

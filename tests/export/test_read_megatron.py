@@ -65,9 +65,72 @@ def test_what_is_not_taken_is_said_by_name(tmp_path: Path) -> None:
         "--tensor-model-parallel is not known (did you mean 'tensor-model-parallel-size'"
     )
     assert "line 13" in unknown  # where the continued line begins
-    again = read(tmp_path, SCRIPT + "--micro-batch-size 2\n--micro-batch-size $3\n")
+    again = read(tmp_path, SCRIPT.rstrip() + " --micro-batch-size 2 --micro-batch-size $3\n")
     assert any("--micro-batch-size is given 3 times" in note for note in again.notes)
     assert any("$3, which the file does not set" in note for note in again.notes)
+
+
+PROGRAM = "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py"
+OPTIONS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 3 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("script", "notes"),
+    [
+        (f'ARGS=" {OPTIONS}"\n{PROGRAM} $ARGS', []),
+        (f'ARGS="\n  {OPTIONS} \\\n  "\n# --fp16\necho --fp16 it\n{PROGRAM} ${{ARGS}}', []),
+        (f'A=({OPTIONS} # --fp16\n)\nA+=(--num-layers 4)\n{PROGRAM} "${{A[@]}}"', []),
+        (f'A=" {OPTIONS}"\nA+=" --num-layers 4"\nrun="{PROGRAM}\n $A"\necho $run\neval $run', []),
+        (f"CMD='{PROGRAM} {OPTIONS}'; srun --ntasks 2 bash -c \"$CMD\"", []),
+        (f"run() {{ local N=$2; {PROGRAM} {OPTIONS.replace(' 3', ' $N')} \"$@\"; }}\nrun --num-layers 3", []),
+        (f"MBS=$((1 + 2 * MBS1)) MBS1=1\nMBS=$((2 + MBS1)); {PROGRAM} {OPTIONS.replace(' 3', ' ${MBS:-1}')} \"$@\"", []),
+        (f'S=7B\nif [[ ${{S}} == "7B" && $S != 8* ]]; then TP=2; elif [ $S = 70B ]; then TP=8; fi\n'
+         f"{PROGRAM} {OPTIONS.replace('size 2', 'size $TP')}", []),
+        (f"case ${{S:-7B}} in 70B) TP=8 ;; 7*|8B) TP=2;; *) exit 1;; esac\n"
+         f"{PROGRAM} {OPTIONS.replace('size 2', 'size $TP')}", []),
+        (f"if [ $# -lt 2 ]; then echo usage; exit 1; fi\n[ -z \"$MBS\" ] && MBS=3\n"
+         f"{PROGRAM} {OPTIONS.replace(' 3', ' $MBS')}",
+         [r"\$MBS of line 2, which the file does not set, is taken as empty"]),
+        (f"if [ $1 = 7B ]; then TP=2; else TP=8; fi\n{PROGRAM} {OPTIONS.replace('size 2', 'size $TP')}",
+         [r"the condition of line 1 \(\[ \$1 = 7B \]\) depends on more: its first branch is taken"]),
+        (f"if [ $1 = fp8 ]; then MORE=--fp8-format; fi\n{PROGRAM} {OPTIONS} $MORE",
+         ["the condition of line 1 .* its branch is not taken", r"\$MORE \(line 2\), which the file does not set"]),
+        (f"case $1 in a) TP=2;; b) TP=8;; esac\nsource env.sh\n{PROGRAM} {OPTIONS.replace('size 2', 'size $TP')}",
+         ["the case of line 1 .* first branch", "line 2 reads 'env.sh', which is not followed"]),
+        (f"while [ $# -gt 0 ]; do X=1; shift; done\nfor n in 3 4; do {PROGRAM} {OPTIONS.replace(' 3', ' $n')}; done",
+         ["loop of line 1 is not followed", "loop of line 2 is followed for its first round alone"]),
+        (f"OFF='--recompute-granularity full'\ncat <<EOF > x\n--fp16 it's\nEOF\n{PROGRAM} {OPTIONS} > log 2>&1 &",
+         [r"--recompute-granularity \(.*line 1\) does not reach the command that starts training"]),
+        (f"MBS=$(nproc)\n{PROGRAM} {OPTIONS} --num-layers `cat n` | tee log --append", []),
+    ],
+)  # fmt: skip
+def test_a_script_is_expanded_as_a_shell_does(tmp_path: Path, script: str, notes: list[str]) -> None:
+    reading = read(tmp_path, script)
+    asked = reading.configuration
+    assert (asked.tp, asked.pp, asked.dp, asked.microbatch) == (2, 4, 1, 3)
+    assert reading.job["dtype"] == "bf16" and asked.recompute == "none"
+    assert len(reading.notes) == len(notes)
+    for note, match in zip(reading.notes, notes, strict=True):
+        assert re.search(match, note)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("A='--bf16\n", r"line 1: a quote \('\) has no end"),
+        ("\nif true; then\necho", "line 2: an 'if' has no 'fi'"),
+        ("A=(--bf16\n", "line 1: a bracket has no end"),
+        ("run ${A", "line 1: a bracket has no end"),
+        ("f() { f; f; }; f", "line 1: the script has no end"),
+        ("A=xxxxxxxxxxxxxxxx; " + "A=$A$A$A$A$A$A; " * 12, "line 1: a word expands to more than"),
+        ("case x in a", "line 1: a pattern of 'case'"),
+        (")", "line 1: .*closes nothing"),
+        ("(" * 5000, "nests commands too deep|bracket has no end"),
+    ],
+)  # fmt: skip
+def test_a_script_that_is_none_is_refused_by_its_line(tmp_path: Path, script: str, why: str) -> None:
+    with pytest.raises(InputError, match=rf"train\.sh.*({why})"):
+        read(tmp_path, script)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ def test_a_recipe_of_megatron_bridge_sets_the_plan(
         {},
         {"pp": 1, "dp": 16, "zero": 3},
         {"recompute": "full", "zero": None},
+        {"pp": 1, "dp": 16, "recompute": "full"},
         {"dp": 2, "reduce_dtype": "fp32"},
     ],
 )
@@ -271,6 +272,29 @@ def test_what_deepspeed_has_beside_is_named(tmp_path: Path) -> None:
         "moe is not in the prediction",
     )
     assert (found.configuration.zero, found.configuration.dp, found.num_without_influence) == (2, None, 2)
+
+
+def test_deepspeeds_blocks_of_false_and_auto_switch_nothing_on(tmp_path: Path) -> None:
+    off = {
+        "train_batch_size": 32,
+        "bf16": {"enabled": False}, "fp16": False, "communication_data_type": None, "compression": None,
+        "zero_optimization": {"stage": 1, "cpu_offload": False, "offload_param": {"device": "none"}},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None, "profile": False},
+        "data_efficiency": {"enabled": False, "seed": 1}, "pipeline": {"activation_checkpoint_interval": 0},
+    }  # fmt: skip
+    reading = read(tmp_path, {"ds.json": json.dumps(off)}, "ds.json")
+    assert reading.notes == () and reading.job["dtype"] == "fp32"
+    assert (reading.configuration.recompute, reading.configuration.zero) == ("none", 1)
+    auto = {
+        "train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"},
+        "pipeline": {"activation_checkpoint_interval": "auto"}, "activation_checkpointing": {"cpu_checkpointing": True},
+    }  # fmt: skip
+    reading = read(tmp_path, {"ds.json": json.dumps(auto)}, "ds.json")
+    assert reading.job == {"dtype": "fp32"} and reading.configuration.zero is None
+    assert [note.split(" ")[0] for note in reading.notes] == [
+        "zero_optimization.stage", "pipeline.activation_checkpoint_interval", "activation_checkpointing.cpu_checkpointing",
+        "bf16.enabled",
+    ]  # fmt: skip
 
 
 def test_options_of_our_own_are_read(tmp_path: Path) -> None:

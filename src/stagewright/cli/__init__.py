@@ -12,6 +12,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[0] == os.getc
 import atexit
 import gc
 import getpass
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -42,6 +43,8 @@ def _has_children() -> bool:
     return bool(active_children())
 
 
+_WIDTH = re.compile(r"0*[1-9]\d{0,3}")
+"""A number of columns; no other word for it is meant."""
 _ALLOCATIONS = 200_000
 """Objects after which dead cycles are looked for: graphs are many objects and no cycles, and each look goes over them."""
 
@@ -57,6 +60,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes we start
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not _WIDTH.fullmatch(os.environ.get("COLUMNS", "80")):
+        del os.environ["COLUMNS"]
     gc.set_threshold(_ALLOCATIONS)
     signal.signal(signal.SIGTERM, _end)
     from stagewright.cli.app import app
@@ -78,7 +83,9 @@ def main() -> None:
         if isinstance(left.__context__, BrokenPipeError):
             _leave_unread()
         raise
-    except Exception as error:
+    except (
+        BaseException
+    ) as error:  # panics of libraries in Rust are no Exception, and not those of torch's checkpoints
         fail_unexpectedly(error)
 
 

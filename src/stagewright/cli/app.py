@@ -31,7 +31,7 @@ from stagewright.cli import (
     trace,
     verify,
 )
-from stagewright.cli.failure import fail
+from stagewright.cli.failure import fail, fail_unexpectedly
 from stagewright.cli.groups import Grouped
 from stagewright.errors import TRACEBACK, StagewrightError
 from stagewright.version import __version__
@@ -52,6 +52,8 @@ class Verbs(TyperGroup):
             fail(error)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
+        except EOFError as error:  # which would be taken for Ctrl-D at a question
+            fail_unexpectedly(error)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order in which they are used."""

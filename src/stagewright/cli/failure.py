@@ -31,7 +31,7 @@ def fail(error: StagewrightError) -> NoReturn:
     raise typer.Exit(exit_code(error))
 
 
-def fail_unexpectedly(error: Exception) -> NoReturn:
+def fail_unexpectedly(error: BaseException) -> NoReturn:
     """For what no part of Stagewright foresaw: still one message, and how to learn more."""
     if (received := getattr(error, "sigval", None)) is not None:
         sys.exit(128 + int(received))  # the launcher of torch turns Ctrl-C into an exception of its own
@@ -49,7 +49,7 @@ def fail_unexpectedly(error: Exception) -> NoReturn:
     sys.exit(1)
 
 
-def _trace(error: Exception) -> None:
+def _trace(error: BaseException) -> None:
     typer.echo(printable("".join(traceback.format_exception(error))), err=True, nl=False)
 
 

@@ -42,7 +42,10 @@ class LoraOptions:
 
         others = ["lora_alpha", "lora_targets", "lora_dropout"]
         if self.lora_from is not None:
+            from stagewright.execution.weight_files import check_adapter_contents
+
             refuse(context, ["lora", *others], "the folder of --lora-from says what its adapters are", "start new ones")
+            check_adapter_contents(self.lora_from)
             return reference.adapted(Lora.stored_in(self.lora_from))
         if self.lora is None:
             refuse(context, others, "without adapters all of the model is trained", "give their rank with --lora")

@@ -15,13 +15,15 @@ from stagewright.cli.program_costs import Asked, CostsOf, costing_of
 from stagewright.cli.program_file import is_program_file, read_promised_program
 from stagewright.cli.refuse import is_given, refuse
 from stagewright.errors import InputError, ScheduleError
-from stagewright.limits import check_seconds
+from stagewright.limits import MOST_ACTIONS, check_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
     from stagewright.schedule.automatic import StageTimes
     from stagewright.simulation import StageCosts
 
+_MOST_SHOWN = 2**18
+"""Forwards and backwards of a timetable; more take minutes, in which there is nothing to see."""
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
 
@@ -98,6 +100,7 @@ def schedule(
         costing = costing_of(asked, promise, name, program.placement.rank_of_stage)
     else:
         costing = costing_of(asked, None, name)
+        _check_size(ranks, microbatches, chunks or 1)
         counts = memory_limit is not None
         program = verify(
             _program(name, ranks, microbatches, chunks, costing.costs_of, transfer, given, counts)
@@ -114,6 +117,16 @@ def schedule(
         print_document(document)
         return
     show(heading(document), *said, "", *timetable(timeline), rank_table(document))
+
+
+def _check_size(ranks: int, microbatches: int, chunks: int) -> None:
+    """Raises `InputError` for a timetable that would take minutes; numbers that no schedule has are left to its builder."""
+    actions = 2 * ranks * microbatches * chunks
+    if _MOST_SHOWN < actions <= MOST_ACTIONS:
+        raise InputError(
+            f"{ranks:,} ranks with {microbatches:,} microbatches have {actions:,} forwards and backwards, more than the "
+            f"{_MOST_SHOWN:,} of a timetable: give fewer --ranks or --microbatches"
+        )
 
 
 def _program(

@@ -95,9 +95,7 @@ class Adaptation:
             return self._hear(step, num_left) if self._searcher.is_done and self._is_decided else []
         if step < self._quiet_until:
             return self._told(step)
-        if self._streak >= _SEARCHES_AFTER:
-            self._look({})
-        return []
+        return self._look({}) if self._streak >= _SEARCHES_AFTER else []
 
     def looked(self, step: int, times: Sequence[LinkTime], num_left: int) -> list[str]:
         """Behind step number `step` links were timed. Returns what should be said."""
@@ -105,7 +103,7 @@ class Adaptation:
         if self._searcher.is_asked:
             return self._hear(step, num_left) if self._shifts and self._searcher.is_done else []
         if step >= self._quiet_until and (shifts := self.links.staying):
-            self._look(shifts)
+            return self._look(shifts)
         return []
 
     def changed(self, step: int, plan: Plan, seconds: float) -> None:
@@ -136,10 +134,11 @@ class Adaptation:
             return not self.links.is_still(self._shifts)
         return self._streak >= _STEPS or self._streak == 0
 
-    def _look(self, shifts: dict[Pair, float]) -> None:
-        """Have another plan searched for, for ranks as they are now, if these have shifted, and links with these shifts."""
+    def _look(self, shifts: dict[Pair, float]) -> list[str]:
+        """Have another plan searched for, for ranks as they are now, if these have shifted, and links with these shifts.
+        Returns what should be said."""
         if self._searcher.has_ended:
-            return
+            return self._searcher.unsaid()
         now = [1.0] * len(self._assumed)
         if self._streak >= _SEARCHES_AFTER:
             now = _medians(self._recent[-_SEARCHES_AFTER:])
@@ -147,6 +146,7 @@ class Adaptation:
         self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
         self._searcher.ask(self.plan, by_device, self.links.beside_figures(shifts))
+        return self._searcher.unsaid()
 
     def _hear(self, step: int, num_left: int) -> list[str]:
         """What the search has found. Returns what should be said."""
@@ -154,7 +154,7 @@ class Adaptation:
         if found is None:
             self._streak, self._quiet_until = 0, step + _PAUSE
             self.links.settle(step)
-            return [f"no other plan was found, so the run stays under its own: {self._searcher.fault}"]
+            return self._searcher.unsaid()
         searched_for = [wanted / assumed for wanted, assumed in zip(self._wanted, self._assumed, strict=True)]
         now = _medians(self._recent[-_SEARCHES_AFTER:])
         stays = self.links.is_still(self._shifts) if self._shifts else self._streak > 0
@@ -229,9 +229,14 @@ class Searcher:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
         self.is_asked = self.has_ended = False
-        self.fault = ""
-        folder.mkdir(parents=True, exist_ok=True)
-        plan.save(folder / _NOW)
+        self._fault = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            plan.save(folder / _NOW)
+        except (OSError, StagewrightError) as error:  # a full disk ends no training
+            self.has_ended, self._fault = True, f"{error}; nothing is searched"
+            return
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = python_command("stagewright.execution.adapting", str(folder))
         pipe = subprocess.PIPE
@@ -242,10 +247,14 @@ class Searcher:
     def ask(self, plan: Plan, paces: Mapping[int, float], links: Mapping[Pair, float]) -> None:
         """What would be best in the place of `plan`, on devices that take `paces` times as long as described, by number, and
         over links of pairs of them that take so many times as long."""
-        assert self._process.stdin is not None, "it was started with pipes"
-        plan.save(self.folder / _NOW)
-        (self.folder / _PACES).write_text(json.dumps(paces))
-        (self.folder / _LINKS).write_text(json.dumps([[*pair, factor] for pair, factor in links.items()]))
+        assert self._process is not None and self._process.stdin is not None, "it was started with pipes"
+        try:
+            plan.save(self.folder / _NOW)
+            (self.folder / _PACES).write_text(json.dumps(paces))
+            (self.folder / _LINKS).write_text(json.dumps([[*pair, factor] for pair, factor in links.items()]))
+        except (OSError, StagewrightError) as error:
+            self._fault = str(error)
+            return
         self.is_asked = True
         with contextlib.suppress(OSError):  # it has died, and `answer` says so
             self._process.stdin.write(b"\n")
@@ -254,29 +263,42 @@ class Searcher:
     @property
     def is_done(self) -> bool:
         """Whether `answer` would not wait."""
-        assert self._process.stdout is not None, "it was started with pipes"
+        assert self._process is not None and self._process.stdout is not None, "it was started with pipes"
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> Replanned | None:
-        """What was found; None where the search failed, whose `fault` says why."""
+        """What was found; None where the search failed, and `unsaid` says why."""
         from stagewright.planning.replanning import Replanned
 
-        assert self._process.stdout is not None, "it was started with pipes"
+        assert self._process is not None and self._process.stdout is not None, "it was started with pipes"
         self.is_asked = False
         said = self._process.stdout.readline().strip()
         self.has_ended = not said
-        if said == _FAILED:
-            self.fault = (self.folder / _FAULT).read_text()
-        elif self.has_ended:
-            self.fault = f"the process that searches has ended ({self._process.wait()}), and nothing is searched any more"
-        if said != _FOUND:
+        try:
+            if said == _FAILED:
+                self._fault = (self.folder / _FAULT).read_text()
+            elif self.has_ended:
+                code = self._process.wait()
+                self._fault = (
+                    f"the process that searches has ended ({code}), and nothing is searched any more"
+                )
+            if said != _FOUND:
+                return None
+            times = json.loads((self.folder / _ANSWER).read_text())
+            return Replanned(load_plan(self.folder / _NEXT), times["seconds"], times["stays_s"])
+        except (OSError, ValueError, StagewrightError) as error:
+            self._fault = str(error)
             return None
-        found = json.loads((self.folder / _ANSWER).read_text())
-        return Replanned(load_plan(self.folder / _NEXT), found["seconds"], found["stays_s"])
+
+    def unsaid(self) -> list[str]:
+        """Why there was no plan, if that was not said yet."""
+        fault, self._fault = self._fault, ""
+        return [f"no other plan was found, so the run stays under its own: {fault}"] if fault else []
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
 
 _NOW, _PACES, _LINKS = "now.json", "paces.json", "links.json"
@@ -297,13 +319,13 @@ def main(folder: Path) -> None:
         links = {(a, b): factor for a, b, factor in json.loads((folder / _LINKS).read_text())}
         try:
             found = replanned(plan, with_slower_links(paced(plan.cluster.load(), paces), links), graph)
-        except StagewrightError as error:
-            (folder / _FAULT).write_text(str(error))
-            answer = _FAILED
-        else:
             found.plan.save(folder / _NEXT)
             (folder / _ANSWER).write_text(json.dumps({"seconds": found.seconds, "stays_s": found.stays_s}))
             answer = _FOUND
+        except (OSError, StagewrightError) as error:
+            with contextlib.suppress(OSError):
+                (folder / _FAULT).write_text(str(error))
+            answer = _FAILED
         sys.stdout.buffer.write(answer + b"\n")
         sys.stdout.buffer.flush()
 

@@ -236,9 +236,9 @@ def from_first(text: str | None) -> str:
     return content.cpu().numpy().tobytes().decode()
 
 
-def check_same_graphs(stages: Sequence[Stage]) -> None:
-    """See that all ranks have traced and cut the same graph, so that every message has the layout that its receiver
-    expects; every rank must call this.
+def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
+    """See that all ranks have the same plan, known by its digest, and have traced and cut the same graph, so that every
+    message has the layout that its receiver expects; every rank must call this.
 
     Raises:
         RunError: two ranks differ; names the first operator that does.
@@ -250,8 +250,14 @@ def check_same_graphs(stages: Sequence[Stage]) -> None:
         for transfer in (*stage.sends, *stage.receives, *stage.grad_sends, *stage.grad_receives)
         for value in transfer.values
     ]
-    traced = {"digest": graph_digest(graph, boundaries), "by": f"torch {torch.__version__}"}
+    traced = {"digest": graph_digest(graph, boundaries), "by": f"torch {torch.__version__}", "plan": plan}
     ranks = exchange(traced)
+    if (
+        other := next((rank for rank, there in enumerate(ranks) if there["plan"] != ranks[0]["plan"]), None)
+    ) is not None:
+        raise RunError(
+            f"rank {other} has another plan than rank 0: see that all hosts read the same file, and start the run again"
+        )
     other = next((rank for rank, there in enumerate(ranks) if there["digest"] != ranks[0]["digest"]), None)
     if other is None:
         return

@@ -11,6 +11,7 @@ import numpy as np
 
 from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
+from stagewright.files import check_regular
 
 ORDER = 2
 """Version of the rule that says which sample comes when; another is other data."""
@@ -66,6 +67,7 @@ def tokens_of(data: str | Path) -> np.ndarray:
     """The tokens of a data file in one row, read when they are looked at: of a ``.npy`` its numbers, of a text its bytes.
     Raises `InputError` where it cannot be read or holds no integers."""
     path = Path(data)
+    check_regular(path, "data file")
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
@@ -75,7 +77,7 @@ def tokens_of(data: str | Path) -> np.ndarray:
             tokens = np.array([], np.uint8)
     except OSError as error:
         raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # of headers, which numpy evaluates
         raise InputError(f"data file '{data}' is not an array of token ids: {error}") from None
     if tokens.dtype.kind not in "iu":
         raise InputError(

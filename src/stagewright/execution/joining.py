@@ -3,6 +3,7 @@ nobody has launched. Nothing here imports torch unless the kind of device is ask
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagewright.errors import InputError
+from stagewright.execution.rendezvous import STARTED_HERE
 from stagewright.planning.plan import Plan
 
 PLAN = "STAGEWRIGHT_PLAN"
@@ -29,9 +31,52 @@ def plan_of(plan: Plan | str | Path | None) -> Plan | str | Path:
     return found
 
 
+_COUNTS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+"""Environment variables in which a launcher says whole numbers."""
+
+
+def check_launcher() -> None:
+    """Raises `InputError` where the environment is that of a launcher and something in it cannot be."""
+    for name in _COUNTS:
+        value = os.environ.get(name)
+        if value is not None and not (value.isascii() and value.isdecimal() and len(value) < 10):
+            raise InputError(
+                f"the environment has {name}={value!r}: a launcher sets a whole number there; correct or unset it"
+            )
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        raise InputError(
+            f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}: ranks begin at 0, "
+            "and each is below the number of processes; correct or unset both"
+        )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if STARTED_HERE not in os.environ and not os.environ.get(name):
+            raise InputError(
+                f"the environment has RANK and WORLD_SIZE, and no {name}: set it to where the first rank is, or unset both "
+                "to have the processes started here"
+            )
+
+
 def start_timeout_s(asked: float | None) -> float:
     """Seconds until every rank must have joined, as `asked` for, or as the launcher was."""
-    return float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S)) if asked is None else asked
+    if asked is not None:
+        return asked
+    value = os.environ.get(START_TIMEOUT)
+    try:
+        seconds = _START_TIMEOUT_S if value is None else float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise InputError(f"the environment has {START_TIMEOUT}={value!r}: give seconds above 0, or unset it")
+    return seconds
 
 
 def kind_of_device(asked: str, plan: Plan) -> str:

@@ -16,6 +16,7 @@ from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_s
 from stagewright.execution.data.prepared import Data, prepared, ready_beside
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
+from stagewright.execution.joining import check_launcher
 from stagewright.execution.left import plan_to_run, plan_without
 from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
@@ -99,6 +100,7 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
+    check_launcher()
     check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
     if replan and ranks is not None:
         raise InputError("--replan and --ranks: a rank file is for one number of ranks; give one of them")

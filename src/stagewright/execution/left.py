@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.errors import InputError, RunError
+from stagewright.execution.board import Board, StoreBoard
+from stagewright.execution.rendezvous import has_own_store, own_seal, own_store
+from stagewright.files import digest_of
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.units import format_seconds
 
 _LOOK_S = 0.2
+_POSTED = "plan for what is left"
+"""Of the board: the digest of the plan's file."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,36 @@ def plan_to_run(
     if num_left >= plan.num_ranks:
         return PlanToRun(plan, path)
     place = _place(plan, num_left, checkpoints)
+    board = _board(wait_s)
     if int(os.environ.get("RANK", "0")) == 0:
-        return plan_without(plan, range(num_left, plan.num_ranks), checkpoints)
+        place.unlink(missing_ok=True)  # of an earlier start
+        begun = plan_without(plan, range(num_left, plan.num_ranks), checkpoints)
+        if board is not None:
+            board.write(_POSTED, digest_of(place))
+        return begun
     began = time.monotonic()
-    while not place.exists():
+    while not _is_posted(place, board):
         if time.monotonic() - began > wait_s:
             raise RunError(
-                f"the first rank has planned nothing for {num_left} ranks in {wait_s:.0f} s: '{place}' is not there; the "
-                "folder of --checkpoint must be on a file system that all machines share"
+                f"the first rank has planned nothing for {num_left} ranks in {wait_s:.0f} s: '{place}' is not what it has "
+                "written; the folder of --checkpoint must be on a file system that all machines share"
             )
         time.sleep(_LOOK_S)
     return PlanToRun(load_plan(place), place, is_replanned=True)
+
+
+def _board(wait_s: float) -> Board | None:
+    """Where the first rank posts the digest of its plan; None where there is no store before the ranks join, whose sessions
+    compare their plans then."""
+    return StoreBoard(own_store(wait_s), own_seal()) if has_own_store() else None
+
+
+def _is_posted(place: Path, board: Board | None) -> bool:
+    """Whether the file at `place` is the plan that the first rank has written now."""
+    if board is None:
+        return place.exists()
+    posted = board.read(_POSTED)
+    return posted is not None and place.exists() and digest_of(place) == posted
 
 
 def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> PlanToRun:

@@ -59,7 +59,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     rank = launched if rank is None else rank
     meeting = Meeting.joined()
     ends_on = (signal.SIGTERM,) if meeting is not None else (signal.SIGTERM, signal.SIGINT)
-    host = None if meeting is not None else hosted_store()
+    host = None if meeting is not None else hosted_store(limits.start_s)
 
     def end(message: str) -> None:
         try:
@@ -76,7 +76,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     watch.listen_for_signals(*ends_on)
     watch.start()
     try:
-        watch.at("importing torch", IMPORT_SILENCE_S)
+        watch.at("importing torch", max(IMPORT_SILENCE_S, limits.start_s))
         target = _joined(watch, kind, limits, meeting)
         yield watch, target
     except Exception as error:

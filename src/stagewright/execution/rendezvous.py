@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 TOKEN = "STAGEWRIGHT_TOKEN"
 """Environment variable: the secret that the ranks of one run share."""
 
-_FOLDER, LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
+STARTED_HERE, LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Meeting:
     @classmethod
     def joined(cls) -> Meeting | None:
         """The one this process was started for; None under a launcher of others."""
-        folder = os.environ.get(_FOLDER)
+        folder = os.environ.get(STARTED_HERE)
         if folder is None:
             return None
         return cls(Path(folder), os.environ[TOKEN], int(os.environ[LAUNCHER]))
@@ -52,7 +56,7 @@ class Meeting:
         """What a rank finds it by; its connections stay on this machine."""
         loopback = loopback_interface()
         return {
-            _FOLDER: str(self.folder),
+            STARTED_HERE: str(self.folder),
             TOKEN: self.token,
             LAUNCHER: str(self.launcher),
             "GLOO_SOCKET_IFNAME": loopback,
@@ -104,15 +108,23 @@ def group_store(meeting: Meeting | None, num_ranks: int, timeout_s: float) -> di
     return dist.PrefixStore("group", store)
 
 
-def hosted_store() -> dist.Store | None:
+def has_own_store() -> bool:
+    """Whether the launcher, like torchrun, hosts the rendezvous store itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def hosted_store(timeout_s: float) -> dist.Store | None:
     """The rendezvous store, for as long as it is held, where this process has to be the one that hosts it: the first of a
-    launcher that, unlike torchrun, has none of its own."""
+    launcher that has none of its own. Raises `RunError` where it cannot be reached within `timeout_s`."""
     import torch.distributed as dist
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+    if has_own_store() or os.environ["RANK"] != "0":
         return None
-    port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _wait_for_name(host, timeout_s)
+    limit = timedelta(seconds=timeout_s)
+    with _answering(host, port, timeout_s):
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
 
 
 def own_store(timeout_s: float = 30.0) -> dist.Store:
@@ -121,16 +133,49 @@ def own_store(timeout_s: float = 30.0) -> dist.Store:
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _wait_for_name(host, timeout_s)
     limit = timedelta(seconds=timeout_s)
-    try:
+    with _answering(host, port, timeout_s):
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    return dist.PrefixStore(f"stagewright/{_attempt()}", store)
+
+
+@contextmanager
+def _answering(host: str, port: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:  # torch's DistError is one
         said = str(error).strip().splitlines()[0]
         raise RunError(
             f"the rendezvous store at {host}:{port} did not answer within {timeout_s:.0f} s ({said}): see that rank 0 was "
             "started, and that this host reaches its port"
         ) from None
-    return dist.PrefixStore(f"stagewright/{_attempt()}", store)
+
+
+_ASK_AGAIN_S = 0.5
+
+
+def _wait_for_name(host: str, timeout_s: float) -> None:
+    """Returns once the name of a host has an address, which may come when the host does: torch asks for it far longer than
+    its limit, and prints a trace each time. Raises `RunError` where it has none within `timeout_s`."""
+    has_address, reasons = threading.Event(), ["its name servers do not answer"]
+
+    def ask() -> None:
+        while not has_address.is_set() and time.monotonic() < deadline:
+            try:
+                socket.getaddrinfo(host, None)
+                has_address.set()
+            except (OSError, UnicodeError) as error:
+                reasons.append(str(error))
+                time.sleep(_ASK_AGAIN_S)
+
+    deadline = time.monotonic() + timeout_s
+    threading.Thread(target=ask, daemon=True).start()
+    if not has_address.wait(timeout_s):
+        raise RunError(
+            f"MASTER_ADDR is {host!r}, which had no address within {timeout_s:.0f} s ({reasons[-1]}): name the host of rank "
+            "0 as the others reach it"
+        )
 
 
 def _attempt() -> str:

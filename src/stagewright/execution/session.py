@@ -18,6 +18,7 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
+from stagewright.execution.checkpoint_folder import digest
 from stagewright.execution.clock import ClockOffset
 from stagewright.execution.collectives import check_same_graphs, exchange, is_ordered
 from stagewright.execution.data.ahead import Reader, Wanted
@@ -139,7 +140,7 @@ class Session:
         accelerator = accelerator_of(device)
         free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
         connect_everyone(device, self.watch)
-        check_same_graphs(self.stages)
+        check_same_graphs(self.stages, digest(plan.model_dump(mode="json", exclude={"predictions"})))
         self.program = stage_program(plan)
         lowered = self.lowered(self.program, self.stages)
         lanes = lanes_of(lowered)

@@ -22,7 +22,7 @@ from stagewright.execution.checkpoint_folder import (
 from stagewright.execution.data.prepared import Data, PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.history import History
-from stagewright.execution.joining import kind_of_device, launched, plan_of, start_timeout_s
+from stagewright.execution.joining import check_launcher, kind_of_device, launched, plan_of, start_timeout_s
 from stagewright.execution.launch import (
     check_options,
     default_folder,
@@ -126,6 +126,7 @@ class Trainer:
         _is_checked: bool = False,
     ) -> None:
         checkpoints = None if checkpoint is None else Path(checkpoint)
+        check_launcher()
         start_s = start_timeout_s(start_timeout)
         begun = plan_to_run(plan_of(plan), replan, checkpoints, device, start_s)
         loaded, self._path = begun.plan, begun.path
@@ -441,8 +442,12 @@ class Trainer:
             warnings.warn(
                 f"{ours.proposal.reason} (changed in {seconds:.1f} s)", StagewrightWarning, stacklevel=1
             )
-            self._path = self.out.resolve() / f"plan-{self.step_number:06d}.json"
-            plan.save(self._path)
+            path = self.out.resolve() / f"plan-{self.step_number:06d}.json"
+            try:
+                plan.save(path)
+                self._path = path
+            except InputError as error:  # the run goes on without a copy of its plan
+                warnings.warn(str(error), StagewrightWarning, stacklevel=1)
             ours.changed(self.step_number, plan, seconds)
 
     # -- state ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from stagewright.execution.board import (
 INTERVAL_S = 0.25
 """Seconds between two posts of a rank."""
 IMPORT_SILENCE_S = 30.0
-"""While libraries are loaded no thread of Python may run for long."""
+"""While libraries are loaded no thread of Python may run for long; `Limits.start_s` counts where it is more."""
 JOINING = "joining the group"
 CONNECT_S = 60.0
 """Seconds in which ranks that are all there must have connected."""
@@ -44,7 +44,8 @@ _NUM_NEIGHBOURS = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a rank may take: for one action, and until all ranks have joined the group."""
+    """Seconds that a rank may take: for one action once it trains, and until all ranks have joined the group. What is done
+    before the first step, such as tracing, may take the larger of the two."""
 
     action_s: float = 1800.0
     start_s: float = 300.0
@@ -107,7 +108,7 @@ class Watch:
         self._limits = limits
         self._on_failure = on_failure
         self._launcher = launcher
-        self.position, self._silence_s = "starting", IMPORT_SILENCE_S
+        self.position, self._silence_s = "starting", max(IMPORT_SILENCE_S, limits.start_s)
         self._since = time.monotonic()
         self._meets: Sequence[int] = ()
         self._looked_s = self._all_there_s = 0.0
@@ -263,7 +264,12 @@ class Watch:
             return (
                 f"{ranks_text(self._meets)} have not connected within {CONNECT_S:.0f} s: {CONNECTION_REMEDY}"
             )
-        if waited > self._limits.action_s:
+        if self.num_steps is None and waited > max(self._limits.action_s, self._limits.start_s):
+            return (
+                f"this rank has been at {self.position} for {waited:.0f} s before its first step: the machine is too busy, "
+                "or give it longer with --start-timeout"
+            )
+        if self.num_steps is not None and waited > self._limits.action_s:
             return f"this rank has been at {self.position} for {waited:.0f} s, longer than the limit of an action"
         return None
 

@@ -22,7 +22,7 @@ from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
 from stagewright.text import say
-from stagewright.tracing.models.adapter_names import ADAPTER
+from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG
 from stagewright.tracing.models.reference import OTHER_FORMATS, ModelReference, bundled_names
 
 INDEX = "model.safetensors.index.json"
@@ -134,9 +134,14 @@ def adapter_file(folder: Path) -> Path:
         raise InputError(
             f"'{folder / ADAPTER}' {has}: give --lora-from a folder that save_pretrained() of peft has written"
         )
-    if (folder / MANIFEST).exists():
-        _compare(folder, read_manifest(folder), [ADAPTER])
+    check_adapter_contents(folder)
     return folder / ADAPTER
+
+
+def check_adapter_contents(folder: Path) -> None:
+    """Raises `InputError` where adapters and their config, of a run's checkpoint, are not what was written."""
+    if (folder / MANIFEST).exists():
+        _compare(folder, read_manifest(folder), [ADAPTER, ADAPTER_CONFIG])
 
 
 def _check_adapters(folder: Path, reference: ModelReference, seed: int) -> None:

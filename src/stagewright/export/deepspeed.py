@@ -62,14 +62,12 @@ def _document(plan: Plan) -> dict[str, Any]:
     if plan.reduce_dtype is not None:
         document["communication_data_type"] = plan.reduce_dtype
     recomputes = "layers" in plan.memory_policy
-    if plan.pp > 1:
+    if plan.pp > 1 or recomputes:
         document["pipeline"] = {
             "stages": plan.pp,
             "partition": "uniform",
             "activation_checkpoint_interval": int(recomputes),
         }
-    if recomputes:
-        document["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
     return document
 
 

@@ -6,6 +6,7 @@ parallelism, and stages where the file has none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,19 +39,22 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
             f"gradient_accumulation_steps {steps}: change one of the three"
         )
     pipeline, zero = _table(document, "pipeline", origin), _table(document, "zero_optimization", origin)
+    checkpointing = _table(document, "activation_checkpointing", origin)
     pp = _stages(pipeline, origin, notes)
-    level = zero.get("stage", 0)
-    if level not in (0, 1, 2, 3):
+    level = _decided(zero, "stage", 0, "zero_optimization", notes)
+    if level not in (0, 1, 2, 3) or isinstance(level, bool):
         raise InputError(f"{origin}: zero_optimization.stage = {level!r}: give 0, 1, 2 or 3")
     reduce = document.get("communication_data_type")
-    recomputes = (
-        bool(pipeline.get("activation_checkpoint_interval")) or "activation_checkpointing" in document
-    )
+    interval = _decided(pipeline, "activation_checkpoint_interval", 0, "pipeline", notes)
+    if isinstance(interval, int) and interval > 1:
+        notes.append(
+            f"pipeline.activation_checkpoint_interval {interval} is predicted as 1: every layer by itself"
+        )
     configuration = Configuration(
         pp=pp,
         dp=dp,
         microbatch=micro or 1,
-        recompute="full" if recomputes else "none",
+        recompute="full" if interval else "none",
         zero=level or None,
         reduce_dtype=reduce if reduce in ("bf16", "fp32") else None,
     )
@@ -65,14 +69,26 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
     }
     notes += [
         f"zero_optimization.{key} is not in the prediction"
-        for key in zero
-        if key not in ("stage", "overlap_comm")
+        for key, value in zero.items()
+        if key not in ("stage", "overlap_comm") and not _is_off(value)
     ]
-    notes += [f"{key} is not in the prediction" for key in document if key not in taken | _WITHOUT_INFLUENCE]
+    notes += [
+        f"activation_checkpointing.{key} is not in the prediction: it is for layers that the model itself checkpoints"
+        for key, value in checkpointing.items()
+        if not _is_off(value)
+    ]
+    if reduce not in (None, "bf16", "fp32"):
+        notes.append(f"communication_data_type {reduce} is not in the prediction")
+    notes += [
+        f"{key} is not in the prediction"
+        for key, value in document.items()
+        if key not in taken | _WITHOUT_INFLUENCE and not _is_off(value)
+    ]
+    dtype = _dtype(document, origin, notes)
     return Reading(
         what="DeepSpeed's configuration",
         runtime=None,
-        job={"dtype": _dtype(document, origin), **({"global_batch": batch} if batch else {})},
+        job={"dtype": dtype, **({"global_batch": batch} if batch else {})},
         configuration=configuration,
         read_model=lambda: _no_model(origin),
         num_read=len(taken & document.keys()),
@@ -96,10 +112,32 @@ def _number(document: Mapping[str, Any], key: str, origin: str) -> int | None:
 
 
 def _table(document: Mapping[str, Any], key: str, origin: str) -> Mapping[str, Any]:
-    value = document.get(key, {})
+    """A block; empty where it is absent, null or false."""
+    value = document.get(key)
+    if value is None or value is False:
+        return {}
     if not isinstance(value, Mapping):
         raise InputError(f"{origin}: {key} = {value!r}: give a table, as {{...}}")
     return value
+
+
+def _decided(table: Mapping[str, Any], key: str, default: Any, name: str, notes: list[str]) -> Any:
+    """A value; `default` where it is absent, null or ``auto``, which what calls DeepSpeed decides."""
+    value = table.get(key)
+    if value == "auto":
+        shown = json.dumps(default)
+        notes.append(f"{name}.{key} is auto, which the training script decides: {shown} is taken")
+        return default
+    return default if value is None else value
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value switches nothing on: false, null, 0, the device none, or a block of such values or not enabled."""
+    if isinstance(value, Mapping):
+        if "device" in value:
+            return value["device"] in (None, "none")
+        return value.get("enabled") is False or (bool(value) and all(map(_is_off, value.values())))
+    return value is None or value is False or value == 0
 
 
 def _stages(pipeline: Mapping[str, Any], origin: str, notes: list[str]) -> int:
@@ -112,8 +150,10 @@ def _stages(pipeline: Mapping[str, Any], origin: str, notes: list[str]) -> int:
     return stages
 
 
-def _dtype(document: Mapping[str, Any], origin: str) -> str:
-    for name in ("bf16", "fp16"):
-        if _table(document, name, origin).get("enabled"):
-            return name
-    return "fp32"
+def _dtype(document: Mapping[str, Any], origin: str, notes: list[str]) -> str:
+    enabled = [
+        name
+        for name in ("bf16", "fp16")
+        if _decided(_table(document, name, origin), "enabled", False, name, notes)
+    ]
+    return enabled[0] if enabled else "fp32"

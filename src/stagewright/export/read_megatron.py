@@ -1,15 +1,15 @@
 """Arguments of Megatron-LM's `pretrain_gpt.py`, from a shell file or a list of words, as a configuration.
 
-A shell file is not run: its simple assignments are put in place of `$NAME` and `${NAME:-default}`, and every `--option` of
-it is taken, those behind a condition too.
+A shell file is not run: the options are those of the command in it that starts training, expanded as a shell would. Of a
+file without such a command they are all that it has.
 
-Source: Megatron-LM core_v0.19.0, of which `formats/megatron.toml` names the options. Ignores: what a script computes.
+Source: Megatron-LM core_v0.19.0, of which `formats/megatron.toml` names the options. Ignores: what a script computes by
+other programs.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,11 +23,9 @@ from stagewright.export.megatron import RUNTIME
 from stagewright.export.megatron_layout import read_layout
 from stagewright.export.read_megatron_model import read_model
 from stagewright.export.reading import Reading
+from stagewright.export.shell import Script, Word, read_script
 from stagewright.planning.configuration import Configuration, Recomputed
 
-_ASSIGNMENT = re.compile(r"^(?:export |local |readonly )?([A-Za-z_]\w*)=([^(].*)?$")
-_ARRAY = re.compile(r"^(?:declare -a |local )?[A-Za-z_]\w*\+?=\(")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _WORD = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _LAUNCHER = frozenset({
     "nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-id", "rdzv-backend", "rdzv-endpoint",
@@ -80,8 +78,17 @@ def read_arguments(text: str, origin: str) -> Reading:
     Raises:
         InputError: there is none, or one has a value that it cannot have; names the line.
     """
-    lines = list(_lines(text))
-    return _reading(_options(lines, origin), origin)
+    script = read_script(text, origin)
+    launch = _launch(script)
+    if launch is None:
+        return _reading(_options([*script.variables, *script.commands], origin), origin, script.notes)
+    options = _options([launch], origin)
+    unused = [
+        f"--{name} ({given[-1].where}) does not reach the command that starts training"
+        for name, given in _options(script.variables, origin).items()
+        if name not in options
+    ]
+    return _reading(options, origin, (*script.notes, *_unset(launch), *unused))
 
 
 def read_argv(words: Sequence[Any], origin: str) -> Reading:
@@ -90,79 +97,65 @@ def read_argv(words: Sequence[Any], origin: str) -> Reading:
         raise InputError(
             f"{origin}: a list of arguments has texts and numbers only: write it as argv.json of an export"
         )
-    return _reading(_options([(0, [str(word) for word in words])], origin), origin)
+    return _reading(_options([[Word(str(word), 0) for word in words]], origin), origin)
 
 
-def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Words of every line that is whole once continued ones are joined, with its number."""
-    variables: dict[str, str] = {}
-    number, held = 0, ""
-    for count, line in enumerate(text.splitlines(), 1):
-        number = number if held else count
-        held += line
-        if held.endswith("\\"):
-            held = held[:-1] + " "
-            continue
-        words = _words(_ARRAY.sub("", held.strip()))
-        held = ""
-        match = _ASSIGNMENT.match(" ".join(words)) if len(words) <= 2 else None
-        if match and not words[-1].startswith("--"):
-            variables[match[1]] = _expanded(match[2] or "", variables)
-        yield number, [part for word in words for part in _parts(_expanded(word, variables))]
+def _launch(script: Script) -> Sequence[Word] | None:
+    """The last command that starts a Python program with options of Megatron-LM; None where there is none."""
+    known = known_options()
+    names = known.configuration.keys() | known.model.keys()
+    for command in reversed(script.commands):
+        parts = [part for word in command for part in _parts(word.text)]
+        starts_program = any(word.text.endswith(".py") or word.text == "-m" for word in command)
+        if starts_program and any(
+            part[2:].replace("_", "-") in names for part in parts if part.startswith("--")
+        ):
+            return command
+    return None
 
 
-def _words(line: str) -> list[str]:
-    """As a shell divides a line; one that it would not take, by its blanks."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:
-        return line.split("#")[0].split()
+def _unset(words: Sequence[Word]) -> Iterator[str]:
+    """Sentences on variables that stand for options and that the file does not set."""
+    for before, word in pairwise(words):
+        is_value = before.text.startswith("--") and "=" not in before.text and _takes_value(before.text)
+        if word.text.startswith("$") and not is_value:
+            yield f"{word.text} (line {word.line}), which the file does not set, is taken as empty"
+
+
+def _takes_value(option: str) -> bool:
+    known, name = known_options(), option[2:].replace("_", "-")
+    return {**known.configuration, **known.model}.get(name, "str") != "flag"
 
 
 def _parts(word: str) -> list[str]:
-    """An option and its value in one pair of quotes, or behind an equals sign, are two words.
+    """An option and its value in one pair of quotes, or with an equals sign between, are two words.
 
-    >>> _parts("--fp8-format hybrid"), _parts("--seq-length=4096"), _parts("--bf16)"), _parts("Et*2|t L")
-    (['--fp8-format', 'hybrid'], ['--seq-length', '4096'], ['--bf16'], ['Et*2|t L'])
+    >>> _parts("--fp8-format hybrid"), _parts("--seq-length=4096"), _parts("Et*2|t L")
+    (['--fp8-format', 'hybrid'], ['--seq-length', '4096'], ['Et*2|t L'])
     """
     if not word.startswith("--"):
         return [word]
     name, *values = word.split()
-    name, equals, value = name.rstrip(")").partition("=")
+    name, equals, value = name.partition("=")
     return [name, *([value] if equals else []), *values]
 
 
-def _expanded(word: str, variables: Mapping[str, str]) -> str:
-    """With variables that the file sets, or that have a default.
-
-    >>> _expanded("${TP:-4}x$PP", {"PP": "2"}), _expanded("$1", {})
-    ('4x2', '$1')
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        return variables.get(name, match.group() if default is None else default)
-
-    return _VARIABLE.sub(value, word)
-
-
-def _options(lines: Iterable[tuple[int, Sequence[str]]], origin: str) -> dict[str, list[Given]]:
-    """Every option by its name, with the words behind it."""
-    found: dict[str, list[Given]] = {}
-    for number, words in lines:
-        where = f"{origin}, line {number}" if number else origin
-        starts = [index for index, word in enumerate(words) if _WORD.fullmatch(word)]
+def _options(commands: Iterable[Sequence[Word]], origin: str) -> dict[str, list[Given]]:
+    """Every option by its name, with the words after it."""
+    options: dict[str, list[Given]] = {}
+    for command in commands:
+        words = [Word(part, word.line) for word in command for part in _parts(word.text)]
+        starts = [index for index, word in enumerate(words) if _WORD.fullmatch(word.text)]
         for start, stop in pairwise([*starts, len(words)]):
-            values = (
-                word.rstrip(")") if word.count("(") < word.count(")") else word
-                for word in words[start + 1 : stop]
-            )
-            name = words[start][2:].replace("_", "-")
-            found.setdefault(name, []).append(Given(tuple(one for one in values if one), where))
-    return found
+            values = tuple(word.text for word in words[start + 1 : stop] if word.text)
+            line = words[start].line
+            where = f"{origin}, line {line}" if line else origin
+            name = words[start].text[2:].replace("_", "-")
+            options.setdefault(name, []).append(Given(values, where))
+    return options
 
 
-def _reading(options: Mapping[str, list[Given]], origin: str) -> Reading:
+def _reading(options: Mapping[str, list[Given]], origin: str, notes: Sequence[str] = ()) -> Reading:
     known = known_options()
     if not known.configuration.keys() & options.keys():
         raise InputError(
@@ -185,7 +178,7 @@ def _reading(options: Mapping[str, list[Given]], origin: str) -> Reading:
         configuration=configuration,
         num_read=len(known.configuration.keys() & options.keys()),
         num_without_influence=len((known.without_influence | _LAUNCHER) & options.keys()),
-        notes=(*said.notes, *_repeated(options), *_not_taken(options, known)),
+        notes=(*said.notes, *notes, *_repeated(options), *_not_taken(options, known)),
         model=model,
         read_model=lambda: read_model(model, said.text("tokenizer-type"), origin),
     )

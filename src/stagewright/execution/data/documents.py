@@ -9,17 +9,28 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stagewright.documents import half_character, read_json
 from stagewright.errors import InputError, nearest
-from stagewright.files import inside
+from stagewright.execution.data.messages import Chat, read_chat
+from stagewright.files import check_regular, inside
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _RECORDS = (*_LINES, ".json", ".parquet", ".arrow")
+_PACKED = (".zst", ".bz2", ".xz", ".lz4", ".json.gz", ".txt.gz", ".zip")
+"""Endings of archives that are not read."""
 _PIECE_CHARACTERS = 2**20
+MOST_LINE_BYTES = 2**26
+"""Of a line of records: tokenising takes 30 bytes of memory for each of its characters."""
+MOST_LIST_BYTES = 2**30
+"""Of a JSON list of records, which is read as a whole."""
+_ROWS = 1024
+"""Rows of an Arrow table that are in memory at once."""
 _NO_TEXT = (
     ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".bin", ".pt", ".pth", ".safetensors", ".npz", ".pkl",
     ".pdf", ".csv", ".tsv", ".png", ".jpg", ".jpeg", ".webp", ".h5", ".tfrecord",
@@ -30,11 +41,12 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or a piece of one; the next piece follows unless `is_end`."""
+    """A text, or a piece of one; the next piece follows unless `is_end`. `place` names file and line for messages."""
 
     text: str
     is_start: bool = True
     is_end: bool = True
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,14 +55,7 @@ class Completion:
 
     prompt: str
     completion: str
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Messages by turns, of which those of the assistant are to be learnt; `tools` are what it may call."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Any] | None = None
+    place: str = field(default="", compare=False)
 
 
 Document = Text | Completion | Chat
@@ -63,35 +68,61 @@ def has_records(path: Path) -> bool:
 
 def data_files(path: Path) -> list[Path]:
     """The files that `documents_of` reads, in order. Raises `InputError` where there is none of a kind it knows."""
-    if not path.exists():
-        raise InputError(f"data file '{path}' cannot be read: check the path")
     if not path.is_dir():
+        check_regular(path, "data file")
         return [path]
     if (path / "dataset_dict.json").exists():
-        splits = _json(path / "dataset_dict.json").get("splits", [])
+        described = _object(path / "dataset_dict.json")
+        splits = described.get("splits")
+        if not isinstance(splits, list) or not all(isinstance(split, str) for split in splits):
+            raise InputError(
+                f"'{path / 'dataset_dict.json'}' does not list the splits of a dataset: save it again with save_to_disk()"
+            )
         if "train" not in splits:
             raise InputError(
-                f"data folder '{path}' has the splits {', '.join(map(str, splits))}, and none called train: name the folder "
-                "of one, such as "
-                f"{path / str(splits[0] if splits else 'SPLIT')}"
+                f"data folder '{path}' has the splits {', '.join(splits)}, and none called train: name the folder "
+                f"of one, such as {path / (splits[0] if splits else 'SPLIT')}"
             )
-        return data_files(path / "train")
+        return data_files(inside(path, "train"))
     if (path / "state.json").exists():
-        listed = _json(path / "state.json").get("_data_files", [])
-        return [inside(path, str(one["filename"])) for one in listed]
-    found = sorted(one for one in path.rglob("*") if one.is_file() and one.name.lower().endswith(_RECORDS))
-    found = found or sorted(path.rglob("*.txt"))
-    if not found:
+        return _saved_files(path)
+    files = sorted(entry for entry in path.rglob("*") if entry.is_file())
+    records = [file for file in files if file.name.lower().endswith(_RECORDS)]
+    packed = [file for file in files if file.name.lower().endswith(_PACKED)]
+    if packed:
+        raise InputError(
+            f"data folder '{path}' holds '{packed[0].relative_to(path)}', an archive that is not read: unpack it, pack "
+            "JSON Lines as .jsonl.gz, or move it elsewhere"
+        )
+    texts = records or [file for file in files if file.name.endswith(".txt")]
+    if not texts:
         raise InputError(
             f"data folder '{path}' holds nothing to train on: name one of .jsonl, .parquet or .txt files, one that "
             "datasets has saved (save_to_disk), or one that stagewright tokenize has written"
         )
-    return found
+    return texts
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a dataset that `datasets` has saved."""
+    listed = _object(folder / "state.json").get("_data_files")
+    entries = listed if isinstance(listed, list) else [None]
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"'{folder / 'state.json'}' does not list the files of a dataset (_data_files): save it again with "
+            "save_to_disk()"
+        )
+    files = [inside(folder, str(name)) for name in names]
+    for file in files:
+        check_regular(file, "data file")
+    return files
 
 
 def documents_of(path: Path, field: str | None = None) -> Iterator[Document]:
     """All documents of a file; the text of each record is in its `field`, or where its keys say. Raises `InputError` where
     something is no document; says where."""
+    check_regular(path, "data file")
     try:
         if path.name.lower().endswith(_RECORDS):
             for place, record in _records(path):
@@ -110,9 +141,10 @@ def refuse_no_text(path: Path) -> None:
     """Raises `InputError` for what is no text by its name, or is records by another name: its bytes would teach a model
     nothing that was meant."""
     if path.name.lower().endswith(_NO_TEXT):
+        packed = path.name.lower().endswith((*_PACKED, ".gz"))
         raise InputError(
-            f"data file '{path}' is no text: give text, JSON Lines (.jsonl), Parquet, token ids as .npy, or a dataset as "
-            "package.module:factory"
+            f"data file '{path}' is {'an archive that is not read: unpack it, or' if packed else 'no text:'} give text, "
+            "JSON Lines (.jsonl, .jsonl.gz), Parquet, token ids as .npy, or a dataset as package.module:factory"
         )
     with path.open("rb") as file:
         line = file.readline(2**20).strip()
@@ -140,19 +172,19 @@ def _document(record: Any, place: str, field: str | None) -> Document:
             raise InputError(
                 f"{place} has no '{field}'{hint}: it has {_keys(record)}; name one with --text-field"
             )
-        return Text(_text(record[field], f"'{field}' of {place}"))
+        return Text(_text(record[field], f"'{field}' of {place}"), place=place)
     if "messages" in record:
-        return Chat(_messages(record["messages"], place), record.get("tools") or None)
+        return read_chat(record, place)
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         return Completion(
-            _text(prompt, f"'prompt' of {place}"), _text(completion, f"'completion' of {place}")
+            _text(prompt, f"'prompt' of {place}"), _text(completion, f"'completion' of {place}"), place
         )
     if "text" in record:
-        return Text(_text(record["text"], f"'text' of {place}"))
+        return Text(_text(record["text"], f"'text' of {place}"), place=place)
     raise InputError(
         f"{place} has {_keys(record)}, and neither text, nor prompt and completion, nor messages: name the field of the "
-        "text with --text-field"
+        "text with --text-field, or rename the field of a chat to messages, with roles and contents"
     )
 
 
@@ -162,19 +194,11 @@ def _keys(record: Mapping[str, Any]) -> str:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
+        remedy = "give a chat as one list 'messages', or " if isinstance(value, list) else ""
         raise InputError(
-            f"{what} is a {type(value).__name__}, not a text: name another field with --text-field"
+            f"{what} is a {type(value).__name__}, not a text: {remedy}name another field with --text-field"
         )
     return value
-
-
-def _messages(value: Any, place: str) -> list[Mapping[str, Any]]:
-    is_chat = isinstance(value, list) and bool(value)
-    if not is_chat or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in value):
-        raise InputError(
-            f'{place}: messages are a list of {{"role": ..., "content": ...}}, with roles such as user and assistant'
-        )
-    return [{key: item for key, item in one.items() if item is not None} for one in value]
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -194,19 +218,50 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
     with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+        while True:
+            number += 1
+            place = f"line {number} of '{path}'"
             try:
-                yield f"line {number} of '{path}'", json.loads(line)
-            except (ValueError, RecursionError) as error:
+                line = file.readline(MOST_LINE_BYTES + 1)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                reason = "it ends too early" if isinstance(error, EOFError) else error
                 raise InputError(
-                    f"line {number} of '{path}' is not JSON ({error}): correct it or leave it out"
+                    f"data file '{path}' is a damaged archive at line {number} ({reason}): copy or pack it again"
                 ) from None
+            if not line:
+                return
+            if len(line) > MOST_LINE_BYTES:
+                raise InputError(
+                    f"{place} has more than {MOST_LINE_BYTES:,} bytes, the most of a record: divide it into several"
+                )
+            if line.strip():
+                yield place, _value(line, place, is_first=number == 1)
+
+
+def _value(content: bytes, what: str, is_first: bool = True) -> Any:
+    """The value of JSON text, of which the first line may have a byte order mark."""
+    try:
+        text = content.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{what} is not UTF-8 text ({error.reason} at byte {error.start}): convert the file"
+        ) from None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "its values are nested too deep" if isinstance(error, RecursionError) else error
+        raise InputError(f"{what} is not JSON ({reason}): correct it or leave it out") from None
+    if "\\u" in text and (half := half_character(value)) is not None:
+        raise InputError(
+            f"{what} has half a character ({half}), which no text has: correct it or leave it out"
+        )
+    return value
 
 
 def _rows(path: Path) -> Iterator[Any]:
+    """The records of an Arrow table, in which a key that a record lacks is null."""
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -214,22 +269,45 @@ def _rows(path: Path) -> Iterator[Any]:
         raise InputError(f"reading '{path}' takes pyarrow: pip install pyarrow") from None
     try:
         if path.name.lower().endswith(".parquet"):
-            for batch in parquet.ParquetFile(path).iter_batches():
-                yield from batch.to_pylist()
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(_ROWS):
+                    yield from map(_without_nulls, batch.to_pylist())
         else:
             with arrow.memory_map(str(path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
                 for batch in stream:
-                    yield from batch.to_pylist()
+                    yield from map(_without_nulls, batch.to_pylist())
     except (arrow.ArrowException, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"data file '{path}' cannot be read by pyarrow ({reason}): write it again") from None
 
 
+def _without_nulls(value: Any) -> Any:
+    """Keys whose value is null left out at every depth: Arrow gives every record the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
 def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"data file '{path}' is not JSON ({error}): correct it") from None
+    size = path.stat().st_size
+    if size > MOST_LIST_BYTES:
+        raise InputError(
+            f"data file '{path}' has {size:,} bytes, more than the {MOST_LIST_BYTES:,} of a JSON file, which is read as a "
+            "whole: write a record per line as .jsonl"
+        )
+    return _value(path.read_bytes(), f"data file '{path}'")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that describes a dataset."""
+    content = read_json(path, "description of a dataset", "save it again with save_to_disk()")
+    if not isinstance(content, dict):
+        raise InputError(
+            f"'{path}' is a {type(content).__name__}, not an object: save the dataset again with save_to_disk()"
+        )
+    return content
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------
@@ -238,16 +316,17 @@ def _json(path: Path) -> Any:
 def _pieces(path: Path) -> Iterator[Text]:
     """A text in pieces of whole lines, so that a long one need not be in memory at once.
 
-    Ignores: that a tokenizer might join characters on both sides of the end of a line.
+    Ignores: that a tokenizer might join characters on both sides of the end of a line, or of a piece of a longer one.
     """
     refuse_no_text(path)
-    is_start, waiting, size = True, [], 0
+    is_start, waiting, size, number = True, [], 0, 0
     with path.open(encoding="utf-8", newline="") as file:
-        for line in file:
+        while line := file.readline(16 * _PIECE_CHARACTERS):
             if size >= _PIECE_CHARACTERS:
-                yield Text("".join(waiting), is_start, is_end=False)
+                yield Text("".join(waiting), is_start, is_end=False, place=f"line {number} of '{path}'")
                 is_start, waiting, size = False, [], 0
             waiting.append(line)
             size += len(line)
+            number += line.endswith("\n")
     if waiting or is_start:
-        yield Text("".join(waiting), is_start)
+        yield Text("".join(waiting), is_start, place=f"line {number} of '{path}'")

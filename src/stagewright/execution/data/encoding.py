@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from stagewright.errors import InputError
 from stagewright.execution.data.documents import Completion, Document, Text
 from stagewright.execution.data.tokenizers import Encoding, Tokenizer
 
@@ -33,11 +34,29 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Enc
         rest = sorted({*range(len(group))} - {*whole})
         made: dict[int, Encoding] = {}
         for places, is_whole in ((whole, True), (rest, False)):
-            if places:
-                encodings = tokenizer.encode([written[at][0] for at in places], is_whole)
-                made.update(zip(places, encodings, strict=True))
+            texts = [written[at][0] for at in places]
+            made.update(
+                zip(places, _encodings(tokenizer, texts, is_whole, [group[at] for at in places]), strict=True)
+            )
         for at, document in enumerate(group):
             yield _closed(document, made[at], *written[at], tokenizer.end)
+
+
+def _encodings(
+    tokenizer: Tokenizer, texts: list[str], is_whole: bool, documents: Sequence[Document]
+) -> list[Encoding]:
+    """Raises `InputError` that names the document of which the tokenizer makes no tokens."""
+    if not texts:
+        return []
+    try:
+        return tokenizer.encode(texts, is_whole)
+    except InputError:
+        for text, document in zip(texts, documents, strict=True):
+            try:
+                tokenizer.encode([text], is_whole)
+            except InputError as error:
+                raise InputError(f"{document.place or 'a document'}: {error}") from None
+        raise
 
 
 def _is_whole(document: Document) -> bool:

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from stagewright.execution.data.documents import (
 )
 from stagewright.execution.data.encoding import Encoded, encoded
 from stagewright.execution.data.request import DataRequest, SourceRequest
-from stagewright.execution.data.store import VERSION, TokenStore, is_store, open_store, write_store
+from stagewright.execution.data.store import VERSION, TokenStore, is_store, open_store, verified, write_store
 from stagewright.execution.data.tokenizers import Tokenizer, load_tokenizer
 from stagewright.execution.data_identity import DataIdentity, contents_digest, identity_of, tokens_of
 from stagewright.files import cache_folder
@@ -38,6 +39,8 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import factory_source, split_factory
 
 LABELS = "labels"
+_RULES = 2
+"""Version of the rules by which documents become tokens."""
 _BYTES_WORTH = 1024
 """A vocabulary of more than so many tokens is not one of bytes and a few marks."""
 
@@ -144,7 +147,7 @@ def _found(
     if has_tokens(path, request):
         prepared = PreparedSource(kind="tokens", path=str(path.resolve()), weight=source.weight)
         return prepared, _checked_tokens(path, plan, model), False
-    store = open_store(path) if is_store(path) else tokenised(path, tokenizer, request.text_field)
+    store = _whole(path) if is_store(path) else tokenised(path, tokenizer, request.text_field)
     _check_store(store, source, plan, model)
     prepared = PreparedSource(kind="store", path=str(store.path.resolve()), weight=source.weight)
     return prepared, _identity_of_store(store), store.manifest.is_masked
@@ -182,12 +185,23 @@ def tokenised(
         ]
     except OSError as error:
         raise InputError(f"data file '{path}' cannot be read: {error.strerror or error}") from None
-    facts = json.dumps([VERSION, contents, tokenizer.digest, field])
+    facts = json.dumps([VERSION, _RULES, contents, tokenizer.digest, field])
     target = cache_folder("tokens") / hashlib.sha256(facts.encode()).hexdigest()[:32]
     with _alone(target):
-        if is_store(target):
-            return open_store(target)
+        if os.path.lexists(target):
+            try:
+                return _whole(target)
+            except InputError as damage:
+                say(f"tokenising again: {damage}")
+                shutil.rmtree(target, ignore_errors=True)
         return write(target)
+
+
+def _whole(path: Path) -> TokenStore:
+    """The store in a folder; one process of those that a launcher has started on this machine reads it all to verify it."""
+    store = open_store(path)
+    is_first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    return verified(store) if is_first else store
 
 
 def _reported(files: Sequence[Path], field: str | None, report: Callable[[str], None]) -> Iterator[Document]:

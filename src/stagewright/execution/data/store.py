@@ -24,6 +24,9 @@ from stagewright.documents import read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.execution.data.encoding import Encoded
 from stagewright.execution.data.tokenizers import Tokenizer
+from stagewright.files import cache_folder, digest_of
+from stagewright.text import say
+from stagewright.units import format_bytes
 
 MANIFEST = "store.json"
 VERSION = 1
@@ -105,6 +108,45 @@ def open_store(path: Path) -> TokenStore:
     return TokenStore(path, manifest)
 
 
+_SAID_BYTES = 2**30
+"""Of a store whose verification is announced, since it takes seconds."""
+_REMEMBERED_BYTES = 2**32
+"""Of a store that is not read again for each run, if its files have sizes and times as when it was verified."""
+
+
+def verified(store: TokenStore) -> TokenStore:
+    """The store, if its files are what was written. One process on each machine reads them all before a run: SHA-256 takes
+    about a second per GiB. Raises `InputError` where a bit is other than it was."""
+    files = [store.path / name for name in (_TOKENS, _LEARNT, _ENDS) if (store.path / name).is_file()]
+    states = [file.stat() for file in files]
+    size = sum(state.st_size for state in states)
+    facts = [str(store.path.resolve()), store.manifest.sha256]
+    facts += [f"{state.st_ino} {state.st_size} {state.st_mtime_ns}" for state in states]
+    mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    if size > _REMEMBERED_BYTES and (cache_folder("verified") / mark).exists():
+        return store
+    if size > _SAID_BYTES:
+        say(f"verifying the {format_bytes(size)} of '{store.path}'")
+    try:
+        tokens, ends = (digest_of(store.path / name) for name in (_TOKENS, _ENDS))
+        learnt = digest_of(store.path / _LEARNT) if store.manifest.is_masked else ""
+    except OSError as error:
+        raise InputError(f"'{store.path}' cannot be read: {error.strerror or error}") from None
+    if _digest(store.manifest.dtype, tokens, learnt, ends) != store.manifest.sha256:
+        raise InputError(
+            f"'{store.path}' is damaged: its tokens are not those that were written (SHA-256 in {MANIFEST}): tokenise the "
+            "data again"
+        )
+    if size > _REMEMBERED_BYTES:
+        (cache_folder("verified") / mark).touch()
+    return store
+
+
+def _digest(dtype: str, *parts: str) -> str:
+    """Of a store whose arrays have the digests `parts`."""
+    return hashlib.sha256(" ".join([str(np.dtype(dtype).itemsize), *parts]).encode()).hexdigest()
+
+
 def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenStore:
     """Writes all documents to a new `folder`, beside which they lie until they are whole.
 
@@ -156,11 +198,8 @@ def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, sou
         (folder / _LEARNT).unlink()
     places = np.array(ends, "<i8").tobytes()
     (folder / _ENDS).write_bytes(places)
-    parts = [
-        tokens_digest.hexdigest(),
-        learnt_digest.hexdigest() if is_masked else "",
-        hashlib.sha256(places).hexdigest(),
-    ]
+    learnt_sha256 = learnt_digest.hexdigest() if is_masked else ""
+    ends_sha256 = hashlib.sha256(places).hexdigest()
     return StoreManifest(
         source=source,
         tokenizer=tokenizer.name,
@@ -172,5 +211,5 @@ def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, sou
         largest=largest,
         pad=tokenizer.pad,
         is_masked=is_masked,
-        sha256=hashlib.sha256(" ".join([str(dtype.itemsize), *parts]).encode()).hexdigest(),
+        sha256=_digest(dtype.name, tokens_digest.hexdigest(), learnt_sha256, ends_sha256),
     )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from stagewright.errors import InputError
-from stagewright.execution.data.chats import Rendered, rendered
-from stagewright.execution.data.documents import Chat
+from stagewright.execution.data.chats import ChatTemplate, Rendered, refusing
+from stagewright.execution.data.messages import Chat
 from stagewright.execution.weight_files import CONFIG
 from stagewright.files import digest_of
 
@@ -57,9 +57,10 @@ class Tokenizer(ABC):
 
     def render(self, chat: Chat) -> Rendered:
         """The text of a chat. Raises `InputError` where there is no template for it."""
+        place = f"{chat.place}: " if chat.place else ""
         raise InputError(
-            f"{self.name} has no chat template, which records of messages need: give a Hugging Face folder that has one "
-            "with --tokenizer, or records of prompt and completion"
+            f"{place}{self.name} has no chat template, which records of messages need: give a Hugging Face folder that has "
+            "one with --tokenizer, or records of prompt and completion"
         )
 
 
@@ -99,7 +100,9 @@ class TokenizerFile(Tokenizer):
 
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # plain exceptions and panics
             raise InputError(
                 f"'{path}' is no tokenizer.json ({_one_line(error)}): give one, or its folder"
             ) from None
@@ -116,8 +119,9 @@ class TokenizerFile(Tokenizer):
         self.pad = next((one for one in (pad, self.end) if one is not None), 0)
 
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
-        made = self._inner.encode_batch(list(texts), add_special_tokens=is_whole)
-        return [_encoding(one.ids, one.offsets) for one in made]
+        with refusing(self.name):
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=is_whole)
+        return [_encoding(encoding.ids, encoding.offsets) for encoding in encodings]
 
 
 class HuggingFace(Tokenizer):
@@ -135,7 +139,9 @@ class HuggingFace(Tokenizer):
             self._inner: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, use_fast=True, trust_remote_code=False
             )
-        except Exception as error:  # of many types, all about what lies in the folder
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of many types, all about what lies in the folder
             if "trust_remote_code" in str(error):
                 raise InputError(
                     f"the tokenizer in '{folder}' is code of its own (auto_map), which is never run: give its "
@@ -149,6 +155,7 @@ class HuggingFace(Tokenizer):
                 f"the tokenizer in '{folder}' has no tokenizer.json: save it as a fast tokenizer"
             )
         self.name = f"tokenizer '{folder}'"
+        self._template = ChatTemplate(self._inner, self.name)
         files = [
             *(folder / name for name in (*TOKENIZER_FILES, CONFIG)),
             *sorted((folder / "additional_chat_templates").glob("*")),
@@ -163,21 +170,23 @@ class HuggingFace(Tokenizer):
         self.pad = next((one for one in (pad, self.end) if one is not None), 0)
 
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
-        made = self._inner(
-            list(texts),
-            add_special_tokens=is_whole,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            truncation=False,
-            padding=False,
-            verbose=False,
-        )
-        return [_encoding(*one) for one in zip(made["input_ids"], made["offset_mapping"], strict=True)]
+        with refusing(self.name):
+            encodings = self._inner(
+                list(texts),
+                add_special_tokens=is_whole,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                truncation=False,
+                padding=False,
+                verbose=False,
+            )
+        pairs = zip(encodings["input_ids"], encodings["offset_mapping"], strict=True)
+        return [_encoding(ids, offsets) for ids, offsets in pairs]
 
     def render(self, chat: Chat) -> Rendered:
         if not self._inner.chat_template:
             return super().render(chat)
-        return rendered(self._inner, chat, self.name)
+        return self._template.render(chat)
 
 
 def _encoding(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Encoding:

@@ -1,0 +1,919 @@
+"""Shell scripts: the words of their commands as a shell would expand them, without running anything.
+
+Assignments, quotes, arrays, defaults, arithmetic, conditions, `case`, functions, `eval` and `bash -c` are followed. What
+depends on more than the script (its arguments, outputs of commands) stays as it is written, such as ``$1``.
+
+Source: POSIX.1-2017, chapter 2, "Shell Command Language", and the manual of bash 5.2 for arrays and ``[[``. Ignores:
+redirections, patterns of file names, and what loops do after their first round.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from stagewright.errors import InputError
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
+_EXPANSION = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*)|(.*))", re.DOTALL)
+_UNSET = re.compile(r"\$([A-Za-z_]\w*)")
+_BLANKS, _ENDS = " \t\r\n", " \t\r\n;&|()<>"
+_WITHOUT_INFLUENCE = {
+    "true",
+    ":",
+    "set",
+    "shopt",
+    "echo",
+    "printf",
+    "cd",
+    "mkdir",
+    "rm",
+    "source",
+    ".",
+    "ulimit",
+    "module",
+}
+"""Commands that set no variable here and start no program."""
+_MOST_COMMANDS = 20_000
+_MOST_NESTED = 50
+_MOST_CHARACTERS = 2**20
+"""Of an expanded word; scripts that double a variable would have no end."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command, with the line on which it was written."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Characters of a word; those that a quoted expansion or quotes gave are not split at blanks."""
+
+    text: str
+    line: int
+    is_quoted: bool
+
+
+_Text = tuple[_Run, ...]
+_Value = _Text | list[_Text]
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A word as written, with quotes."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class _Array:
+    words: tuple[_Raw, ...]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A command: `kind` says how its parts are meant."""
+
+    kind: str
+    line: int
+    words: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ()
+
+
+class _Exit(Exception):
+    """Raised where a script would end."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script would do: the words of every command in order, those of every variable at its end, and sentences on
+    what was not followed."""
+
+    commands: tuple[tuple[Word, ...], ...]
+    variables: tuple[tuple[Word, ...], ...]
+    notes: tuple[str, ...]
+
+
+def read_script(text: str, origin: str) -> Script:
+    """The script in a text.
+
+    >>> script = read_script('A="--x 1"; if [ $1 = a ]; then B=2; else B=3; fi; run $A --y $B', "here")
+    >>> [word.text for word in script.commands[-1]], script.notes
+    (['run', '--x', '1', '--y', '2'], ('the condition of line 1 ([ $1 = a ]) depends on more: its first branch is taken',))
+
+    Raises:
+        InputError: a quote, bracket or block of the script has no end; names its line.
+    """
+    shell = _Shell(origin)
+    try:
+        shell.run(_Parser(text, origin).script())
+    except _Exit:
+        pass
+    except RecursionError:
+        raise InputError(
+            f"{origin} nests commands too deep: give argv.json, a list of its arguments"
+        ) from None
+    values = (value if isinstance(value, list) else [value] for value in shell.variables.values())
+    return Script(
+        tuple(map(tuple, shell.commands)),
+        tuple(tuple(_word(part) for text in texts for part in _split(text)) for texts in values),
+        tuple(dict.fromkeys(shell.notes)),
+    )
+
+
+# -- parsing ------------------------------------------------------------------------------------------------------------
+
+
+class _Parser:
+    """Reads a script into nodes."""
+
+    def __init__(self, text: str, origin: str, line: int = 1) -> None:
+        self._text = text.replace("\r\n", "\n")
+        self._at, self._line, self._origin = 0, line, origin
+        self._heredocs: list[str] = []
+
+    def script(self) -> tuple[_Node, ...]:
+        nodes = self._list(())
+        if self._at < len(self._text):
+            raise self._error(f"'{self._text[self._at]}' closes nothing")
+        return nodes
+
+    def _error(self, what: str, line: int | None = None) -> InputError:
+        return InputError(
+            f"{self._origin}, line {line or self._line}: {what}: correct the script, or give argv.json, a list of its "
+            "arguments"
+        )
+
+    def _peek(self) -> str:
+        return self._text[self._at] if self._at < len(self._text) else ""
+
+    def _skip(self, newlines: bool) -> None:
+        """Over blanks, comments and continued lines."""
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if self._text.startswith("\\\n", self._at):
+                self._at += 2  # a continued line has the number of its first
+            elif character in " \t\r":
+                self._at += 1
+            elif character == "#":
+                end = self._text.find("\n", self._at)
+                self._at = len(self._text) if end < 0 else end
+            elif character == "\n" and newlines:
+                self._newline()
+            else:
+                return
+
+    def _newline(self) -> None:
+        self._at += 1
+        self._line = self._text.count("\n", 0, self._at) + 1
+        for mark in self._heredocs:  # whose lines are data of a command
+            end = re.compile(rf"^\t*{re.escape(mark)}$", re.MULTILINE).search(self._text, self._at)
+            self._at = len(self._text) if end is None else min(end.end() + 1, len(self._text))
+            self._line = self._text.count("\n", 0, self._at) + 1
+        self._heredocs.clear()
+
+    def _list(self, until: tuple[str, ...]) -> tuple[_Node, ...]:
+        """Commands up to a reserved word, a closing bracket or the end."""
+        nodes: list[_Node] = []
+        while True:
+            self._skip(newlines=True)
+            if not (character := self._peek()) or character == ")" or self._word_ahead() in until:
+                return tuple(nodes)
+            if character in ";&|":
+                if self._text.startswith(";;", self._at):
+                    return tuple(nodes)
+                self._at += 1
+                continue
+            nodes.append(self._and_or())
+
+    def _word_ahead(self) -> str:
+        match = re.compile(r"[A-Za-z]+|[{}!]|\[\[").match(self._text, self._at)
+        if match is None or (self._text[match.end() : match.end() + 1] or " ") not in _ENDS:
+            return ""
+        return match.group()
+
+    def _and_or(self) -> _Node:
+        """Commands joined by && and ||, and pipelines, whose parts all run."""
+        node = self._command()
+        while True:
+            self._skip(newlines=False)
+            for mark, kind in (("&&", "and"), ("||", "or"), ("|", "pipe")):
+                if self._text.startswith(mark, self._at):
+                    self._at += len(mark) + (mark == "|" and self._text[self._at + 1 : self._at + 2] == "&")
+                    self._skip(newlines=True)
+                    node = _Node(kind, node.line, parts=(node, self._command()))
+                    break
+            else:
+                return node
+
+    def _take(self, word: str, opened: int) -> None:
+        self._skip(newlines=True)
+        if self._word_ahead() != word:
+            raise self._error(f"a block has no '{word}'", opened)
+        self._at += len(word)
+
+    def _command(self) -> _Node:
+        self._skip(newlines=False)
+        line, word = self._line, self._word_ahead()
+        if self._peek() == "(":
+            if self._text.startswith("((", self._at) and (end := self._text.find("))", self._at)) >= 0:
+                words = (_Raw(f"$({self._text[self._at + 1 : end + 1]})", line),)
+                self._at = end + 2
+                return _Node("arithmetic", line, words)
+            self._at += 1
+            body = self._list(())
+            self._close(line)
+            return self._redirected(_Node("group", line, parts=body))
+        if word in ("if", "while", "until", "for", "select", "case", "function", "{", "!", "[["):
+            if word == "[[":
+                return self._double_test(line)
+            self._at += len(word)
+            return self._redirected(getattr(self, f"_{_RESERVED.get(word, word)}")(line))
+        if (function := re.compile(r"([A-Za-z_][\w.-]*)[ \t]*\(\)").match(self._text, self._at)) is not None:
+            self._at = function.end()
+            return self._function_body(function[1], line)
+        return self._simple(line)
+
+    def _close(self, opened: int) -> None:
+        self._skip(newlines=True)
+        if self._peek() != ")":
+            raise self._error("a bracket has no end", opened)
+        self._at += 1
+
+    def _redirected(self, node: _Node) -> _Node:
+        """Over redirections after a block."""
+        self._skip(newlines=False)
+        while self._peek() in ("<", ">") or re.compile(r"\d+[<>]").match(self._text, self._at):
+            self._redirection()
+            self._skip(newlines=False)
+        return node
+
+    def _redirection(self) -> None:
+        match = re.compile(r"\d*(<<<|<<-?|>>|[<>]&|<>|>\||[<>])").match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
+        self._skip(newlines=False)
+        if self._peek() == "(":  # a process that is read as a file
+            self._brackets("(", ")")
+            return
+        target = self._raw() if self._peek() not in ("", "\n") else None
+        if match[1] in ("<<", "<<-") and target is not None:
+            self._heredocs.append(re.sub(r"[\"'\\]", "", target.text))
+
+    def _not(self, line: int) -> _Node:
+        return _Node("not", line, parts=(self._command(),))
+
+    def _block(self, line: int) -> _Node:
+        body = self._list(("}",))
+        self._take("}", line)
+        return _Node("group", line, parts=body)
+
+    def _if(self, line: int) -> _Node:
+        branches: list[tuple[tuple[_Node, ...], tuple[_Node, ...]]] = []
+        otherwise: tuple[_Node, ...] | None = None
+        while True:
+            condition = self._list(("then",))
+            self._take("then", line)
+            branches.append((condition, self._list(("elif", "else", "fi"))))
+            word = self._word_ahead()
+            self._at += len(word)
+            if word == "else":
+                otherwise = self._list(("fi",))
+                self._take("fi", line)
+            if word != "elif":
+                if word not in ("else", "fi"):
+                    raise self._error("an 'if' has no 'fi'", line)
+                return _Node("if", line, parts=(tuple(branches), otherwise))
+
+    def _loop(self, line: int) -> _Node:
+        self._list(("do",))
+        self._take("do", line)
+        self._list(("done",))
+        self._take("done", line)
+        return _Node("loop", line)
+
+    def _for(self, line: int) -> _Node:
+        self._skip(newlines=False)
+        if self._peek() == "(":
+            self._brackets("(", ")")
+            name, words = "", []
+        else:
+            name, words = self._raw().text, []
+            self._skip(newlines=True)
+            if self._word_ahead() == "in":
+                self._at += 2
+                self._skip(newlines=False)
+                while self._peek() not in ("", "\n", ";"):
+                    words.append(self._raw())
+                    self._skip(newlines=False)
+        self._list(("do",))
+        self._take("do", line)
+        body = self._list(("done",))
+        self._take("done", line)
+        return _Node("for", line, (name, *words), body)
+
+    def _case(self, line: int) -> _Node:
+        self._skip(newlines=False)
+        subject = self._raw()
+        self._take("in", line)
+        branches = []
+        while True:
+            self._skip(newlines=True)
+            if self._word_ahead() == "esac":
+                self._at += 4
+                return _Node("case", line, (subject,), tuple(branches))
+            if not self._peek():
+                raise self._error("a 'case' has no 'esac'", line)
+            if self._peek() == "(":
+                self._at += 1
+            patterns = []
+            while self._peek() != ")":
+                self._skip(newlines=False)
+                if not self._peek() or self._peek() == "\n":
+                    raise self._error("a pattern of 'case' has no ')'")
+                if self._peek() == "|":
+                    self._at += 1
+                elif self._peek() != ")":
+                    patterns.append(self._raw())
+            self._at += 1
+            branches.append((tuple(patterns), self._list(("esac",))))
+            while self._peek() and self._peek() in ";&":
+                self._at += 1
+
+    def _function(self, line: int) -> _Node:
+        self._skip(newlines=False)
+        name = self._raw().text
+        self._skip(newlines=False)
+        if self._text.startswith("()", self._at):
+            self._at += 2
+        return self._function_body(name, line)
+
+    def _function_body(self, name: str, line: int) -> _Node:
+        self._skip(newlines=True)
+        return _Node("function", line, (name,), (self._command(),))
+
+    def _double_test(self, line: int) -> _Node:
+        end = self._text.find("]]", self._at)
+        if end < 0:
+            raise self._error("'[[' has no ']]'", line)
+        words = []
+        self._at += 2
+        while True:
+            self._skip(newlines=True)
+            if self._text.startswith("]]", self._at):
+                self._at += 2
+                return _Node("simple", line, (_Raw("[[", line), *words, _Raw("]]", line)))
+            mark = re.compile(r"&&|\|\||[()<>]").match(self._text, self._at)
+            if mark is not None:
+                self._at = mark.end()
+                words.append(_Raw(mark.group(), self._line))
+            elif not self._peek():
+                raise self._error("'[[' has no ']]'", line)
+            else:
+                words.append(self._raw())
+
+    def _simple(self, line: int) -> _Node:
+        words: list[_Raw | tuple[str, _Array]] = []
+        while True:
+            self._skip(newlines=False)
+            character = self._peek()
+            if not character or character in "\n;|)" or (character == "&" and self._peek_at(1) != ">"):
+                return _Node("simple", line, tuple(words))
+            if character == "&":
+                self._at += 1
+            if self._peek() in "<>" or re.compile(r"\d+[<>]").match(self._text, self._at):
+                self._redirection()
+            elif character == "(":
+                raise self._error("a bracket is where no command begins")
+            else:
+                word = self._raw()
+                if _ASSIGNMENT.fullmatch(word.text) and self._peek() == "(":
+                    opened, items = self._line, []
+                    self._at += 1
+                    while True:
+                        self._skip(newlines=True)
+                        if self._peek() in ("", ")"):
+                            break
+                        if self._peek() in ";&|<>(":
+                            raise self._error(f"'{self._peek()}' is in an array")
+                        items.append(self._raw())
+                    self._close(opened)
+                    words.append((word.text, _Array(tuple(items))))
+                else:
+                    words.append(word)
+
+    def _peek_at(self, offset: int) -> str:
+        return self._text[self._at + offset : self._at + offset + 1]
+
+    def _raw(self) -> _Raw:
+        """A word with its quotes."""
+        start, line = self._at, self._line
+        while self._at < len(self._text) and self._text[self._at] not in _ENDS:
+            character = self._text[self._at]
+            if character == "\\":
+                self._at += 2
+            elif character == "'":
+                self._quoted("'")
+            elif character in '"`':
+                self._quoted(character)
+            elif character == "$" and self._peek_at(1) in ("{", "("):
+                self._at += 1
+                self._brackets(self._peek(), "}" if self._peek() == "{" else ")")
+            else:
+                self._at += 1
+        if self._at == start:
+            raise self._error(f"'{self._peek()}' is where no word can be")
+        self._line = self._text.count("\n", 0, self._at) + 1 if "\n" in self._text[start : self._at] else line
+        text = self._text[start : self._at]
+        return _Raw(text, line)
+
+    def _quoted(self, quote: str) -> None:
+        opened = self._line
+        self._at += 1
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character == quote:
+                self._at += 1
+                return
+            if character == "\\" and quote != "'":
+                self._at += 2
+            elif character == "$" and quote == '"' and self._peek_at(1) in ("{", "("):
+                self._at += 1
+                self._brackets(self._peek(), "}" if self._peek() == "{" else ")")
+            else:
+                self._at += 1
+        raise self._error(f"a quote ({quote}) has no end", opened)
+
+    def _brackets(self, opening: str, closing: str) -> None:
+        opened, depth = self._line, 0
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character == "\\":
+                self._at += 2
+                continue
+            if character in "\"'`":
+                self._quoted(character)
+                continue
+            depth += (character == opening) - (character == closing)
+            self._at += 1
+            if not depth:
+                return
+        raise self._error("a bracket has no end", opened)
+
+
+_RESERVED = {"while": "loop", "until": "loop", "select": "loop", "{": "block", "!": "not"}
+
+
+# -- expanding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Shell:
+    """Variables and functions as they are where the script has got to; `commands` and `notes` are the outcome."""
+
+    origin: str
+    variables: dict[str, _Value] = field(default_factory=dict)
+    functions: dict[str, _Node] = field(default_factory=dict)
+    commands: list[list[Word]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    depth: int = 0
+    count: int = 0
+
+    def run(self, nodes: Sequence[_Node]) -> bool | None:
+        """Whether the last of them succeeds; None where that depends on more than the script."""
+        status: bool | None = True
+        for node in nodes:
+            self.count += 1
+            if self.count > _MOST_COMMANDS or self.depth > _MOST_NESTED:
+                raise InputError(
+                    f"{self.origin}, line {node.line}: the script has no end, or too many commands: give argv.json, a list "
+                    "of its arguments"
+                )
+            self.depth += 1
+            status = getattr(self, f"_{node.kind}")(node)
+            self.depth -= 1
+        return status
+
+    def _group(self, node: _Node) -> bool | None:
+        return self.run(node.parts)
+
+    def _pipe(self, node: _Node) -> bool | None:
+        return self.run(node.parts)
+
+    def _not(self, node: _Node) -> bool | None:
+        status = self.run(node.parts)
+        return None if status is None else not status
+
+    def _and(self, node: _Node) -> bool | None:
+        first = self.run(node.parts[:1])
+        if first is None and _is_test(node.parts[0]):
+            if _matter(node.parts[1:]):
+                self._note_condition(node.parts[0], "what follows is not taken")
+            return None
+        return first if first is False else self.run(node.parts[1:])
+
+    def _or(self, node: _Node) -> bool | None:
+        first = self.run(node.parts[:1])
+        if first is None:
+            if _is_test(node.parts[0]) and _matter(node.parts[1:]):
+                self._note_condition(node.parts[0], "what follows is not taken")
+            return None  # a command is taken to succeed
+        return first or self.run(node.parts[1:])
+
+    def _function(self, node: _Node) -> bool | None:
+        self.functions[node.words[0]] = node.parts[0]
+        return True
+
+    def _loop(self, node: _Node) -> bool | None:
+        self.notes.append(f"the loop of line {node.line} is not followed")
+        return None
+
+    def _arithmetic(self, node: _Node) -> bool | None:
+        value = _joined(self._expanded(node.words[0]))
+        return int(value) != 0 if value.lstrip("-").isdecimal() else None
+
+    def _for(self, node: _Node) -> bool | None:
+        name, *words = node.words
+        fields = [text for word in words for text in self._fields(word)]
+        if not fields and name:
+            return True
+        if len(fields) != 1:
+            self.notes.append(f"the loop of line {node.line} is followed for its first round alone")
+        if name:
+            self.variables[name] = fields[0]
+        return self.run(node.parts)
+
+    def _if(self, node: _Node) -> bool | None:
+        branches, otherwise = node.parts
+        is_choice = len(branches) > 1 or otherwise is not None
+        for number, (condition, body) in enumerate(branches):
+            status = self.run(condition)
+            if status is None and is_choice and not _ends_script(body):
+                self._note_condition(condition[-1], "its first branch is taken")
+                return self.run(body)
+            if status is None and _matter(body):
+                self._note_condition(condition[-1], "its branch is not taken")
+            if status:
+                return self.run(body)
+            is_choice = is_choice and (number + 2 < len(branches) or otherwise is not None)
+        return self.run(otherwise or ())
+
+    def _case(self, node: _Node) -> bool | None:
+        subject = _joined(self._expanded(node.words[0]))
+        for patterns, body in node.parts:
+            texts = [_joined(self._expanded(pattern)) for pattern in patterns]
+            if "$" in subject and not _ends_script(body):
+                self.notes.append(
+                    f"the case of line {node.line} ({subject}) depends on more: its first branch is taken"
+                )
+                return self.run(body)
+            if "$" not in subject and any(fnmatchcase(subject, text) for text in texts):
+                return self.run(body)
+        return True
+
+    def _note_condition(self, node: _Node, outcome: str) -> None:
+        words = " ".join(word.text for word in node.words if isinstance(word, _Raw))
+        self.notes.append(f"the condition of line {node.line} ({words}) depends on more: {outcome}")
+
+    def _simple(self, node: _Node) -> bool | None:
+        words = list(node.words)
+        while words and self._assign(words[0]):
+            words.pop(0)
+        if not words:
+            return True
+        first = words[0].text if isinstance(words[0], _Raw) else ""
+        if first in ("export", "local", "readonly", "declare", "typeset"):
+            for word in words[1:]:
+                self._assign(word)
+            return True
+        if first in ("[", "test", "[["):
+            fields = [self._expanded(word) for word in words if isinstance(word, _Raw)]
+            texts = [_joined(text) for text in fields][1:]
+            for name in dict.fromkeys(name for text in texts for name in _UNSET.findall(text)):
+                self.notes.append(
+                    f"${name} of line {node.line}, which the file does not set, is taken as empty"
+                )
+            return _test(texts, first == "[[")
+        fields = [_word(text) for word in words if isinstance(word, _Raw) for text in self._fields(word)]
+        return self._called(fields, node) if fields else True
+
+    def _called(self, words: list[Word], node: _Node) -> bool | None:
+        name = words[0].text
+        if name in _WITHOUT_INFLUENCE:
+            if name in ("source", "."):
+                self.notes.append(f"line {node.line} reads '{words[-1].text}', which is not followed")
+            return True
+        if name == "false":
+            return False
+        if name in ("exit", "return", "exec") and (name != "exec" or len(words) == 1):
+            raise _Exit
+        if name == "unset":
+            for word in words[1:]:
+                self.variables.pop(word.text, None)
+            return True
+        if name == "eval":
+            return self._nested(" ".join(word.text for word in words[1:]), words[0].line, words[1:])
+        for at, word in enumerate(words[:-1]):
+            shells = words[max(0, at - 2) : at]
+            if re.fullmatch(r"-l?c", word.text) and any(_is_shell(shell.text) for shell in shells):
+                return self._nested(words[at + 1].text, words[at + 1].line, words[at + 1 : at + 2])
+        if (body := self.functions.get(name)) is not None:
+            outer = {key: value for key, value in self.variables.items() if key.isdecimal() or key == "@"}
+            arguments: list[_Text] = [(_Run(word.text, word.line, False),) for word in words[1:]]
+            self.variables |= {"@": arguments, **{f"{n}": text for n, text in enumerate(arguments, 1)}}
+            try:
+                return self.run([body])
+            except _Exit:
+                return None
+            finally:
+                for key in ["@", *map(str, range(1, len(words)))]:
+                    self.variables.pop(key, None)
+                self.variables |= outer
+        self.commands.append(words)
+        return None
+
+    def _nested(self, text: str, line: int, words: Sequence[Word]) -> bool | None:
+        """What `eval` or `bash -c` runs, whose words keep their lines where it is one command of them."""
+        before = len(self.commands)
+        status = self.run(_Parser(text, self.origin, line).script())
+        lines = {word.text: word.line for word in words}
+        for number in range(before, len(self.commands)):
+            self.commands[number] = [
+                Word(word.text, lines.get(word.text, line)) for word in self.commands[number]
+            ]
+        return status
+
+    def _assign(self, word: _Raw | tuple[str, _Array]) -> bool:
+        """Whether a word is an assignment, which is done then."""
+        is_array = isinstance(word, tuple)
+        match = _ASSIGNMENT.match(word[0] if is_array else word.text)
+        if match is None or match[2]:
+            return match is not None
+        value: _Value
+        if isinstance(word, tuple):
+            value = [text for item in word[1].words for text in self._fields(item)]
+        else:
+            raw = _Raw(word.text[match.end() :], word.line)
+            value = tuple(_Run(run.text, run.line, False) for run in self._expanded(raw))
+        if match[3]:
+            before = self.variables.get(match[1], [] if isinstance(value, list) else ())
+            if isinstance(before, list):
+                value = [*before, *(value if isinstance(value, list) else [value])]
+            else:
+                value = [before, *value] if isinstance(value, list) else (*before, *value)
+        self.variables[match[1]] = value
+        return True
+
+    def _fields(self, word: _Raw) -> list[_Text]:
+        """The words that a word expands to: unquoted parts are split at blanks, arrays are a word each."""
+        if re.fullmatch(r'"?\$\{?(\w+\[[@*]\]|@)\}?"?', word.text):
+            name = re.sub(r"[^\w@]", "", word.text).removesuffix("@") or "@"
+            value = self.variables.get(name, [])
+            texts = value if isinstance(value, list) else [value]
+            if word.text.startswith('"'):
+                return [tuple(_Run(run.text, run.line, True) for run in text) for text in texts]
+            return [part for text in texts for part in _split(text)]
+        return _split(self._expanded(word))
+
+    def _expanded(self, word: _Raw) -> _Text:
+        """A word with its quotes removed and its variables in place."""
+        runs = tuple(self._runs(word.text, word.line, False))
+        if sum(len(run.text) for run in runs) > _MOST_CHARACTERS:
+            raise InputError(
+                f"{self.origin}, line {word.line}: a word expands to more than {_MOST_CHARACTERS:,} characters: give "
+                "argv.json, a list of its arguments"
+            )
+        return runs
+
+    def _runs(self, text: str, line: int, is_quoted: bool) -> Iterator[_Run]:
+        at, plain = 0, ""
+        while at < len(text):
+            character = text[at]
+            if character == "\\" and at + 1 < len(text):
+                escaped = text[at + 1]
+                if escaped != "\n":
+                    is_escape = not is_quoted or escaped in '$`"\\'
+                    if plain and not is_quoted:
+                        yield _Run(plain, line, is_quoted)
+                        plain = ""
+                    if is_quoted:
+                        plain += escaped if is_escape else character + escaped
+                    else:
+                        yield _Run(escaped, line, True)
+                at += 2
+                continue
+            if character in "\"'$`" and not (character == "'" and is_quoted):
+                if plain:
+                    yield _Run(plain, line, is_quoted)
+                    plain = ""
+                end, runs = self._special(text, at, line, is_quoted)
+                yield from runs
+                at = end
+                continue
+            plain += character
+            at += 1
+        if plain:
+            yield _Run(plain, line, is_quoted)
+
+    def _special(self, text: str, at: int, line: int, is_quoted: bool) -> tuple[int, list[_Run]]:
+        """Quotes or an expansion that begins at a place, and where it ends."""
+        character = text[at]
+        if character == "'":
+            end = text.find("'", at + 1)
+            return end + 1, [_Run(text[at + 1 : end], line, True)]
+        if character == '"':
+            scanner = _Parser(text, self.origin, line)
+            scanner._at = at
+            scanner._quoted('"')
+            inner = text[at + 1 : scanner._at - 1]
+            return scanner._at, [*self._runs(inner, line, True), _Run("", line, True)]
+        if character == "`":
+            end = text.find("`", at + 1)
+            end = len(text) if end < 0 else end + 1
+            return end, [_Run(f"$({text[at + 1 : end - 1]})", line, True)]
+        if text.startswith("$(", at) or text.startswith("${", at):
+            scanner = _Parser(text, self.origin, line)
+            scanner._at = at + 1
+            scanner._brackets(text[at + 1], ")" if text[at + 1] == "(" else "}")
+            inner = text[at + 2 : scanner._at - 1]
+            if text.startswith("$((", at):
+                return scanner._at, [self._computed(inner[1:-1], line)]
+            if text[at + 1] == "(":
+                return scanner._at, [_Run(text[at : scanner._at], line, True)]
+            return scanner._at, self._value(inner, line, is_quoted)
+        match = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])").match(text, at)
+        if match is None:
+            return at + 1, [_Run("$", line, is_quoted)]
+        return match.end(), self._value(match[1], line, is_quoted)
+
+    def _value(self, inner: str, line: int, is_quoted: bool) -> list[_Run]:
+        """What ``${inner}`` is; as it is written where the script does not say."""
+        match = _EXPANSION.fullmatch(inner)
+        as_written = [
+            _Run(f"${inner}" if _NAME.fullmatch(inner) or len(inner) == 1 else f"${{{inner}}}", line, True)
+        ]
+        if match is None or match[6]:
+            return as_written
+        is_length, name, index, mark, default = match[1], match[2], match[3], match[4], match[5]
+        value = self.variables.get(name)
+        if isinstance(value, list):
+            if is_length:
+                return [_Run(str(len(value)), line, is_quoted)]
+            chosen = value
+            if index is None or index.isdecimal():
+                chosen = value[int(index or 0) : int(index or 0) + 1]
+            separated = [run for text in chosen for run in (*text, _Run(" ", line, False))]
+            value = tuple(separated[:-1])
+        if is_length:
+            return as_written if value is None else [_Run(str(len(_joined(value))), line, is_quoted)]
+        is_set = value is not None and (bool(_joined(value)) or ":" not in (mark or ""))
+        if mark is not None and mark[-1] == "+":
+            return list(self._runs(default, line, is_quoted)) if is_set else []
+        if value is not None and is_set:
+            return [_Run(run.text, run.line, is_quoted) for run in value]
+        if mark is not None and mark[-1] in "-=":
+            filled = list(self._runs(default, line, is_quoted))
+            if mark[-1] == "=":
+                self.variables[name] = tuple(filled)
+            return filled
+        if value is not None:
+            return []
+        return as_written
+
+    def _computed(self, expression: str, line: int) -> _Run:
+        """The number of ``$((expression))``; as it is written where it is not known."""
+        text = re.sub(r"(?<![\w$}])([A-Za-z_]\w*)", r"$\1", expression)
+        written = _joined(tuple(self._runs(text, line, True)))
+        try:
+            return _Run(str(_number(ast.parse(written.strip(), mode="eval").body)), line, False)
+        except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
+            return _Run(f"$(({expression}))", line, True)
+
+
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Pow: lambda base, power: base ** min(power, 64),
+}  # fmt: skip
+
+
+def _number(node: ast.AST) -> int:
+    if isinstance(node, ast.BinOp):
+        value = _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_number(node.operand)
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    else:
+        raise ValueError("no arithmetic of whole numbers")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("out of range")
+    return value
+
+
+def _joined(text: _Text) -> str:
+    return "".join(run.text for run in text)
+
+
+def _word(text: _Text) -> Word:
+    return Word(_joined(text), text[0].line if text else 0)
+
+
+def _split(text: _Text) -> list[_Text]:
+    """Words of an expanded word: its unquoted runs are divided at blanks."""
+    words: list[_Text] = []
+    current: list[_Run] = []
+    for run in text:
+        if run.is_quoted:
+            current.append(run)
+            continue
+        line = run.line
+        for piece in re.split(r"([ \t\r\n]+)", run.text):
+            if piece and piece[0] in _BLANKS:
+                line += piece.count("\n")
+                if current:
+                    words.append(tuple(current))
+                current = []
+            elif piece:
+                current.append(_Run(piece, line, True))
+    if current:
+        words.append(tuple(current))
+    return words
+
+
+def _is_shell(word: str) -> bool:
+    return word.rsplit("/", 1)[-1] in ("bash", "sh", "zsh", "dash")
+
+
+def _is_test(node: _Node) -> bool:
+    first = node.words[0] if node.kind == "simple" and node.words else None
+    return isinstance(first, _Raw) and first.text in ("[", "[[", "test")
+
+
+def _ends_script(body: Sequence[_Node]) -> bool:
+    """Whether commands leave the script, as those that refuse its arguments do."""
+    heads = [node.words[0] for node in body if node.kind == "simple" and node.words]
+    return any(isinstance(head, _Raw) and head.text in ("exit", "return") for head in heads)
+
+
+def _matter(nodes: Sequence[_Node]) -> bool:
+    """Whether commands assign variables, or may start a program with options."""
+    for node in nodes:
+        if node.kind != "simple":
+            return True
+        head = node.words[0] if node.words else _Raw("true", 0)
+        if not isinstance(head, _Raw) or head.text not in {*_WITHOUT_INFLUENCE, "exit", "return", "unset"}:
+            return True
+    return False
+
+
+def _test(words: list[str], is_double: bool) -> bool | None:
+    """The outcome of ``[`` or ``[[``; None where it depends on more than the script.
+
+    >>> _test(["7B", "=", "7B", "]"], False), _test(["-z", "$1", "]"], False), _test(["8", "-gt", "16", "]"], False)
+    (True, None, False)
+    """
+    if words and words[-1] in ("]", "]]"):
+        words = words[:-1]
+    for mark, joined in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
+        if mark in words and (is_double or mark.startswith("-")) and words.index(mark) > 0:
+            at = words.index(mark)
+            sides = [_test(words[:at], is_double), _test(words[at + 1 :], is_double)]
+            if joined(side is (joined is any) for side in sides) if joined is any else False in sides:
+                return joined is any
+            return None if None in sides else joined is all
+    if words and words[0] == "!":
+        inner = _test(words[1:], is_double)
+        return None if inner is None else not inner
+    known = [_without_unset(word) for word in words]
+    if any("$" in word for word in known):
+        return None
+    if len(known) == 1:
+        return bool(known[0])
+    if len(known) == 2 and known[0] in ("-z", "-n"):
+        return bool(known[1]) == (known[0] == "-n")
+    if len(known) != 3:
+        return None
+    left, sign, right = known
+    if sign in ("=", "=="):
+        return fnmatchcase(left, right) if is_double else left == right
+    if sign == "!=":
+        return not (fnmatchcase(left, right) if is_double else left == right)
+    compared = {"-eq": "eq", "-ne": "ne", "-lt": "lt", "-le": "le", "-gt": "gt", "-ge": "ge"}.get(sign)
+    if compared and all(re.fullmatch(r"-?\d{1,18}", side) for side in (left, right)):
+        return getattr(operator, compared)(int(left), int(right))
+    return None
+
+
+def _without_unset(word: str) -> str:
+    """A word in which variables that the script does not set are empty, as they are without an environment."""
+    return _UNSET.sub("", word)
