@@ -7,7 +7,8 @@ computed: the model's tensors are fake.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from stagewright.graph import Origin, Ref, TensorMeta
 from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
+from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.depth import called_alike, repeats_of, without
 from stagewright.tracing.model_errors import source_line, tracing_errors
@@ -45,6 +47,7 @@ class CapturedCall:
     no_grad: bool
     region: int = -1  # of `torch.utils.checkpoint`: the outermost around it, numbered as they are entered
     keeps: tuple[Keeps, ...] = ()  # what the regions around it keep
+    function: FunctionCall | None = None  # the custom function whose call it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +119,24 @@ def _captured(
     report: Callable[[str], None],
 ) -> Captured:
     report("exporting the model")
-    regions = Regions()
-    with tracing_errors(model), mode, stubbed(model, blocks), regions.marked():
+    marks = _Marks(Regions(), FunctionCalls(mode))
+    with tracing_errors(model), mode, stubbed(model, blocks), marks.left():
         outer = _export(model, (), inputs)
-    return _Flattener(model, _Bodies(model, blocks, mode, regions, report), regions).run(outer)
+    return _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks).run(outer)
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What a model's code does besides operators while it is exported, which operators of ours mark."""
+
+    regions: Regions
+    functions: FunctionCalls
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """While it is open, marks are left."""
+        with self.regions.marked(), self.functions.kept():
+            yield
 
 
 def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
@@ -158,12 +175,12 @@ class _Bodies:
         model: torch.nn.Module,
         blocks: Blocks,
         mode: FakeTensorMode,
-        regions: Regions,
+        marks: _Marks,
         report: Callable[[str], None],
     ) -> None:
         self.model = model
         self.mode = mode
-        self.regions = regions
+        self.marks = marks
         self.report = report
         self.members = blocks.members
         self.kinds = {kind.key: kind for kind in blocks.kinds.values()}
@@ -178,7 +195,7 @@ class _Bodies:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
         # A block of a transformers model on its own must be traced under the patches its model would enter.
-        with tracing_errors(self.model), self.mode, as_run(), self.regions.marked():
+        with tracing_errors(self.model), self.mode, as_run(), self.marks.left():
             tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
             return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
 
@@ -208,9 +225,9 @@ class _Place:
 class _Flattener:
     """Numbers the values of the outer program and of the blocks within it in one sequence."""
 
-    def __init__(self, model: torch.nn.Module, bodies: _Bodies, regions: Regions) -> None:
+    def __init__(self, model: torch.nn.Module, bodies: _Bodies, marks: _Marks) -> None:
         self.bodies = bodies
-        self.regions = regions
+        self.marks = marks
         self.num_regions = 0  # the outermost, so far
         self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -323,7 +340,7 @@ class _Flattener:
             return
         if name == BEGIN:
             self.num_regions += not self.entered
-            self.entered.append(self.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
+            self.entered.append(self.marks.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
             return
         if name == END:
             self.entered.pop()
@@ -338,6 +355,7 @@ class _Flattener:
             kwargs = encode_keywords(node.kwargs, lambda ref: Ref(env[ref]))
         except TraceError as error:
             raise TraceError(f"module '{module or '(model)'}' at {source_line(node)}: {error}") from None
+        function = self.marks.functions[args[0]] if name == FUNCTION else None
         cast = (region, args, kwargs, no_grad)
         if region and name == _CAST and _is_implicit(node):
             if cast in self.casts:
@@ -355,7 +373,9 @@ class _Flattener:
         here = self.num_regions - 1 if self.entered else -1
         keeps = tuple(found for found in self.entered if found is not None)
         self.calls.append(
-            CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps)
+            CapturedCall(
+                name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps, function
+            )
         )
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:

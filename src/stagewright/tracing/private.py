@@ -33,6 +33,7 @@ __all__ = [
     "light_exports",
     "num_holders",
     "operator_names",
+    "replaced_function_calls",
     "run_parts",
     "selective_policy",
     "storage_key",
@@ -187,6 +188,25 @@ def light_exports() -> Iterator[None]:
 
 _COMPOSITES: dict[int, set[Any]] = {}
 """All composite operators, by how many were registered when they were looked for."""
+
+
+@contextlib.contextmanager
+def replaced_function_calls(call: Callable[..., Any]) -> Iterator[None]:
+    """While it is open, ``F.apply(*args, **kwargs)`` of a `torch.autograd.Function` that is not torch's own is
+    ``call(F, apply, args, kwargs)``."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        own = original.__get__(None, cls)
+        is_torch = cls.__module__.partition(".")[0] == "torch"
+        return own(*args, **kwargs) if is_torch else call(cls, own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[assignment]
+
 
 Recomputed = Callable[..., Any]
 

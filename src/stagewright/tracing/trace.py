@@ -142,11 +142,11 @@ def _traced(
         quiet_capture(device.type),
         attention_of(facts.get("attention", "traced"), facts.get("cp", 1), target),
         autocast_of(target) if device.type == "cpu" else contextlib.nullcontext(),
-        torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext(),
     ):
-        captured = capture(twin, fake_inputs, mode, report, whole)
-    report("differentiating operator by operator")
-    graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
+        with torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext():
+            captured = capture(twin, fake_inputs, mode, report, whole)
+        report("differentiating operator by operator")
+        graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
     if captured.repeats and not is_pattern(graph):
         return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)
