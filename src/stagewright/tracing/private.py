@@ -34,6 +34,7 @@ __all__ = [
     "num_holders",
     "operator_names",
     "replaced_function_calls",
+    "returns_list",
     "run_parts",
     "selective_policy",
     "storage_key",
@@ -98,6 +99,12 @@ def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
     """The position of an argument in the schema of `op`; None where it has no such argument."""
     names = [argument.name for argument in op._schema.arguments]
     return names.index(name) if name in names else None
+
+
+def returns_list(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns a list of tensors, however many."""
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def is_mutable(op: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, renumbered
-from stagewright.tracing.arguments import encode, encode_keywords, references
+from stagewright.tracing.arguments import encode, encode_keywords, references, the_element
 
 _GETITEM = "<built-in function getitem>"
 
@@ -92,8 +92,18 @@ class _Recorder(TorchDispatchMode):
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """What made a tensor; of one that nothing made, a constant."""
         if id(tensor) not in self._nodes:
-            self._nodes[id(tensor)] = self.graph.get_attr("_tensor_constant0"), tensor
+            self._nodes[id(tensor)] = self._constant(tensor), tensor
         return self._nodes[id(tensor)][0]
+
+    def _constant(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """A tensor of the code: an operator that makes it where its elements are equal, as those of a number are."""
+        element = the_element(tensor)
+        if element is None:
+            return self.graph.get_attr("_tensor_constant0")
+        args = (torch.ops.aten.full.default, (list(tensor.shape), element))
+        node = self.graph.call_function(*args, {"dtype": tensor.dtype, "device": tensor.device})
+        node.meta["val"] = tensor
+        return node
 
 
 def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor]) -> torch.fx.Graph:

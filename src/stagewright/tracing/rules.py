@@ -212,6 +212,11 @@ class Rules:
         nothing uses."""
         with self.mode, torch.enable_grad():
             graph = recorded(function, tensors)
+        if any(node.op == "get_attr" for node in graph.nodes):
+            raise TraceError(
+                "it reads a tensor that is not among its arguments: pass it tensors and parameters, and make constants of "
+                "the code by torch.full or as buffers"
+            )
         if any(node.op == "call_function" and is_mutable(node.target) for node in graph.nodes):
             functional = torch.func.functionalize(
                 torch.fx.GraphModule(torch.nn.Module(), graph), remove="mutations"
@@ -220,6 +225,9 @@ class Rules:
                 graph = recorded(functional, [tensor.detach() for tensor in tensors])
         if not keeps_all:
             graph.eliminate_dead_code()
+        for node in reversed(graph.nodes):
+            if isinstance(node.meta.get("val"), torch.device):  # what functionalisation asks of every tensor
+                graph.erase_node(node)
         return graph
 
     def _trace_lowering(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe:
@@ -314,11 +322,6 @@ def _check_function(graph: torch.fx.Graph) -> None:
     is_backward = False
     for node in graph.nodes:
         is_backward |= str(node.target) == BEGIN
-        if node.op == "get_attr":
-            raise TraceError(
-                "it reads a tensor that is not among its arguments: pass every tensor and parameter to apply, and make "
-                "constants by torch.full or torch.ones"
-            )
         if node.op != "call_function":
             continue
         if is_mutable(node.target):
