@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_o
 from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.depth import called_alike, repeats_of, without
+from stagewright.tracing.effects import (
+    HOOK,
+    TensorHook,
+    TensorHooks,
+    plain_execution,
+    without_effects,
+    written_buffers,
+)
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
 from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
@@ -72,6 +80,7 @@ class Captured:
     aliases: dict[str, str]  # every parameter name -> the first name of that parameter
     constants: dict[str, torch.Tensor]
     repeats: tuple[Repeat, ...] = ()  # layers that are left out
+    hooks: dict[int, tuple[TensorHook, ...]] = field(default_factory=dict)  # of values, in order
 
 
 def capture(
@@ -104,11 +113,22 @@ def capture(
 
 
 def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
-    blocks = find_blocks(model)
-    with tracing_errors(model), mode, rehearsing(model, blocks), without_regions():
-        loss = model(**inputs)
-    _require_scalar(loss)
-    return blocks
+    def run() -> Blocks:
+        blocks = find_blocks(model)
+        with (
+            tracing_errors(model),
+            mode,
+            rehearsing(model, blocks),
+            without_regions(),
+            plain_execution(),
+            written_buffers(model),
+        ):
+            loss = model(**inputs)
+        _require_scalar(loss)
+        return blocks
+
+    with without_effects(model, run):
+        return run()
 
 
 def _captured(
@@ -119,7 +139,7 @@ def _captured(
     report: Callable[[str], None],
 ) -> Captured:
     report("exporting the model")
-    marks = _Marks(Regions(), FunctionCalls(mode))
+    marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
     with tracing_errors(model), mode, stubbed(model, blocks), marks.left():
         outer = _export(model, (), inputs)
     return _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks).run(outer)
@@ -131,11 +151,12 @@ class _Marks:
 
     regions: Regions
     functions: FunctionCalls
+    hooks: TensorHooks
 
     @contextmanager
     def left(self) -> Iterator[None]:
         """While it is open, marks are left."""
-        with self.regions.marked(), self.functions.kept():
+        with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
             yield
 
 
@@ -154,7 +175,7 @@ def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with light_exports():
+    with light_exports(), written_buffers(model):
         return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
 
 
@@ -242,6 +263,7 @@ class _Flattener:
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
         self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        self.hooks: dict[int, list[TensorHook]] = {}
         self.collectives: dict[Any, int] = {}  # what was sent once need not be sent again
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
         self.around = "model" if torch.is_autocast_enabled(device) else ""
@@ -255,6 +277,7 @@ class _Flattener:
             mutations=tuple((name, self.numbers[Origin.BUFFER, name]) for name in self.written),
             aliases=self.aliases,
             constants=self.constants,
+            hooks={number: tuple(hooks) for number, hooks in self.hooks.items()},
         )
 
     def _fresh(self) -> int:
@@ -299,6 +322,11 @@ class _Flattener:
                 results.append(env[argument])
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(f"the model writes to its input '{spec.target}': clone it first")
+            elif spec.kind is OutputKind.PARAMETER_MUTATION:
+                name = place.name(spec.target or "")
+                raise TraceError(
+                    f"the model writes to parameter '{name}' in forward, which a graph does not: register it as a buffer"
+                )
         return tuple(results)
 
     def _source_of(
@@ -337,6 +365,9 @@ class _Flattener:
     def _call(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], module: str, place: _Place) -> None:
         name = str(node.target)
         if name == _GETITEM or any(check in name for check in _CHECKS):
+            return
+        if name == HOOK:
+            self._hook(self.marks.hooks[int(node.args[0])], env[node.args[1]])  # type: ignore[arg-type,index]
             return
         if name == BEGIN:
             self.num_regions += not self.entered
@@ -377,6 +408,17 @@ class _Flattener:
                 name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps, function
             )
         )
+
+    def _hook(self, hook: TensorHook, number: int) -> None:
+        parameter = next(
+            (source for source in self.sources if source.number == number and source.needs_grad), None
+        )
+        if parameter is not None:
+            raise TraceError(
+                f"parameter '{parameter.name}' gets a hook in forward, at {hook.where}: change its gradient by a "
+                "torch.autograd.Function around it, whose backward is kept"
+            )
+        self.hooks.setdefault(number, []).append(hook)
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
         """Numbers for what `node` makes: one, or one per item that is used of several."""

@@ -19,6 +19,7 @@ from stagewright.tracing.arguments import contents, draws, operator, references
 from stagewright.tracing.autograd_functions import FunctionCall
 from stagewright.tracing.capture import Captured, CapturedCall
 from stagewright.tracing.draft import Draft
+from stagewright.tracing.effects import TensorHook
 from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
 from stagewright.tracing.recipes import BackwardRecipe, FunctionRecipe, Recipe, Step, without_marks
@@ -36,7 +37,8 @@ def build_joint(name: str, captured: Captured, rules: Rules, facts: dict[str, An
     forward = ForwardPass(captured, draft, rules)
     forward.run()
     number = forward.number
-    backward = BackwardPass(draft, forward.calls, rules, forward.functions)
+    hooks = {number[hooked]: hooks for hooked, hooks in captured.hooks.items()}
+    backward = BackwardPass(draft, forward.calls, rules, forward.functions, hooks)
     backward.run(number[captured.loss])
     by_source = {(source.origin, source.name): number[source.number] for source in captured.sources}
     parameters = {
@@ -209,7 +211,8 @@ class ForwardPass:
         outcomes = self.rules.evaluate(call, needs)
         is_random = draws(operator(op), args, dict(kwargs))
         part, parameter = self._part(op, refs, outcomes, is_random)
-        if is_inside and part is Part.DERIVED:
+        is_hooked = any(number in self.captured.hooks for number in captured.outputs)
+        if (is_inside or is_hooked) and part is Part.DERIVED:
             part, parameter = Part.FORWARD, -1
         if not is_inside:
             self.calls[len(self.draft.nodes)] = call
@@ -309,12 +312,18 @@ class BackwardPass:
     """
 
     def __init__(
-        self, draft: Draft, calls: Mapping[int, Call], rules: Rules, functions: Mapping[int, FunctionUse]
+        self,
+        draft: Draft,
+        calls: Mapping[int, Call],
+        rules: Rules,
+        functions: Mapping[int, FunctionUse],
+        hooks: Mapping[int, tuple[TensorHook, ...]],
     ) -> None:
         self.draft = draft
         self.calls = calls
         self.rules = rules
         self.functions = functions
+        self.hooks = dict(hooks)
         self.cotangent: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.contributions: dict[int, list[tuple[int, int]]] = {}
@@ -336,6 +345,9 @@ class BackwardPass:
 
     def _go_back(self, node: Node) -> None:
         """What `node` contributes to the cotangents of its arguments."""
+        for value in node.outputs:
+            if value in self.hooks and value in self.cotangent and node.id in self.calls:
+                self._call_hooks(node, value)
         if node.id in self.functions:
             self._go_back_through(node, self.functions[node.id])
         if node.id not in self.calls:
@@ -358,6 +370,9 @@ class BackwardPass:
 
     def _go_back_through(self, node: Node, use: FunctionUse) -> None:
         """What a custom function, whose last forward operator is `node`, contributes to the cotangents of its arguments."""
+        for value in use.outputs:
+            if value in self.hooks and value in self.cotangent:
+                self._call_hooks(node, value)
         seeds = {
             index: self.cotangent[output]
             for index, output in enumerate(use.outputs)
@@ -369,6 +384,23 @@ class BackwardPass:
         recipe = use.recipe(self.draft, self.rules, layouts)
         following = dict(enumerate(seeds.values(), start=recipe.num_values))
         self._add_backward(node, recipe.backward, use.inputs, use.weights, {**use.values, **following})
+
+    def _call_hooks(self, node: Node, value: int) -> None:
+        """The cotangent of `value`, which `node` makes, as its hooks change it."""
+        for hook in self.hooks.pop(value):
+            gradient = self.cotangent[value]
+            layout = _own_storage(self.draft.values[gradient].meta)
+            try:
+                recipe = self.rules.hook(hook.function, layout)
+            except Exception as error:
+                raise TraceError(
+                    f"the hook of a tensor of module '{node.module or '(model)'}', registered at {hook.where}, cannot be "
+                    f"traced: {first_line(error)}"
+                ) from error
+            local = {0: gradient}
+            for step in recipe.steps:
+                self._add_step(node, step, Part.INPUT_GRAD, local)
+            self.cotangent[value] = local[recipe.results[0]]  # type: ignore[index]
 
     def _add_backward(
         self,

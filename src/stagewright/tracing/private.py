@@ -26,6 +26,8 @@ __all__ = [
     "converting_in_place",
     "generated_bindings",
     "has_autocast_kernel",
+    "hooks_of",
+    "inference_as_no_grad",
     "is_composite",
     "is_mutable",
     "is_seen_by_modes",
@@ -99,6 +101,33 @@ def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
     """The position of an argument in the schema of `op`; None where it has no such argument."""
     names = [argument.name for argument in op._schema.arguments]
     return names.index(name) if name in names else None
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While it is open, ``torch.inference_mode`` is ``torch.no_grad``, which an exporter understands."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def entered(self: Any) -> None:
+        self._grad = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
+
+    def left(self: Any, *raised: Any) -> None:
+        self._grad.__exit__(*raised)
+
+    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def hooks_of(parameter: torch.Tensor) -> Iterator[str]:
+    """The methods by which hooks of a parameter were registered."""
+    if parameter._backward_hooks:
+        yield "register_hook"
+    if parameter._post_accumulate_grad_hooks:
+        yield "register_post_accumulate_grad_hook"
 
 
 def returns_list(op: torch._ops.OpOverload) -> bool:

@@ -96,6 +96,7 @@ class Rules:
         self._outcomes: dict[Any, tuple[Outcome | None, ...]] = {}
         self._backwards: dict[Any, BackwardRecipe] = {}
         self._functions: dict[Any, FunctionRecipe] = {}
+        self._hooks: dict[Any, Recipe] = {}
         self._composite: dict[str, bool] = {}
 
     def lower(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe | None:
@@ -148,6 +149,31 @@ class Rules:
         if key not in self._functions:
             self._functions[key] = self._trace_function(*key)
         return self._functions[key]
+
+    def hook(self, function: Callable[[torch.Tensor], Any], layout: TensorMeta) -> Recipe:
+        """The operators of a tensor's hook, from a gradient of this `layout` to the one it returns.
+
+        Raises:
+            TraceError: it does something else; says what.
+        """
+        key = (function, layout)
+        if key not in self._hooks:
+            with self.mode:
+                gradient = self.fake(layout)
+
+            def called(tensor: torch.Tensor) -> list[Any]:
+                torch.ops.stagewright.begin_region(-1)
+                with torch.no_grad():
+                    changed = function(tensor)
+                if not isinstance(changed, torch.Tensor):
+                    raise TraceError("it returns no gradient, and what it does besides would be lost")
+                return [changed]
+
+            graph = self._graph(called, [gradient])
+            _check_function(graph)
+            steps, results = recipe(graph, 1).steps, recipe(graph, 1).results
+            self._hooks[key] = Recipe(tuple(step for step in steps if step.op != BEGIN), results)
+        return self._hooks[key]
 
     def run(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and the result of a call, with fake tensors."""

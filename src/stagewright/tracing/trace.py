@@ -22,6 +22,7 @@ from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.context_parallel import check_context_parallel, check_divided
+from stagewright.tracing.effects import check_hooks
 from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.models.build import build
@@ -131,6 +132,7 @@ def _traced(
     """As `trace_module`; without the `whole`, a graph that may leave layers out."""
     fake = (tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor))
     mode = next((tensor.fake_mode for tensor in fake), None) or FakeTensorMode(allow_non_fake_inputs=True)
+    check_hooks(model)
     twin = fake_twin(model, mode)
     fake_inputs: dict[str, torch.Tensor] = {
         key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)

@@ -152,6 +152,10 @@ def _build(
     reference: ModelReference, job: Job, mode: contextlib.AbstractContextManager[Any], initialise: bool
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
+    if reference.kind == "factory":  # tensors of its modules are real, whatever the model's are
+        from stagewright.tracing.models.factories import function_of
+
+        function_of(reference.text)
     with torch.random.fork_rng(devices=[]), mode, converting_in_place():
         if reference.kind == "factory" and job.further_inputs:
             raise InputError(
