@@ -22,6 +22,7 @@ from stagewright.tracing.trace import trace_module
 
 MASK = torch.tril(torch.ones(6, 6)).double()
 STEPS = [0]
+INDEX = torch.zeros((4,), dtype=torch.long)
 
 
 class Layer(nn.Module):
@@ -150,6 +151,12 @@ def cache_once(self: Layer, x: Tensor) -> Tensor:
     return x / self.width
 
 
+def cache_mask(self: Layer, x: Tensor) -> Tensor:
+    if getattr(self, "mask", None) is None:
+        self.mask = torch.tril(torch.ones(6, 6, dtype=x.dtype))
+    return x @ self.mask
+
+
 RIGHT: dict[str, tuple[Callable[[Layer], None], Callable[[Layer, Tensor], Tensor]]] = {
     "tensor_hook": (nothing, hooked(lambda gradient: gradient * 0.1)),
     "tensor_hooks_in_order": (nothing, hooked(lambda gradient: gradient.clamp(-0.1, 0.1), lambda gradient: gradient + 1)),
@@ -171,6 +178,7 @@ RIGHT: dict[str, tuple[Callable[[Layer], None], Callable[[Layer, Tensor], Tensor
     "buffers_in_place": (keep_mean, follow),
     "buffers_assigned": (keep_mean, assign_mean),
     "random_when_built": (built_with_random, lambda self, x: x.tanh() * self.scale),
+    "cache": (nothing, cache_mask),
     "attribute_that_stays": (nothing, cache_once),
 }  # fmt: skip
 
@@ -258,6 +266,17 @@ def count_in_class(self: Layer, x: Tensor) -> Tensor:
     return x
 
 
+def first_alone(self: Layer, x: Tensor) -> Tensor:
+    if not getattr(self, "started", False):
+        x = x / x.std()
+        self.started = True
+    return x
+
+
+def limited_embedding(layer: Layer) -> None:
+    layer.embed = nn.Embedding(4, 6, max_norm=1.0)
+
+
 def hook_and_save(self: Layer, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: seen.append(gradient))
     return x
@@ -279,7 +298,7 @@ LINE = r"\S*test_effects\.py:\d+"
 FORWARD = (nothing, lambda self, x: x)
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "parameter_hook": (hook_parameter, FORWARD[1], r"'layers.0.inner.weight' has a hook \(register_hook\).*autograd.Function"),
+    "parameter_hook": (hook_parameter, FORWARD[1], r"'layers.0.inner.weight' has a hook \(register_hook\).*autograd"),
     "post_accumulate": (hook_after_accumulation, FORWARD[1], r"'layers.0.inner.bias' has a hook \(register_post_acc"),
     "module_hook": (hook_module, FORWARD[1], "module 'layers.0.inner' has a backward hook.*register_hook"),
     "module_pre_hook": (hook_module_before, FORWARD[1], "module 'layers.0.inner' has a backward hook"),
@@ -288,7 +307,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "data_set": (nothing, swap_data, f"module 'layers.0' at {LINE}.*data is set in forward.*buffer"),
     "random": (nothing, lambda self, x: x * random.random(), f"module 'layers.0' at {LINE}.*Python's.*torch.rand"),
     "numpy": (nothing, lambda self, x: x * numpy.random.rand(), f"module 'layers.0' at {LINE}.*numpy's.*torch.rand"),
-    "own_random": (own_generators, lambda self, x: x * self.generator.random(), f"'layers.0' at {LINE}.*generator of its own"),
+    "own_random": (own_generators, lambda self, x: x * self.generator.random(), f"'layers.0' at {LINE}.*generator of its"),
     "own_numpy": (own_generators, lambda self, x: x * self.rng.random(), f"'layers.0' at {LINE}.*generator of its own"),
     "clock": (nothing, lambda self, x: x * (time.time() % 2), f"module 'layers.0' at {LINE}.*reads the clock"),
     "counter": (nothing, count, f"module 'layers.0' at {LINE}.*changes 'calls' with every call.*buffer"),
@@ -296,9 +315,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "counter_in_dict": (count_in_dict, write_dict, f"module 'layers.0' at {LINE}.*changes 'state' with every call"),
     "iterator": (count_in_dict, lambda self, x: x / next(self.numbers), f"'layers.0' at {LINE}.*changes 'numbers'"),
     "counter_in_class": (nothing, count_in_class, f"at {LINE}.*changes 'Layer.calls_of_all'"),
+    "first_alone": (nothing, first_alone, "'layers.0': its first forward runs other operators.*changes 'started'"),
+    "max_norm": (limited_embedding, lambda self, x: x + self.embed(INDEX), "'layers.0.embed.weight'"),
     "saving_hook": (nothing, hook_and_save, f"registered at {LINE}.*returns no gradient"),
     "hook_by_values": (nothing, hook_by_values, f"registered at {LINE}.*reads a tensor that is not among"),
-    "weight_hook_in_forward": (nothing, hook_weight_in_forward, f"'layers.0.inner.weight' gets a hook in forward, at {LINE}"),
+    "weight_hook_in_forward": (nothing, hook_weight_in_forward, f"'layers.0.inner.weight' gets a hook in forward.*{LINE}"),
 }  # fmt: skip
 
 

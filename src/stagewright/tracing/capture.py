@@ -6,7 +6,6 @@ computed: the model's tensors are fake.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,12 +28,13 @@ from stagewright.tracing.effects import (
     TensorHook,
     TensorHooks,
     plain_execution,
+    restored_attributes,
     without_effects,
     written_buffers,
 )
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
+from stagewright.tracing.private import FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
@@ -113,8 +113,7 @@ def capture(
 
 
 def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
-    def run() -> Blocks:
-        blocks = find_blocks(model)
+    def run(blocks: Blocks) -> Blocks:
         with (
             tracing_errors(model),
             mode,
@@ -127,8 +126,8 @@ def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: Fa
         _require_scalar(loss)
         return blocks
 
-    with without_effects(model, run):
-        return run()
+    with without_effects(model, lambda: run(Blocks({}))):
+        return run(find_blocks(model))
 
 
 def _captured(
@@ -140,7 +139,7 @@ def _captured(
 ) -> Captured:
     report("exporting the model")
     marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
-    with tracing_errors(model), mode, stubbed(model, blocks), marks.left():
+    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
         outer = _export(model, (), inputs)
     return _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks).run(outer)
 
@@ -158,20 +157,6 @@ class _Marks:
         """While it is open, marks are left."""
         with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
             yield
-
-
-def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, FakeTensor):
-            return model
-        memo[id(parameter)] = torch.nn.Parameter(
-            mode.from_tensor(parameter.detach()), parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy.deepcopy(model, memo)
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
@@ -218,7 +203,8 @@ class _Bodies:
         # A block of a transformers model on its own must be traced under the patches its model would enter.
         with tracing_errors(self.model), self.mode, as_run(), self.marks.left():
             tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
-            return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
+            with restored_attributes(self.model):
+                return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from stagewright.errors import TraceError
 from stagewright.tracing.model_errors import CannotTrace, code_line, is_own_code
@@ -163,43 +164,91 @@ def written_buffers(model: torch.nn.Module) -> Iterator[None]:
             model.forward = had  # type: ignore[method-assign]
 
 
+@contextmanager
+def restored_attributes(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """When it is closed, or what it yields is called, modules have the attributes that they had when it was opened, so that
+    what is traced is a first forward: one that fills its caches."""
+    held = {module: dict(vars(module)) for module in model.modules()}
+
+    def restore() -> None:
+        for module, attributes in held.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
 # -- what a forward leaves behind -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def without_effects(model: torch.nn.Module, run: Callable[[], Any]) -> Iterator[None]:
     """While it is open, the model is rehearsed; refuses what its code leaves behind that would be frozen in a graph:
-    draws of random numbers that are not torch's, the clock, counters, and writes to parameters. ``run()`` rehearses it
-    again to find the line.
+    draws of random numbers that are not torch's, the clock, counters, and writes to parameters. ``run()`` runs all of it,
+    layer by layer, to find the line.
 
     Raises:
         TraceError: names the module and the line, and says what to do instead.
     """
-    state = _State(model)
-    random_before, attributes_before = state.random(), state.attributes()
-    parameters_before = state.parameters()
-    with _Replaced(), _without_clock():
-        yield
-    for name, parameter in parameters_before.items():
-        if state.parameters()[name] != parameter:
-            state.refuse_parameter(name)
-    if state.random() != random_before:
-        with _Watched(state.random, _RANDOM_RULE):
-            run()
-        raise TraceError(f"the model cannot be traced: {_RANDOM_RULE}")
-    attributes = state.attributes()
-    if attributes == attributes_before:
-        return
-    with _Replaced():
+    with restored_attributes(model) as restore:
+        state = _State(model)
+        random_before, attributes_before = state.random(), state.attributes()
+        parameters_before = state.parameters()
+        with _Replaced(), _without_clock():
+            yield
+        for name, parameter in state.parameters().items():
+            if parameter != parameters_before[name]:
+                state.refuse_parameter(name)
+        if state.random() != random_before:
+            with _Watched(state.random, _RANDOM_RULE):
+                run()
+            raise TraceError(f"the model cannot be traced: {_RANDOM_RULE}")
+        if state.attributes() == attributes_before:
+            return
+        restore()
+        first = _operators_of(run)
+        attributes = state.attributes()
+        later = _operators_of(run)
+        for (owner, name), value in state.attributes().items():
+            if value == attributes.get((owner, name), value):
+                continue
+            rule = _COUNTER_RULE.format(name=name)
+            with _Watched(lambda key=(owner, name): state.attributes()[key], rule):
+                run()
+            raise _refused(owner, rule)
+        if first != later:
+            changed = (key for key, value in attributes.items() if value != attributes_before.get(key))
+            owner, name = next(changed)
+            raise _refused(owner, _FIRST_RULE.format(name=name))
+
+
+def _refused(owner: str, rule: str) -> TraceError:
+    return TraceError(f"the model cannot be traced: module '{owner or '(model)'}': {rule}")
+
+
+def _operators_of(run: Callable[[], Any]) -> list[str]:
+    with _Replaced(), _Operators() as log:
         run()
-    again = state.attributes()
-    changed = [key for key, value in again.items() if value != attributes.get(key, value)]
-    if changed:
-        owner, name = changed[0]
-        rule = _COUNTER_RULE.format(name=name)
-        with _Watched(lambda: state.attributes()[owner, name], rule):
-            run()
-        raise TraceError(f"the model cannot be traced: module '{owner or '(model)'}': {rule}")
+    return log.names
+
+
+class _Operators(TorchFunctionMode):
+    """Notes calls that pass gradients or write, which those that fill a cache of constants do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        is_write = name.endswith("_") and not name.endswith("__")
+        if name != "__get__" and (is_write or any(tensor.requires_grad for tensor in tensors)):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 _RANDOM_RULE = (
@@ -209,6 +258,10 @@ _RANDOM_RULE = (
 _COUNTER_RULE = (
     "forward changes '{name}' with every call, which a graph would freeze: keep it as a tensor in a buffer "
     "(register_buffer), and change it in place"
+)
+_FIRST_RULE = (
+    "its first forward runs other operators than later ones do (and changes '{name}'), of which a graph would have only one "
+    "sort: do what is done once in the constructor, or before training"
 )
 _CLOCK_RULE = (
     "its forward reads the clock, which a graph would freeze: pass the time to the model as an input"

@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.export import exported_program as _exported
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint as _checkpoint
@@ -24,6 +29,7 @@ __all__ = [
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
     "converting_in_place",
+    "depends_on_data",
     "generated_bindings",
     "has_autocast_kernel",
     "hooks_of",
@@ -128,6 +134,11 @@ def hooks_of(parameter: torch.Tensor) -> Iterator[str]:
         yield "register_hook"
     if parameter._post_accumulate_grad_hooks:
         yield "register_post_accumulate_grad_hook"
+
+
+def depends_on_data(error: BaseException | None) -> bool:
+    """Whether code failed because it looks at the values of fake tensors."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def returns_list(op: torch._ops.OpOverload) -> bool:

@@ -20,12 +20,13 @@ from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
-from stagewright.tracing.capture import capture, fake_twin
+from stagewright.tracing.capture import capture
 from stagewright.tracing.context_parallel import check_context_parallel, check_divided
+from stagewright.tracing.crashes import crashes_reported
 from stagewright.tracing.effects import check_hooks
 from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
-from stagewright.tracing.models.build import build
+from stagewright.tracing.models.build import build, fake_twin
 from stagewright.tracing.models.losses import LanguageModel, cross_entropy_as_logits
 from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
@@ -46,7 +47,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
 def trace_reference(
     reference: ModelReference,
     microbatch_size: int,
@@ -58,6 +58,20 @@ def trace_reference(
 ) -> OperatorGraph:
     """The operator graph of a model reference, which may leave layers out (`stagewright.graph.depth`); see
     `stagewright.tracing.cache.trace`."""
+    with crashes_reported(reference.name, report) as reported:
+        return _trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, reported)
+
+
+@_uncollected()
+def _trace_reference(
+    reference: ModelReference,
+    microbatch_size: int,
+    sequence_length: int,
+    dtype: str,
+    device: str,
+    facts: dict[str, Any],
+    report: Callable[[str], None],
+) -> OperatorGraph:
     report("building the model without weights")
     cp = facts.get("cp", 1)
     if cp > 1 and reference.kind == "factory":
