@@ -412,7 +412,7 @@ def _without_clock() -> Iterator[None]:
 
     def refusing(function: Callable[[], Any]) -> Callable[[], Any]:
         def read(*args: Any) -> Any:
-            if code_line(sys._getframe(1)):
+            if is_own_code(sys._getframe(1).f_code.co_filename):
                 raise CannotTrace(_CLOCK_RULE)
             return function(*args)
 

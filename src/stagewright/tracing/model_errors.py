@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ class CannotTrace(Exception):
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_MODEL_CODE = ("/torch/", "stagewright/tracing/", "<", "/contextlib.py")
 
 
@@ -98,8 +100,8 @@ def _is_model_code(filename: str) -> bool:
 
 
 def is_own_code(filename: str) -> bool:
-    """Whether a file is of the user and not of an installed library."""
-    return _is_model_code(filename) and "site-packages" not in filename
+    """Whether a file is of the user and not of an installed library or of Python."""
+    return _is_model_code(filename) and not filename.startswith(_LIBRARIES)
 
 
 def _short(file: str, line: str | int) -> str:
