@@ -113,8 +113,14 @@ class FunctionCalls:
         with without_modes(), self._mode:
             tensors = [empty(meta, device).requires_grad_(needs) for meta, device, needs in layouts]
             versions = [tensor._version for tensor in tensors]
-            result = call(tensors)
-        if [tensor._version for tensor in tensors] != versions:
+            try:
+                result = call(tensors)
+                is_written = [tensor._version for tensor in tensors] != versions
+            except RuntimeError as error:
+                if "in-place operation" not in str(error):
+                    raise
+                is_written = True
+        if is_written:
             raise CannotTrace(
                 f"the autograd.Function '{call.name}' writes to its arguments (mark_dirty): return a new tensor instead"
             )

@@ -146,7 +146,20 @@ class ForwardPass:
     def _name_outputs(self, captured: CapturedCall, outputs: Sequence[int | None]) -> None:
         for number, value in zip(captured.outputs, outputs, strict=False):
             if number is not None and value is not None:
-                self.number[number] = value
+                is_hooked = number in self.captured.hooks
+                self.number[number] = self._copied(captured, value) if is_hooked else value
+
+    def _copied(self, captured: CapturedCall, value: int | None) -> int | None:
+        """A value that has a backward of its own: a copy of one that is derived from a parameter, whose gradient would be
+        added up over microbatches first."""
+        if value is None or self.draft.values[value].part is not Part.DERIVED:
+            return value
+        call, refs = self.draft.call(_CLONE, (Ref(value),))
+        is_inside = captured.function is not None
+        outcomes = self.rules.evaluate(call, (self.draft.values[value].needs_grad and not is_inside,))
+        if not is_inside:
+            self.calls[len(self.draft.nodes)] = call
+        return self.draft.add(call, refs, outcomes, Part.FORWARD, -1, captured)[0]
 
     def _add_function(self, captured: CapturedCall, function: FunctionCall, refs: tuple[int, ...]) -> None:
         """A call of a custom function: its forward operators, of which the last stands for its backward."""
@@ -158,6 +171,10 @@ class ForwardPass:
         local = dict(enumerate(refs))
         first = len(self.draft.nodes)
         outputs = self._add_steps(captured, recipe.forward, local)
+        outputs = tuple(
+            self._copied(captured, value) if index in recipe.passing else value
+            for index, value in enumerate(outputs)
+        )
         self._name_outputs(captured, outputs)
         if not recipe.passing:
             return
@@ -211,9 +228,6 @@ class ForwardPass:
         outcomes = self.rules.evaluate(call, needs)
         is_random = draws(operator(op), args, dict(kwargs))
         part, parameter = self._part(op, refs, outcomes, is_random)
-        is_hooked = any(number in self.captured.hooks for number in captured.outputs)
-        if (is_inside or is_hooked) and part is Part.DERIVED:
-            part, parameter = Part.FORWARD, -1
         if not is_inside:
             self.calls[len(self.draft.nodes)] = call
         outputs = self.draft.add(call, refs, outcomes, part, parameter, captured, is_random=is_random)
