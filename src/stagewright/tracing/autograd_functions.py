@@ -113,6 +113,7 @@ class FunctionCalls:
         with without_modes(), self._mode:
             tensors = [empty(meta, device).requires_grad_(needs) for meta, device, needs in layouts]
             versions = [tensor._version for tensor in tensors]
+            result = None
             try:
                 result = call(tensors)
                 is_written = [tensor._version for tensor in tensors] != versions

@@ -149,17 +149,19 @@ class ForwardPass:
                 is_hooked = number in self.captured.hooks
                 self.number[number] = self._copied(captured, value) if is_hooked else value
 
-    def _copied(self, captured: CapturedCall, value: int | None) -> int | None:
+    def _copied(self, captured: CapturedCall, value: int) -> int:
         """A value that has a backward of its own: a copy of one that is derived from a parameter, whose gradient would be
         added up over microbatches first."""
-        if value is None or self.draft.values[value].part is not Part.DERIVED:
+        if self.draft.values[value].part is not Part.DERIVED:
             return value
         call, refs = self.draft.call(_CLONE, (Ref(value),))
         is_inside = captured.function is not None
         outcomes = self.rules.evaluate(call, (self.draft.values[value].needs_grad and not is_inside,))
         if not is_inside:
             self.calls[len(self.draft.nodes)] = call
-        return self.draft.add(call, refs, outcomes, Part.FORWARD, -1, captured)[0]
+        (copy,) = self.draft.add(call, refs, outcomes, Part.FORWARD, -1, captured)
+        assert copy is not None
+        return copy
 
     def _add_function(self, captured: CapturedCall, function: FunctionCall, refs: tuple[int, ...]) -> None:
         """A call of a custom function: its forward operators, of which the last stands for its backward."""
@@ -172,7 +174,7 @@ class ForwardPass:
         first = len(self.draft.nodes)
         outputs = self._add_steps(captured, recipe.forward, local)
         outputs = tuple(
-            self._copied(captured, value) if index in recipe.passing else value
+            self._copied(captured, value) if value is not None and index in recipe.passing else value
             for index, value in enumerate(outputs)
         )
         self._name_outputs(captured, outputs)

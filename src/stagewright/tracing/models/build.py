@@ -89,7 +89,7 @@ def build(
             raise
     # Its initialisation looks at values.
     whole = _build(reference, job, DrawingByPlace(_reseeding(seed)), initialise=True)
-    inputs = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
+    inputs: dict[str, Tensor] = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
     return BuiltModel(fake_twin(whole.module, fake_mode), inputs, whole.num_tokens)
 
 
