@@ -16,6 +16,18 @@ from stagewright.tracing.recipes import recorded
 USED = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "private.py", "tracing without computing"),
     ("torch._subclasses.fake_tensor", "FakeTensor", "private.py", "recognising what is traced already"),
+    (
+        "torch._subclasses.fake_tensor",
+        "DataDependentOutputException",
+        "private.py",
+        "initialisation that looks at values",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "DynamicOutputShapeException",
+        "private.py",
+        "initialisation that looks at values",
+    ),
     ("torch._C", "_dispatch_has_kernel_for_dispatch_key", "private.py", "recognising composite operators"),
     ("torch._ops", "OpOverload", "private.py", "operators by name"),
     (

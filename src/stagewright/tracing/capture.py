@@ -6,9 +6,9 @@ computed: the model's tensors are fake.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,21 @@ from stagewright.graph import Origin, Ref, TensorMeta
 from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
+from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.depth import called_alike, repeats_of, without
+from stagewright.tracing.effects import (
+    HOOK,
+    TensorHook,
+    TensorHooks,
+    plain_execution,
+    restored_attributes,
+    without_effects,
+    written_buffers,
+)
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
+from stagewright.tracing.private import FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
@@ -45,6 +55,7 @@ class CapturedCall:
     no_grad: bool
     region: int = -1  # of `torch.utils.checkpoint`: the outermost around it, numbered as they are entered
     keeps: tuple[Keeps, ...] = ()  # what the regions around it keep
+    function: FunctionCall | None = None  # the custom function whose call it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class Captured:
     aliases: dict[str, str]  # every parameter name -> the first name of that parameter
     constants: dict[str, torch.Tensor]
     repeats: tuple[Repeat, ...] = ()  # layers that are left out
+    hooks: dict[int, tuple[TensorHook, ...]] = field(default_factory=dict)  # of values, in order
 
 
 def capture(
@@ -101,11 +113,21 @@ def capture(
 
 
 def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
-    blocks = find_blocks(model)
-    with tracing_errors(model), mode, rehearsing(model, blocks), without_regions():
-        loss = model(**inputs)
-    _require_scalar(loss)
-    return blocks
+    def run(blocks: Blocks) -> Blocks:
+        with (
+            tracing_errors(model),
+            mode,
+            rehearsing(model, blocks),
+            without_regions(),
+            plain_execution(),
+            written_buffers(model),
+        ):
+            loss = model(**inputs)
+        _require_scalar(loss)
+        return blocks
+
+    with without_effects(model, lambda: run(Blocks({}))):
+        return run(find_blocks(model))
 
 
 def _captured(
@@ -116,28 +138,29 @@ def _captured(
     report: Callable[[str], None],
 ) -> Captured:
     report("exporting the model")
-    regions = Regions()
-    with tracing_errors(model), mode, stubbed(model, blocks), regions.marked():
+    marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
+    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
         outer = _export(model, (), inputs)
-    return _Flattener(model, _Bodies(model, blocks, mode, regions, report), regions).run(outer)
+    return _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks).run(outer)
 
 
-def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, FakeTensor):
-            return model
-        memo[id(parameter)] = torch.nn.Parameter(
-            mode.from_tensor(parameter.detach()), parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy.deepcopy(model, memo)
+@dataclass(frozen=True)
+class _Marks:
+    """What a model's code does besides operators while it is exported, which operators of ours mark."""
+
+    regions: Regions
+    functions: FunctionCalls
+    hooks: TensorHooks
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """While it is open, marks are left."""
+        with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
+            yield
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with light_exports():
+    with light_exports(), written_buffers(model):
         return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
 
 
@@ -158,12 +181,12 @@ class _Bodies:
         model: torch.nn.Module,
         blocks: Blocks,
         mode: FakeTensorMode,
-        regions: Regions,
+        marks: _Marks,
         report: Callable[[str], None],
     ) -> None:
         self.model = model
         self.mode = mode
-        self.regions = regions
+        self.marks = marks
         self.report = report
         self.members = blocks.members
         self.kinds = {kind.key: kind for kind in blocks.kinds.values()}
@@ -178,9 +201,10 @@ class _Bodies:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
         # A block of a transformers model on its own must be traced under the patches its model would enter.
-        with tracing_errors(self.model), self.mode, as_run(), self.regions.marked():
+        with tracing_errors(self.model), self.mode, as_run(), self.marks.left():
             tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
-            return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
+            with restored_attributes(self.model):
+                return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
 
 
 @dataclass(frozen=True)
@@ -208,9 +232,9 @@ class _Place:
 class _Flattener:
     """Numbers the values of the outer program and of the blocks within it in one sequence."""
 
-    def __init__(self, model: torch.nn.Module, bodies: _Bodies, regions: Regions) -> None:
+    def __init__(self, model: torch.nn.Module, bodies: _Bodies, marks: _Marks) -> None:
         self.bodies = bodies
-        self.regions = regions
+        self.marks = marks
         self.num_regions = 0  # the outermost, so far
         self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -225,6 +249,7 @@ class _Flattener:
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
         self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        self.hooks: dict[int, list[TensorHook]] = {}
         self.collectives: dict[Any, int] = {}  # what was sent once need not be sent again
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
         self.around = "model" if torch.is_autocast_enabled(device) else ""
@@ -238,6 +263,7 @@ class _Flattener:
             mutations=tuple((name, self.numbers[Origin.BUFFER, name]) for name in self.written),
             aliases=self.aliases,
             constants=self.constants,
+            hooks={number: tuple(hooks) for number, hooks in self.hooks.items()},
         )
 
     def _fresh(self) -> int:
@@ -282,6 +308,11 @@ class _Flattener:
                 results.append(env[argument])
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(f"the model writes to its input '{spec.target}': clone it first")
+            elif spec.kind is OutputKind.PARAMETER_MUTATION:
+                name = place.name(spec.target or "")
+                raise TraceError(
+                    f"the model writes to parameter '{name}' in forward, which a graph does not: register it as a buffer"
+                )
         return tuple(results)
 
     def _source_of(
@@ -321,9 +352,12 @@ class _Flattener:
         name = str(node.target)
         if name == _GETITEM or any(check in name for check in _CHECKS):
             return
+        if name == HOOK:
+            self._hook(self.marks.hooks[int(node.args[0])], env[node.args[1]])  # type: ignore[arg-type,index]
+            return
         if name == BEGIN:
             self.num_regions += not self.entered
-            self.entered.append(self.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
+            self.entered.append(self.marks.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
             return
         if name == END:
             self.entered.pop()
@@ -338,6 +372,7 @@ class _Flattener:
             kwargs = encode_keywords(node.kwargs, lambda ref: Ref(env[ref]))
         except TraceError as error:
             raise TraceError(f"module '{module or '(model)'}' at {source_line(node)}: {error}") from None
+        function = self.marks.functions[args[0]] if name == FUNCTION else None
         cast = (region, args, kwargs, no_grad)
         if region and name == _CAST and _is_implicit(node):
             if cast in self.casts:
@@ -355,8 +390,21 @@ class _Flattener:
         here = self.num_regions - 1 if self.entered else -1
         keeps = tuple(found for found in self.entered if found is not None)
         self.calls.append(
-            CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps)
+            CapturedCall(
+                name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps, function
+            )
         )
+
+    def _hook(self, hook: TensorHook, number: int) -> None:
+        parameter = next(
+            (source for source in self.sources if source.number == number and source.needs_grad), None
+        )
+        if parameter is not None:
+            raise TraceError(
+                f"parameter '{parameter.name}' gets a hook in forward, at {hook.where}: change its gradient by a "
+                "torch.autograd.Function around it, whose backward is kept"
+            )
+        self.hooks.setdefault(number, []).append(hook)
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
         """Numbers for what `node` makes: one, or one per item that is used of several."""

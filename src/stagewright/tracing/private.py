@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.export import exported_program as _exported
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import checkpoint as _checkpoint
@@ -24,8 +29,11 @@ __all__ = [
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
     "converting_in_place",
+    "depends_on_data",
     "generated_bindings",
     "has_autocast_kernel",
+    "hooks_of",
+    "inference_as_no_grad",
     "is_composite",
     "is_mutable",
     "is_seen_by_modes",
@@ -33,6 +41,8 @@ __all__ = [
     "light_exports",
     "num_holders",
     "operator_names",
+    "replaced_function_calls",
+    "returns_list",
     "run_parts",
     "selective_policy",
     "storage_key",
@@ -97,6 +107,44 @@ def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
     """The position of an argument in the schema of `op`; None where it has no such argument."""
     names = [argument.name for argument in op._schema.arguments]
     return names.index(name) if name in names else None
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While it is open, ``torch.inference_mode`` is ``torch.no_grad``, which an exporter understands."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def entered(self: Any) -> None:
+        self._grad = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
+
+    def left(self: Any, *raised: Any) -> None:
+        self._grad.__exit__(*raised)
+
+    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def hooks_of(parameter: torch.Tensor) -> Iterator[str]:
+    """The methods by which hooks of a parameter were registered."""
+    if parameter._backward_hooks:
+        yield "register_hook"
+    if parameter._post_accumulate_grad_hooks:
+        yield "register_post_accumulate_grad_hook"
+
+
+def depends_on_data(error: BaseException | None) -> bool:
+    """Whether code failed because it looks at the values of fake tensors."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def returns_list(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns a list of tensors, however many."""
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def is_mutable(op: Any) -> bool:
@@ -187,6 +235,25 @@ def light_exports() -> Iterator[None]:
 
 _COMPOSITES: dict[int, set[Any]] = {}
 """All composite operators, by how many were registered when they were looked for."""
+
+
+@contextlib.contextmanager
+def replaced_function_calls(call: Callable[..., Any]) -> Iterator[None]:
+    """While it is open, ``F.apply(*args, **kwargs)`` of a `torch.autograd.Function` that is not torch's own is
+    ``call(F, apply, args, kwargs)``."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        own = original.__get__(None, cls)
+        is_torch = cls.__module__.partition(".")[0] == "torch"
+        return own(*args, **kwargs) if is_torch else call(cls, own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[assignment]
+
 
 Recomputed = Callable[..., Any]
 

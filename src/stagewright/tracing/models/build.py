@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagewright.errors import InputError, nearest
 from stagewright.limits import MOST_PARAMETERS, MOST_SAMPLES, MOST_TOKENS, check_count
@@ -18,7 +18,7 @@ from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
 from stagewright.tracing.models.reference import ModelReference
-from stagewright.tracing.private import converting_in_place
+from stagewright.tracing.private import FakeTensor, FakeTensorMode, converting_in_place, depends_on_data
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float64", "float16")}
 
@@ -82,7 +82,29 @@ def build(
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode = DrawingByPlace(_reseeding(seed)) if fake_mode is None else fake_mode
-    return _build(reference, job, mode, initialise=fake_mode is None)
+    try:
+        return _build(reference, job, mode, initialise=fake_mode is None)
+    except InputError as error:
+        if fake_mode is None or not depends_on_data(error.__cause__):
+            raise
+    # Its initialisation looks at values.
+    whole = _build(reference, job, DrawingByPlace(_reseeding(seed)), initialise=True)
+    inputs: dict[str, Tensor] = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
+    return BuiltModel(fake_twin(whole.module, fake_mode), inputs, whole.num_tokens)
+
+
+def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor):
+            return model
+        memo[id(parameter)] = torch.nn.Parameter(
+            mode.from_tensor(parameter.detach()), parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy.deepcopy(model, memo)
 
 
 class DeferredModel:
@@ -152,6 +174,10 @@ def _build(
     reference: ModelReference, job: Job, mode: contextlib.AbstractContextManager[Any], initialise: bool
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
+    if reference.kind == "factory":  # tensors of its modules are real, whatever the model's are
+        from stagewright.tracing.models.factories import function_of
+
+        function_of(reference.text)
     with torch.random.fork_rng(devices=[]), mode, converting_in_place():
         if reference.kind == "factory" and job.further_inputs:
             raise InputError(

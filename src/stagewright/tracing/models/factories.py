@@ -50,6 +50,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     finally:
         torch.set_default_dtype(default)
     net, inputs, loss_fn = _unpack(result, reference.text)
+    _keep_as_buffers(net)
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
     if "microbatch_size" not in arguments:
         size = job.microbatch_size
@@ -141,6 +142,17 @@ def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] 
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise InputError(f"factory '{text}' returned a {type(value).__name__} among its inputs: {_SHAPE}")
     return net, inputs, loss_fn
+
+
+def _keep_as_buffers(net: nn.Module) -> None:
+    """Make buffers of the tensors that modules have as plain attributes, such as masks and positions: so they are made like
+    weights on every rank, and kept where forward assigns them anew. They are in no state dict, as before."""
+    registered = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+    for module in net.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and id(value) not in registered and not value.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
 
 
 def _name_inputs(
