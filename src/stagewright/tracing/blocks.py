@@ -3,7 +3,7 @@
 Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts at the time of
 the call, and are called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``)
 may differ: whether code reads them is watched while the first block of a kind runs, and if it does, they must be equal too.
-A block that does more than return tensors is of no kind (see `stagewright.tracing.effects`), nor is one whose tensors the
+A block that does more than return tensors is of no kind (see `stagewright.tracing.block_calls`), nor is one whose tensors the
 rest of the model uses: they are traced where they are called.
 """
 
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from stagewright.errors import TraceError
 from stagewright.graph import TensorMeta
 from stagewright.tracing.arguments import empty, meta_of
-from stagewright.tracing.effects import Effects
+from stagewright.tracing.block_calls import BlockWatch
 
 BLOCK = "stagewright.block.default"
 
@@ -205,22 +205,22 @@ def _described(value: Any, contents: dict[int, Any]) -> Any:
 @contextmanager
 def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
-    effects = Effects(model, blocks.candidates)
+    watch = BlockWatch(model, blocks.candidates)
 
     def rehearse(path: str, block: torch.nn.Module, own_forward: Any) -> Callable[..., Any]:
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with effects.unwatched():
+            with watch.unwatched():
                 leaves, spec = pytree.tree_flatten((args, kwargs))
                 signature = _call_signature(_fingerprint(block, own_forward), leaves, spec)
                 if signature in blocks.numbered:
                     signature = (*signature, _numbers(block))
                 kind = blocks.kinds.get(signature)
             if kind is None:
-                with effects.inside(block, leaves) as call, _watched_numbers(block) as read:
+                with watch.inside(block, leaves) as call, _watched_numbers(block) as read:
                     result = forward(*args, **kwargs)
-                with effects.unwatched():
+                with watch.unwatched():
                     again, spec_after = pytree.tree_flatten((args, kwargs))
                     after = _call_signature(_fingerprint(block, own_forward), again, spec_after)
                     if after != signature or any(a is not b for a, b in zip(leaves, again, strict=True)):
@@ -246,10 +246,10 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
 
         return run
 
-    with _replaced_forwards(model, blocks, rehearse), effects.watching():
+    with _replaced_forwards(model, blocks, rehearse), watch.watching():
         yield
-    blocks.unruly.update(effects.used)
-    blocks.shared.update(effects.shared)
+    blocks.unruly.update(watch.used)
+    blocks.shared.update(watch.shared)
     hooked = (path for path in blocks.calls if _fingerprint(model.get_submodule(path)) is None)
     blocks.unruly.update((path, "has hooks") for path in hooked)
 

@@ -81,7 +81,7 @@ class BlockCall:
         return [(sys.getrefcount(tensor), num_holders_of_storage(tensor)) for tensor in self._given]
 
 
-class Effects(TorchDispatchMode):
+class BlockWatch(TorchDispatchMode):
     """Watches a model's operators while it is entered.
 
     * `used`: paths of blocks whose tensors the rest of the model uses, with a word on how;
