@@ -95,9 +95,7 @@ class BlockWatch(TorchDispatchMode):
         self.used: dict[str, str] = {}
         self._call: BlockCall | None = None
         self._is_watching = True
-        self._blocks = {
-            id(module): path for path in paths for module in model.get_submodule(path).modules()
-        }
+        self._blocks = {id(module): path for path in paths for module in model.get_submodule(path).modules()}
         holders = _holders_of(model, self._blocks)
         self._owner = {key: next(iter(owners)) for key, owners in holders.items() if len(owners) == 1}
         self.shared = {path for owners in holders.values() if len(owners) > 1 for path in owners if path}

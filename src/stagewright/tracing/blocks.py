@@ -47,7 +47,9 @@ class Kind:
     output_spec: Any
     output_leaves: tuple[Any, ...]  # None where a tensor goes
     output_tensors: tuple[int, ...]  # which of them are made by the block
-    passed: tuple[tuple[int, int], ...]  # leaves of the result that are the very tensors of leaves of the call
+    passed: tuple[
+        tuple[int, int], ...
+    ]  # leaves of the result that are the very tensors of leaves of the call
 
     def is_call(self, leaves: list[Any], spec: Any) -> bool:
         """Whether a call with these leaves is of this kind, as far as they tell."""
@@ -57,7 +59,7 @@ class Kind:
         return all(
             isinstance(leaf, torch.Tensor) and meta_of(leaf) == next(layouts)[0]
             if place in self.tensors
-            else _plain(leaf) == _plain(mine)
+            else type(leaf) is type(mine) and (not isinstance(leaf, _PLAIN) or leaf == mine)
             for place, (leaf, mine) in enumerate(zip(leaves, self.leaves, strict=True))
         )
 
@@ -70,7 +72,9 @@ class Blocks:
     kinds: dict[Any, Kind] = field(default_factory=dict)  # by signature of the call
     numbered: set[Any] = field(default_factory=set)  # signatures of calls that read a numbering attribute
     unruly: dict[str, str] = field(default_factory=dict)  # paths of blocks that are of no kind, and why
-    shared: set[str] = field(default_factory=set)  # paths of blocks that have tensors in common with another module
+    shared: set[str] = field(
+        default_factory=set
+    )  # paths of blocks that have tensors in common with another module
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
     calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
 
@@ -168,13 +172,16 @@ def _watched_numbers(block: torch.nn.Module) -> Iterator[list[str]]:
             module.__dict__[name] = value
 
 
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
 def _plain(value: Any, contents: dict[int, Any] | None = None) -> Any:
     """A comparable form of an attribute: by value where it is plain; by identity where it is not, with its attributes.
 
     `contents` remembers those of objects that have been described.
     """
     contents = {} if contents is None else contents
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.Size):
+    if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
         return (type(value), id(value))
@@ -231,7 +238,9 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
                         blocks.numbered.add(signature)
                         signature = (*signature, _numbers(block))
                     kind = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
-                    call.returns([leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+                    call.returns(
+                        [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                    )
                     again.clear()
                     del result
                     effect = call.effect()
@@ -360,7 +369,9 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
     tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     places = {id(leaves[index]): index for index in reversed(tensors)}
     returned = [index for index, leaf in enumerate(output_leaves) if isinstance(leaf, torch.Tensor)]
-    passed = tuple((index, places[id(output_leaves[index])]) for index in returned if id(output_leaves[index]) in places)
+    passed = tuple(
+        (index, places[id(output_leaves[index])]) for index in returned if id(output_leaves[index]) in places
+    )
     produced = tuple(index for index in returned if id(output_leaves[index]) not in places)
     return Kind(
         key=key,
