@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch.export import ExportedProgram
@@ -17,7 +18,7 @@ from stagewright.graph.depth import BEFORE, BEHIND, Repeat
 from stagewright.tracing.blocks import BLOCK, Blocks
 from stagewright.tracing.regions import BEGIN, END
 
-_Node = torch.fx.Node
+_Node: TypeAlias = torch.fx.Node
 _GETITEM = "<built-in function getitem>"
 
 
@@ -28,10 +29,10 @@ def left_out(
     surroundings: Callable[[_Node], Hashable],
     is_check: Callable[[_Node], bool],
 ) -> tuple[tuple[Repeat, ...], dict[_Node, _Node]]:
-    """The layers of a rehearsed `model` that need not be traced; and nodes of the exported `program` to be skipped, each with
-    the call of the layer whose results take the place of its own.
+    """Return the layers of a rehearsed `model` that need not be traced, and the nodes of its exported `program` to skip,
+    each with the call of the layer whose results take the place of its own.
 
-    `surroundings` of a node are what else its operators depend on; a node that `is_check` does nothing.
+    `surroundings` of a node are what else its operators depend on; a node for which `is_check` holds does nothing.
     """
     nodes = [node for node in program.graph.nodes if str(node.target) != _GETITEM and not is_check(node)]
     calls = {
