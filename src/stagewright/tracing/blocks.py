@@ -3,7 +3,7 @@
 Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts at the time of
 the call, and are called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``)
 may differ: whether code reads them is watched while the first block of a kind runs, and if it does, they must be equal too.
-A block that does more than return tensors is of no kind (`stagewright.tracing.block_calls`), nor is one whose tensors the rest
+A block that does more than return tensors is of no kind (see `block_calls`), nor is one whose tensors the rest
 of the model uses: they are traced where they are called.
 """
 
