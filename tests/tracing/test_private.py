@@ -37,6 +37,13 @@ USED = [
         "copies of real tensors",
     ),
     ("torch", "Tensor._use_count", "private.py", "waiting until a backend has let go of a tensor"),
+    ("torch._C", "_storage_Use_Count", "private.py", "noticing tensors that a layer keeps"),
+    (
+        "torch.multiprocessing.reductions",
+        "StorageWeakRef",
+        "private.py",
+        "noticing tensors that a layer keeps",
+    ),
     ("torch._C", "_len_torch_dispatch_stack", "private.py", "compiling nothing while bytes are counted"),
     ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
     ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),

@@ -21,8 +21,8 @@ from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
 from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
-from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
-from stagewright.tracing.depth import called_alike, repeats_of, without
+from stagewright.tracing.blocks import BLOCK, BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
+from stagewright.tracing.depth import left_out
 from stagewright.tracing.effects import (
     HOOK,
     TensorHook,
@@ -38,7 +38,6 @@ from stagewright.tracing.private import FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
-_BLOCK = "stagewright.block.default"
 _CAST = "aten._to_copy.default"
 _CASTING_METHODS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -99,17 +98,13 @@ def capture(
     """
     report("rehearsing the model on fake tensors")
     blocks = _rehearsed(model, inputs, mode)
-    repeats = () if whole else repeats_of(model, blocks)
-    if not repeats:
-        return _captured(model, inputs, mode, blocks, report)
-    with without(model, repeats):
-        try:
-            fewer = _rehearsed(model, inputs, mode)
-        except TraceError:  # its code counts on all layers
-            fewer = None
-        if fewer is not None and called_alike(blocks, fewer):
-            return replace(_captured(model, inputs, mode, fewer, report), repeats=repeats)
-    return _captured(model, inputs, mode, blocks, report)
+    report("exporting the model")
+    marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
+    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
+        outer = _export(model, (), inputs)
+    repeats, skipped = ((), {}) if whole else left_out(model, blocks, outer, _surroundings, _is_check)
+    flattener = _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks, skipped)
+    return replace(flattener.run(outer), repeats=repeats)
 
 
 def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
@@ -126,22 +121,8 @@ def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: Fa
         _require_scalar(loss)
         return blocks
 
-    with without_effects(model, lambda: run(Blocks({}))):
+    with without_effects(model, lambda: run(Blocks(()))):
         return run(find_blocks(model))
-
-
-def _captured(
-    model: torch.nn.Module,
-    inputs: dict[str, torch.Tensor],
-    mode: FakeTensorMode,
-    blocks: Blocks,
-    report: Callable[[str], None],
-) -> Captured:
-    report("exporting the model")
-    marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
-    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
-        outer = _export(model, (), inputs)
-    return _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks).run(outer)
 
 
 @dataclass(frozen=True)
@@ -232,9 +213,17 @@ class _Place:
 class _Flattener:
     """Numbers the values of the outer program and of the blocks within it in one sequence."""
 
-    def __init__(self, model: torch.nn.Module, bodies: _Bodies, marks: _Marks) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        bodies: _Bodies,
+        marks: _Marks,
+        skipped: dict[torch.fx.Node, torch.fx.Node],
+    ) -> None:
         self.bodies = bodies
         self.marks = marks
+        self.skipped = skipped  # nodes of the outer program, each with the block's call that takes its place
+        self.results: dict[torch.fx.Node, tuple[int, ...]] = {}  # of calls of blocks
         self.num_regions = 0  # the outermost, so far
         self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -350,7 +339,10 @@ class _Flattener:
 
     def _call(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], module: str, place: _Place) -> None:
         name = str(node.target)
-        if name == _GETITEM or any(check in name for check in _CHECKS):
+        if name == _GETITEM or _is_check(node):
+            return
+        if node in self.skipped:
+            self._name_results(node, env, self.results[self.skipped[node]])
             return
         if name == HOOK:
             self._hook(self.marks.hooks[int(node.args[0])], env[node.args[1]])  # type: ignore[arg-type,index]
@@ -364,7 +356,7 @@ class _Flattener:
             return
         no_grad = place.no_grad or "set_grad_enabled" in _entered(node)
         region = place.region or _autocast_region(node) or self.around
-        if name == _BLOCK:
+        if name == BLOCK:
             self._block(node, env, no_grad, region)
             return
         try:
@@ -424,6 +416,12 @@ class _Flattener:
         key, path = str(node.args[0]).split("@", 1)
         inputs = tuple(env[item] for item in node.args[1])  # type: ignore[union-attr]
         results = self._program(self.bodies[key], _Place(f"{key}.", path, inputs, no_grad, region))
+        self.results[node] = results
+        self._name_results(node, env, results)
+
+    def _name_results(
+        self, node: torch.fx.Node, env: dict[torch.fx.Node, int], results: tuple[int, ...]
+    ) -> None:
         for item in node.users:
             env[item] = results[int(item.args[1])]  # type: ignore[arg-type]
 
@@ -444,6 +442,14 @@ def _autocast_region(node: torch.fx.Node) -> str:
         return ""
     history = node.meta.get("from_node")
     return str(history[0].name) if history else "autocast"
+
+
+def _is_check(node: torch.fx.Node) -> bool:
+    return any(check in str(node.target) for check in _CHECKS)
+
+
+def _surroundings(node: torch.fx.Node) -> tuple[bool, str]:
+    return "set_grad_enabled" in _entered(node), _autocast_region(node)
 
 
 def _is_implicit(node: torch.fx.Node) -> bool:

@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import exported_program as _exported
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "argument_place",
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
@@ -40,6 +42,7 @@ __all__ = [
     "kept_by",
     "light_exports",
     "num_holders",
+    "num_holders_of_storage",
     "operator_names",
     "replaced_function_calls",
     "returns_list",
@@ -49,6 +52,7 @@ __all__ = [
     "with_autograd",
     "without_cpu_autocast",
     "without_modes",
+    "written_by",
 ]
 
 
@@ -152,6 +156,17 @@ def is_mutable(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
 
 
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of `op` writes to."""
+    if not is_mutable(op):
+        return
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (item for item in values if isinstance(item, torch.Tensor))
+
+
 @functools.cache
 def operator_names() -> tuple[str, ...]:
     """Every operator of the ``aten`` namespace, with its overload: ``softmax.int``, ``linear``."""
@@ -208,6 +223,11 @@ def is_seen_by_modes() -> bool:
 def num_holders(tensor: torch.Tensor) -> int:
     """How many refer to `tensor` itself, all of Python counted as one; views of it refer to it too."""
     return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def num_holders_of_storage(tensor: torch.Tensor) -> int:
+    """How many tensors and others hold the storage of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
