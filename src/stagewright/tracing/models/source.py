@@ -42,8 +42,8 @@ def split_factory(text: str) -> FactoryName | None:
 
 
 def search_last(folder: str) -> None:
-    """Let imports find the modules in `folder`, after all others: none of them takes the place of a library. Folders that were
-    given here before come after it."""
+    """Let imports find the modules in `folder`, after all others but those that were searched last before: none takes the
+    place of a library."""
     if folder in sys.path and folder not in _SEARCHED_LAST:
         return
     _SEARCHED_LAST.add(folder)
