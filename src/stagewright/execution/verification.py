@@ -110,9 +110,10 @@ def verify(
     """
     refuse_what_is_not_run(plan, "the plan")
     original = resolve(model, plan.model.overrides).adapted(plan.model.lora)
-    if original.digest != plan.model.digest:
+    if change := plan.model.change(original):
         raise InputError(
-            f"the plan was made for model '{plan.model.text}', and '{model}' differs from it: give that model, or plan again"
+            f"the plan was made for model '{plan.model.text}', and '{model}' differs from it ({change}): give that "
+            "model, or plan again"
         )
     kind = _kind(device, plan, report)
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:

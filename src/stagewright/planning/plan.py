@@ -15,15 +15,17 @@ from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole
 from stagewright.frames import data_frame, html_table
+from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.schedule.program import check_name
+from stagewright.tracing.dependencies import Dependencies, other_contents
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
-from stagewright.tracing.models.source import split_factory
+from stagewright.tracing.models.source import factory_file, split_factory
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class ModelSection(StrictModel):
     name: str
     lora: Lora | None = None
     """Adapters that are trained in place of the model."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Of a factory, what its code imported and read when the plan was made: SHA-256 by path from the folder of its file."""
 
     @property
     def is_code(self) -> bool:
@@ -50,9 +54,12 @@ class ModelSection(StrictModel):
         return split_factory(self.text) is not None
 
     @classmethod
-    def of(cls, reference: ModelReference) -> ModelSection:
-        """The section of the model that `reference` leads to."""
+    def of(cls, reference: ModelReference, graph: OperatorGraph | None = None) -> ModelSection:
+        """The section of the model that `reference` leads to, traced to `graph`."""
+        factory = None if graph is None else factory_file(reference.text)
+        files = {} if graph is None or factory is None else Dependencies.of_facts(graph.facts).beside(factory)
         return cls(
+            files=files,
             text=reference.text,
             overrides=dict(reference.overrides),
             digest=reference.digest,
@@ -73,6 +80,14 @@ class ModelSection(StrictModel):
         """The model as it is now, which may have changed. Raises `InputError` where there is none any more."""
         return resolve(self.text, self.overrides).adapted(self.lora)
 
+    def change(self, reference: ModelReference) -> str:
+        """What of the model that `reference` leads to is no longer as planned, in words; empty where all is."""
+        if reference.digest != self.digest:
+            return f"its config or source, whose digest is {reference.digest[:12]} and was {self.digest[:12]}"
+        factory = factory_file(reference.text)
+        changed = "" if factory is None else other_contents(factory, self.files)
+        return f"'{changed}', which it uses" if changed else ""
+
     def resolved(self) -> ModelReference:
         """The model itself.
 
@@ -80,9 +95,9 @@ class ModelSection(StrictModel):
             InputError: there is none any more, or it has changed.
         """
         reference = self.reference()
-        if reference.digest != self.digest:
+        if change := self.change(reference):
             raise InputError(
-                f"model '{self.text}' is not the one the plan was made for (its config or source changed): plan again"
+                f"model '{self.text}' has changed since the plan was made ({change}): plan again"
             )
         return reference
 
