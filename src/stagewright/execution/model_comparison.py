@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stagewright.errors import TraceError
+from stagewright.errors import StagewrightError, TraceError
 from stagewright.execution.loading import constants_of
 from stagewright.execution.random import keyed
 from stagewright.execution.stage_runner import StageRunner
@@ -31,8 +31,10 @@ from stagewright.tracing.private import functions_behind, hooks_of
 
 NUM_STEPS = 2
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
-"""Largest difference, relative to the largest element, that rounding explains. The graph runs the operators of the model in
-the order of autograd, so that most models differ by nothing."""
+"""Largest difference, relative to the largest element, by the type of the numbers. The graph runs the operators of the model
+in the order of autograd, so that most models differ by nothing."""
+ROUNDING = 1e-4
+"""That of float32 which rounding explains."""
 _SMALLEST = {"float64": 1e-4, "float32": 1e-2}
 """Gradients smaller than this part of the largest are judged by how that part rounds: some (of a key's bias) are rounding
 only."""
@@ -70,38 +72,52 @@ class Difference:
         return f"{self.what} is off by {self.share:.2g} of its largest element"
 
 
-def differences(make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0) -> list[Difference]:
+def differences(
+    make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0, tolerance: float = 1e-9
+) -> list[Difference]:
     """Return what the graph makes otherwise than the model that `make` builds, largest first, in the first step in which
-    there is something; none where they are equal."""
+    there is something; none where they are equal. Raises `TraceError` where one of them cannot be run."""
     built = make()
     spread_constants(built.module, seed)
-    graphs = GraphSteps(graph, built.module, seed)
-    model = ModelSteps(built.module, seed)
-    for step in range(NUM_STEPS):
-        inputs = _rolled(built.inputs, step)
-        wanted = model.run(step, inputs)
-        if differing := compared(graphs.run(step, inputs), wanted):
-            return differing
-        graphs.update(update_of(built.module))
+    try:
+        graphs = GraphSteps(graph, built.module, seed)
+        model = ModelSteps(built.module, seed)
+        for step in range(NUM_STEPS):
+            inputs = _rolled(built.inputs, step)
+            wanted = model.run(step, inputs)
+            if differing := compared(graphs.run(step, inputs), wanted, tolerance):
+                return differing
+            graphs.update(update_of(built.module))
+    except StagewrightError:
+        raise
+    except Exception as error:  # code of others may raise whatever it likes
+        raise TraceError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
     return []
 
 
-def refuse_other_graph(
-    make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0, name: str = "the model"
-) -> None:
-    """Raises `TraceError` where the graph is not the model that `make` builds; names what differs, and the cause where it is
-    found."""
-    differing = differences(make, graph, seed)
-    if not differing:
-        if draws_outside(make, seed):
-            raise TraceError(f"{name}: {_PYTHON_RANDOM}")
-        return
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    cause = cause_of(make, differing, seed)
-    raise TraceError(
-        f"the graph traced from '{name}' is not the model: {differing[0]}{more}. {cause}; --no-compare trains the graph as "
-        "it is"
-    )
+@dataclass(frozen=True)
+class Refusal:
+    """A graph that is not its model."""
+
+    name: str
+    differing: list[Difference]
+    make: Callable[[], BuiltModel]
+    seed: int
+
+    def error(self) -> TraceError:
+        """What differs, and the cause where it is found."""
+        others = len(self.differing) - 1
+        more = f" (and {others} more)" if others else ""
+        return TraceError(
+            f"the graph traced from '{self.name}' is not the model: {self.differing[0]}{more}. "
+            f"{cause_of(self.make, self.differing, self.seed)}; --no-compare trains the graph as it is"
+        )
+
+
+def refuse_python_random(make: Callable[[], BuiltModel], seed: int, name: str) -> None:
+    """Raises `TraceError` where the loss depends on random numbers that are not torch's."""
+    if draws_outside(make, seed):
+        raise TraceError(f"'{name}': {_PYTHON_RANDOM}")
 
 
 # -- the two runs -------------------------------------------------------------------------------------------------------
@@ -127,7 +143,8 @@ class ModelSteps:
         found |= {f"parameter '{name}'": parameter.detach() for name, parameter in named.items()}
         found |= {f"buffer '{name}'": buffer for name, buffer in self.module.named_buffers()}
         copies = {
-            what: None if tensor is None else tensor.to_dense().detach().clone() for what, tensor in found.items()
+            what: None if tensor is None else tensor.to_dense().detach().clone()
+            for what, tensor in found.items()
         }
         return Step(copies, draws.draws, owners)
 
@@ -177,13 +194,19 @@ class GraphSteps:
 
     def _parameter(self, name: str) -> Tensor:
         value = self._value(name)
-        return self.parameters[name] if value is None else self.weights.parameters.get(value, self.parameters[name])
+        return (
+            self.parameters[name]
+            if value is None
+            else self.weights.parameters.get(value, self.parameters[name])
+        )
 
 
 def update_of(module: nn.Module, share: float = _UPDATE) -> dict[str, Tensor]:
     """A step down the gradient, done on the parameters and returned by name."""
     named = {name: p for name, p in module.named_parameters() if p.grad is not None}
-    steepest = max((float(p.grad.abs().max()) for p in named.values() if p.grad is not None and p.numel()), default=0.0)
+    steepest = max(
+        (float(p.grad.abs().max()) for p in named.values() if p.grad is not None and p.numel()), default=0.0
+    )
     largest = max((float(p.detach().abs().max()) for p in named.values() if p.numel()), default=0.0)
     if not steepest or not math.isfinite(steepest):
         return {}
@@ -202,10 +225,10 @@ def spread_constants(module: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel():
-                if bool((parameter == parameter.flatten()[0]).all()):
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                    parameter.add_(noise.to(parameter.dtype) * _SPREAD)
+            trained = parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
+            if trained and bool((parameter == parameter.flatten()[0]).all()):
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter.dtype) * _SPREAD)
 
 
 def _rolled(inputs: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
@@ -226,11 +249,13 @@ def _gradient(name: str) -> str:
 # -- what differs -------------------------------------------------------------------------------------------------------
 
 
-def compared(graph: Step, model: Step) -> list[Difference]:
+def compared(graph: Step, model: Step, tolerance: float = 1e-9) -> list[Difference]:
     """What differs between a step of the graph and one of the model, largest first."""
     loss = model.tensors["the loss"]
     dtype = "float64" if loss is not None and loss.dtype == torch.float64 else "float32"
-    gradients = [t for what, t in model.tensors.items() if what in model.owners and t is not None and t.numel()]
+    gradients = [
+        t for what, t in model.tensors.items() if what in model.owners and t is not None and t.numel()
+    ]
     largest = max((float(t.abs().max()) for t in gradients), default=0.0)
     least = largest * _SMALLEST[dtype] if math.isfinite(largest) else 0.0
     found = []
@@ -238,7 +263,7 @@ def compared(graph: Step, model: Step) -> list[Difference]:
         share = _share(
             graph.tensors.get(what), model.tensors.get(what), least if what in model.owners else 0.0
         )
-        if not share <= TOLERANCES[dtype]:
+        if not share <= tolerance:
             found.append(Difference(what, share, model.owners.get(what)))
     if graph.num_draws != model.num_draws:
         text = f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times, which"
@@ -318,7 +343,9 @@ def cause_of(make: Callable[[], BuiltModel], differing: list[Difference], seed: 
     differs = {difference.parameter for difference in differing}
     for hook in hooks:
         if hook.parameter in differs and hook.parameter is not None:
-            return f"The cause: {hook}, which is no part of a graph; do what it does in forward, or leave it out"
+            return (
+                f"The cause: {hook}, which is no part of a graph; do what it does in forward, or leave it out"
+            )
     with keyed(seed, 0, 0):
         loss = built.module(**built.inputs)
     if names := functions_behind(loss):
@@ -328,13 +355,12 @@ def cause_of(make: Callable[[], BuiltModel], differing: list[Difference], seed: 
         )
     if hooks:
         return f"The likely cause: {hooks[0]}, which is no part of a graph; do what it does in forward"
-    changing = _changing_attributes(built.module)
-    if changing:
+    if changing := changed_attribute(make(), seed):
         return (
             f"The likely cause: forward changes {changing}, which the graph has as it was when it was traced; keep it in a "
             "buffer, or compute it from the inputs"
         )
-    return "The cause was not found; please report the model"
+    return "The cause was not found: please report it with the model's code"
 
 
 def make_again(make: Callable[[], BuiltModel], seed: int) -> nn.Module:
@@ -343,5 +369,20 @@ def make_again(make: Callable[[], BuiltModel], seed: int) -> nn.Module:
     return module
 
 
-def _changing_attributes(module: nn.Module) -> str:
-    return ""
+def changed_attribute(built: BuiltModel, seed: int) -> str | None:
+    """An attribute of a module that its forward changes, such as a counter."""
+
+    def numbers() -> dict[str, Any]:
+        plain = int | float | bool | str | None
+        return {
+            f"'{name}' of module '{path}'": value
+            for path, module in built.module.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, plain)
+        }
+
+    before = numbers()
+    with torch.no_grad(), keyed(seed, 0, 0):
+        built.module(**built.inputs)
+    after = numbers()
+    return next((name for name, value in after.items() if before.get(name) != value), None)
