@@ -22,18 +22,11 @@ WIDTH, TOKENS, CLASSES = 6, 4, 9
 Part = Callable[[random.Random], nn.Module]
 PARTS: dict[str, Part] = {}
 """Constructs that map activations to activations, by name."""
-STACKS: dict[str, Callable[[random.Random, list[nn.Module]], nn.Module]] = {}
-"""Ways to put several into one."""
 
 
 def part(kind: Any) -> Any:
     """Register a module class, or a function that makes one, under its name."""
     PARTS[kind.__name__] = (lambda rng: kind()) if isinstance(kind, type) else kind
-    return kind
-
-
-def stack(kind: Any) -> Any:
-    STACKS[kind.__name__] = kind
     return kind
 
 
@@ -871,17 +864,6 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
-
-
-@part
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    @torch.jit.ignore
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).erf()
 
 
 @part

@@ -7,13 +7,20 @@ and that is said.
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import signal
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from stagewright.errors import InputError, StagewrightError, TraceError
+import torch
+
+from stagewright.errors import ContractError, InputError, StagewrightError, TraceError
 from stagewright.estimation.operators import work
 from stagewright.execution.model_comparison import (
     ROUNDING,
@@ -39,6 +46,7 @@ MOST_FLOP = 1e11
 MOST_BYTES = 2**31
 """Of its weights, gradients and activations, of the model and of the graph."""
 UNCOMPARED = "warning:"
+MOST_SECONDS = 600.0
 _SHORT, _FEW = 64, 2
 """Tokens and samples of a microbatch of a model that is made smaller."""
 _FEWEST_LAYERS = 2
@@ -46,8 +54,11 @@ _FEWEST_LAYERS = 2
 Report = Callable[[str], None]
 
 
-def compare_once(plan: Plan, report: Report = lambda stage: None) -> None:
+def compare_once(plan: Plan, report: Report = lambda stage: None, apart: bool = True) -> None:
     """Compare the model of `plan` with its graph, unless that was done before, and say so.
+
+    With `apart` a child of this process does it, which leaves nothing in the memory that this one is judged by, and whose
+    death is reported.
 
     Raises:
         TraceError: the graph is not the model; names what differs, and the cause where it is found.
@@ -57,11 +68,60 @@ def compare_once(plan: Plan, report: Report = lambda stage: None) -> None:
     if kept is not None and kept.is_file():
         return
     report("comparing the graph with the model")
-    said = compare(reference, asked, plan.job.seed)
+    work = partial(compare, reference, asked, plan.job.seed)
+    said = _apart(work, reference.name) if apart else work()
     say(said)
     if kept is not None and not said.startswith(UNCOMPARED):
         with suppress(InputError):
             write_whole(kept, said.encode())
+
+
+def _apart(work: Callable[[], str], name: str) -> str:
+    """What `work` returns in a child of this process; raises what it raises, and `TraceError` where the child dies."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads, of which the child uses none
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _answer(work, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        if not select.select([answers], [], [], MOST_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    if answer:
+        kind, text = json.loads(answer)
+        if kind is None:
+            return text
+        raise {one.__name__: one for one in (InputError, ContractError)}.get(kind, TraceError)(text)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return f"{UNCOMPARED} '{name}' and its graph are not compared: it took too long, or too much memory"
+    ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "without a word"
+    raise TraceError(
+        f"PyTorch ended the process ({ended}) that ran '{name}' and its graph on one microbatch: find the operator with a "
+        "plain loop of its forward and backward; --no-compare does without"
+    )
+
+
+def _answer(work: Callable[[], str], writer: int) -> NoReturn:
+    """In the child: write what `work` returns or raises, as JSON, and end."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        torch.set_num_threads(1)  # those of the parent are not here
+        answer: tuple[str | None, str] = (None, work())
+    except Exception as error:
+        is_own = isinstance(error, StagewrightError)
+        answer = type(error).__name__, str(error) if is_own else f"{type(error).__name__}: {error}"
+    try:
+        with os.fdopen(writer, "wb") as answers:
+            answers.write(json.dumps(answer).encode())
+    finally:
+        os._exit(0)
 
 
 def compare(reference: ModelReference, asked: Mapping[str, Any], seed: int = 0) -> str:

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
 from stagewright.estimation.memory import stage_edges
+from stagewright.execution import first_comparison
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.device import kind_of
-from stagewright.execution.first_comparison import compare_once
 from stagewright.execution.launch import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
@@ -120,7 +120,7 @@ def verify(
         )
     kind = _kind(device, plan, report)
     if compare:
-        compare_once(plan, report)
+        first_comparison.compare_once(plan, report)
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:
         folder = Path(scratch)
         reduced, graph, loss, num_parameters = _train_plainly(
