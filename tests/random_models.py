@@ -4,6 +4,10 @@ containers, randomness, layers that are equal and layers that only look so.
 `build` is a factory as users write them, whose `seed` says which model it makes. `constructs` names what a model is made of.
 """
 
+# Layers that are called in other ways than the others, and what types do not follow, are what this is about.
+# pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import random
@@ -1292,12 +1296,12 @@ def residual(rng: random.Random) -> nn.Module:
 class Whole(nn.Module):
     """Tokens or numbers in, a loss out."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, most: int) -> None:
         super().__init__()
         self.reads_tokens = rng.random() < 0.4
         self.embed = nn.Embedding(CLASSES, WIDTH)
         self.stem = nn.Linear(WIDTH, WIDTH)
-        names = [rng.choice(sorted(PARTS)) for _ in range(rng.choice([1, 2, 2, 3, 4]))]
+        names = [rng.choice(sorted(PARTS)) for _ in range(min(rng.choice([1, 2, 2, 3, 4]), most))]
         self.parts = nn.ModuleList(PARTS[name](rng) for name in names)
         self.names = names
         self.norms = rng.random() < 0.5
@@ -1314,10 +1318,12 @@ class Whole(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def build(seed: int, only: str = "", microbatch_size: int = 3) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model of a seed, or one of the construct `only`, with a microbatch."""
+def build(
+    seed: int, only: str = "", most: int = 4, microbatch_size: int = 3
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model of a seed, of so many constructs at `most`, or one of the construct `only`, with a microbatch."""
     rng = random.Random(seed)
-    model = Whole(rng)
+    model = Whole(rng, most)
     if only:
         model.parts, model.names = nn.ModuleList([PARTS[only](rng)]), [only]
     GLOBAL.clear()
@@ -1330,5 +1336,5 @@ def batch(step: int, size: int) -> dict[str, Tensor]:
     return {"x": x, "labels": torch.randint(CLASSES, (size, TOKENS), generator=generator)}
 
 
-def constructs(seed: int) -> list[str]:
-    return Whole(random.Random(seed)).names
+def constructs(seed: int, most: int = 4) -> list[str]:
+    return Whole(random.Random(seed), most).names
