@@ -7,6 +7,7 @@ and that is said.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -27,7 +28,6 @@ from stagewright.execution.model_comparison import (
     TOLERANCES,
     Refusal,
     differences,
-    refuse_python_random,
 )
 from stagewright.files import write_whole
 from stagewright.graph import OperatorGraph
@@ -68,6 +68,8 @@ def compare_once(plan: Plan, report: Report = lambda stage: None, apart: bool = 
     if kept is not None and kept.is_file():
         return
     report("comparing the graph with the model")
+    if reference.kind == "config":
+        import stagewright.tracing.models.from_config  # noqa: F401 once, for the child and for what comes after
     work = partial(compare, reference, asked, plan.job.seed)
     said = _apart(work, reference.name) if apart else work()
     say(said)
@@ -112,7 +114,8 @@ def _answer(work: Callable[[], str], writer: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        torch.set_num_threads(1)  # those of the parent are not here
+        gc.freeze()  # what the parent no longer uses may wait, when it ends, for threads that are not here
+        torch.set_num_threads(1)  # nor are those that compute
         answer: tuple[str | None, str] = (None, work())
     except Exception as error:
         is_own = isinstance(error, StagewrightError)
@@ -243,7 +246,6 @@ def _verdict(size: _Size, graph: OperatorGraph, seed: int, name: str) -> str:
             failure = error
             continue
         if not differing:
-            refuse_python_random(make, seed, name)
             return dtype
         refusal = Refusal(name, differing, make, seed)
         if dtype == "float64":

@@ -88,6 +88,8 @@ def differences(
             if differing := compared(graphs.run(step, inputs), wanted, tolerance):
                 return differing
             graphs.update(update_of(built.module))
+        if model.draws_outside and draws_outside(make, seed):
+            return [Difference("the loss under other random numbers of Python or numpy", math.inf)]
     except StagewrightError:
         raise
     except Exception as error:  # code of others may raise whatever it likes
@@ -114,12 +116,6 @@ class Refusal:
         )
 
 
-def refuse_python_random(make: Callable[[], BuiltModel], seed: int, name: str) -> None:
-    """Raises `TraceError` where the loss depends on random numbers that are not torch's."""
-    if draws_outside(make, seed):
-        raise TraceError(f"'{name}': {_PYTHON_RANDOM}")
-
-
 # -- the two runs -------------------------------------------------------------------------------------------------------
 
 
@@ -129,11 +125,15 @@ class ModelSteps:
     def __init__(self, module: nn.Module, seed: int) -> None:
         self.module = module
         self.seed = seed
+        self.draws_outside = False
+        """Whether a forward drew random numbers that are not torch's."""
 
     def run(self, step: int, inputs: Mapping[str, Tensor]) -> Step:
         self.module.zero_grad(set_to_none=True)
+        states = _python_states()
         with keyed(self.seed, step, 0) as draws:
             loss = self.module(**{name: tensor.clone() for name, tensor in inputs.items()})
+        self.draws_outside |= _python_states() != states
         if loss.requires_grad:
             loss.backward()
         named = dict(self.module.named_parameters())
@@ -301,20 +301,24 @@ _PYTHON_RANDOM = (
 
 def draws_outside(make: Callable[[], BuiltModel], seed: int) -> bool:
     """Whether the loss depends on random numbers that are not torch's."""
-    built = make()
-    states = _python_states()
-    with torch.no_grad(), keyed(seed, 0, 0):
-        built.module(**built.inputs)
-    if _python_states() == states:
-        return False
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
     losses = set[float]()
-    for number in range(_NUM_TRIES):
-        built = make()
-        random.seed(number)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(number)
-        with torch.no_grad(), keyed(seed, 0, 0):
-            losses.add(float(built.module(**built.inputs)))
+    try:
+        for number in range(_NUM_TRIES):
+            built = make()
+            random.seed(number)
+            if numpy is not None:
+                numpy.random.seed(number)
+            states = _python_states()
+            with torch.no_grad(), keyed(seed, 0, 0):
+                losses.add(float(built.module(**built.inputs)))
+            if _python_states() == states:
+                return False
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
     return len(losses) > 1
 
 
