@@ -56,7 +56,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
         kept = {} if stored is None else stored.lasting(buffers)
         drawn = model.tensors(name for name in buffers if name not in kept)
-        self._others = {**drawn, **kept, **_constants(stages)}
+        self._others = {**drawn, **kept, **constants_of(stages)}
         self.checksums: dict[str, int] = {}
         """Of the contents of every tensor that was asked for."""
 
@@ -104,7 +104,8 @@ def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) 
     return torch.cat(parts, shard.dim).detach()
 
 
-def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+def constants_of(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+    """Tensors that the model's code makes, of `stages`, by name."""
     found = {}
     for owner, value in ((stage, stage.value(value)) for stage in stages for value in stage.constants):
         data = owner.graph.constants.get(value.name)

@@ -22,6 +22,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.schedule.program import check_name
+from stagewright.tracing.cache import is_compared
 from stagewright.tracing.dependencies import Dependencies, other_contents
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -454,6 +455,20 @@ class Plan(StrictModel):
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
         layers = shared_layers(self.tp, self.sequence_parallel, self.cp, self.ep)
         return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
+
+    def traced_whole(self) -> dict[str, Any]:
+        """How it is asked for the graph that is compared with the model: of all its layers, as the model computes them."""
+        plain = {"microbatch_size": self.microbatch_size, "autocast": None}
+        return self.job.traced(self.cluster.kind) | plain
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the graph of this plan's model was compared with the model, as its first run does; False where there is no
+        such model any more."""
+        try:
+            return is_compared(self.model.resolved(), self.traced_whole())
+        except InputError:
+            return False
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""

@@ -182,7 +182,19 @@ def note_refused(model: ModelReference, asked: Mapping[str, Any]) -> None:
             write_whole(path.with_suffix(_REFUSED), b"")
 
 
-_REFUSED = ".refused"
+_REFUSED, _COMPARED = ".refused", ".compared"
+
+
+def compared_file(model: ModelReference, asked: Mapping[str, Any]) -> Path | None:
+    """The file that says that the graph `asked` of `trace` was compared with its model; None where nothing is kept."""
+    path = _entry(_facts_asked(model, asked), _stamp())
+    return None if path is None else path.with_suffix(_COMPARED)
+
+
+def is_compared(model: ModelReference, asked: Mapping[str, Any]) -> bool:
+    """Whether the graph that is `asked` of `trace` was compared with its model and equals it."""
+    path = compared_file(model, asked)
+    return path is not None and path.is_file()
 
 
 def _facts_asked(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, Any]:

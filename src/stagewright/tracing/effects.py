@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from stagewright.errors import TraceError
 from stagewright.tracing.model_errors import CannotTrace, code_line, is_own_code
-from stagewright.tracing.private import hooks_of, inference_as_no_grad, storage_key
+from stagewright.tracing.private import hook_methods, inference_as_no_grad, storage_key
 
 HOOK = "stagewright.hook.default"
 
@@ -38,7 +38,7 @@ def check_hooks(model: torch.nn.Module) -> None:
                 "tensor of its forward a hook (tensor.register_hook), or use a torch.autograd.Function"
             )
     for name, parameter in model.named_parameters():
-        for kind in hooks_of(parameter):
+        for kind in hook_methods(parameter):
             raise TraceError(
                 f"parameter '{name}' has a hook ({kind}), which is not called while a graph is trained: change its "
                 "gradient by a torch.autograd.Function around the parameter in forward (its backward is kept), or use "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ __all__ = [
     "checkpoints_run_within",
     "converting_in_place",
     "depends_on_data",
+    "functions_behind",
     "generated_bindings",
     "has_autocast_kernel",
+    "hook_methods",
     "hooks_of",
     "inference_as_no_grad",
     "is_composite",
@@ -132,7 +135,7 @@ def inference_as_no_grad() -> Iterator[None]:
         mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
-def hooks_of(parameter: torch.Tensor) -> Iterator[str]:
+def hook_methods(parameter: torch.Tensor) -> Iterator[str]:
     """The methods by which hooks of a parameter were registered."""
     if parameter._backward_hooks:
         yield "register_hook"
@@ -351,3 +354,48 @@ def kept_by(policy: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     if isinstance(answer, bool):
         return answer
     return answer in (_checkpoint.CheckpointPolicy.MUST_SAVE, _checkpoint.CheckpointPolicy.PREFER_SAVE)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Code that a model has PyTorch call at a parameter or a module."""
+
+    owner: str
+    function: str
+    parameter: str | None = None
+    """Name of the parameter that it hangs on."""
+
+    def __str__(self) -> str:
+        kind = "module" if self.parameter is None else "parameter"
+        return f"the hook {self.function} on {kind} '{self.owner}'"
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[Hook]:
+    """Hooks on the parameters of a model and on its modules."""
+    for name, parameter in module.named_parameters():
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            for hook in (hooks or {}).values():
+                yield Hook(name, _called(hook), name)
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    for path, child in module.named_modules():
+        for kind in kinds:
+            for hook in getattr(child, kind, {}).values():
+                yield Hook(path or type(child).__name__, _called(hook))
+
+
+def functions_behind(loss: torch.Tensor) -> list[str]:
+    """Names of the `torch.autograd.Function`s in Python that `loss` was computed with."""
+    waiting, seen, names = [loss.grad_fn], set[Any](), dict[str, None]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names[type(node)._forward_cls.__qualname__] = None  # type: ignore[attr-defined]
+        waiting += [following for following, _ in node.next_functions]
+    return list(names)
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
