@@ -112,10 +112,12 @@ def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: Fa
         with (
             tracing_errors(model),
             mode,
+            plain_execution(),
+            written_buffers(
+                model
+            ),  # which goes through the modules, as only the model's own code may in a rehearsal
             rehearsing(model, blocks),
             without_regions(),
-            plain_execution(),
-            written_buffers(model),
         ):
             loss = model(**inputs)
         _require_scalar(loss)

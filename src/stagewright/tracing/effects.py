@@ -129,12 +129,13 @@ def written_buffers(model: torch.nn.Module) -> Iterator[None]:
     """While it is open, a forward that assigns buffers anew ends by writing what it assigned to the buffers it was given:
     `torch.export` of torch 2.13 loses such assignments in inner modules."""
     forward = model.forward
+    modules = list(model.named_modules())  # here: a rehearsal watches who goes through the modules
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [
             (module, path, name, buffer)
-            for path, module in model.named_modules()
+            for path, module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -166,14 +167,23 @@ def written_buffers(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_attributes(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
-    """When it is closed, or what it yields is called, modules have the attributes that they had when it was opened, so that
-    what is traced is a first forward: one that fills its caches."""
+    """When it is closed, or what it yields is called, modules have the attributes and hooks that they had when it was
+    opened, so that what is traced is a first forward: one that fills its caches."""
     held = {module: dict(vars(module)) for module in model.modules()}
+    hooks = [
+        (value, dict(value))
+        for attributes in held.values()
+        for name, value in attributes.items()
+        if isinstance(value, dict) and "_hooks" in name
+    ]
 
     def restore() -> None:
         for module, attributes in held.items():
             vars(module).clear()
             vars(module).update(attributes)
+        for registered, at_first in hooks:
+            registered.clear()
+            registered.update(at_first)
 
     try:
         yield restore
