@@ -18,14 +18,14 @@ endif
 RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all torture docs lock clean
+.PHONY: help demo test test-all torture fuzz-models docs lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo
 	@echo "  PYTHON=...            the Python (3.11 or newer) that .venv is made from"
 	@echo "  TORCH_INDEX_URL=...   the wheel index PyTorch comes from (its CPU wheels are the small ones)"
-	@echo "  STAGEWRIGHT_SEED=...  of the damage done by torture, whose last line names it"
+	@echo "  STAGEWRIGHT_SEED=...  of what torture and fuzz-models draw; their last line names it"
 
 demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine (100 s)
 	$(ENV_PYTHON) -m stagewright.cli demo
@@ -38,6 +38,9 @@ test-all: $(INSTALLED) ## Run every check, the slow tests included
 
 torture: $(INSTALLED) ## Damage runs, checkpoints, caches and documents at random, thousands of times (an hour; nightly)
 	STAGEWRIGHT_TORTURE=1 $(ENV_PYTHON) -m pytest tests -m torture -n auto --dist worksteal --timeout 3600
+
+fuzz-models: $(INSTALLED) ## Compare 2,000 random models with plain training (half an hour; nightly)
+	STAGEWRIGHT_FUZZ=1 $(ENV_PYTHON) -m pytest tests/execution/test_random_models.py -n auto --dist worksteal --timeout 3600
 
 docs: $(INSTALLED) ## Build the documentation as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict

@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "torture: damage by chance, of which make torture does much more than the gate"
     )
+    config.addinivalue_line("markers", "compares: models are compared with their graphs, as users' are")
     config.addinivalue_line("markers", "slow: takes a minute or more; runs with STAGEWRIGHT_TEST_ALL=1 only")
 
 
@@ -72,6 +73,15 @@ def _forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         from stagewright.execution import processes
 
         monkeypatch.setattr(processes, "started", ForkedProcess)
+
+
+@pytest.fixture(autouse=True)
+def _uncompared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests are compared with their graphs before they run only in tests that are marked `compares`."""
+    if request.node.get_closest_marker("compares"):
+        monkeypatch.setenv("STAGEWRIGHT_TEST_COMPARES", "1")
+    if "torch" in sys.modules:
+        import uncompared  # noqa: F401
 
 
 Once = Callable[[str, Callable[[], Any]], Any]

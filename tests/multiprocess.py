@@ -46,6 +46,7 @@ PRELOAD = [
     "stagewright.execution.session",
     "stagewright.tracing",
     "stagewright.tracing.models.from_config",
+    "uncompared",
 ]
 
 GRACE_SECONDS = 2.0  # what the others are given to fail by themselves once one rank has failed

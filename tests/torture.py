@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 TORTURE = os.environ.get("STAGEWRIGHT_TORTURE") == "1"
+FUZZES = os.environ.get("STAGEWRIGHT_FUZZ") == "1"
+"""Whether random models are tried by the thousand (``make fuzz-models``)."""
 # Kept in the environment, so that the workers of one session share it.
 SEED = os.environ.setdefault(
-    "STAGEWRIGHT_SEED", str(random.SystemRandom().randrange(10**6) if TORTURE else 0)
+    "STAGEWRIGHT_SEED", str(random.SystemRandom().randrange(10**6) if TORTURE or FUZZES else 0)
 )
 FLIPS = 1000 if TORTURE else 300
 """Bits flipped in files of one kind."""

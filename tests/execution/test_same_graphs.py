@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -130,3 +133,48 @@ def test_ranks_with_the_same_graph_exchange_one_digest(
     )
     collectives.check_same_graphs(carve(graph, [CUT]))
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_ranks_that_start_with_other_values_are_named_with_the_tensor(
+    is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 are replicas, and rank 2 has the embedding too."""
+    own: list[dict[str, int]] = [{"embed": 5, "first": 1}, {"embed": 5, "first": 1}, {"embed": 5, "last": 2}]
+    groups: list[dict[str, list[str]]] = [
+        {"embed": ["embed"], "0": ["embed", "first"]},
+        {"embed": ["embed"], "0": ["embed", "first"]},
+        {"embed": ["embed"], "1": ["embed", "last"]},
+    ]
+
+    def ranks() -> list[Any]:
+        """What the ranks do, as they would at once."""
+        meeting, told = threading.Barrier(len(own)), dict[int, Any]()
+        place = threading.local()
+
+        def exchange(document: Any) -> list[Any]:
+            meeting.wait(10)
+            told[place.rank] = json.loads(json.dumps(document))
+            meeting.wait(10)
+            return [told[rank] for rank in range(len(own))]
+
+        monkeypatch.setattr(collectives, "exchange", exchange)
+
+        def rank(number: int) -> str:
+            place.rank = number
+            try:
+                collectives.check_same_weights(own[number], groups[number])
+            except RunError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(own)) as pool:
+            return list(pool.map(rank, range(len(own))))
+
+    assert ranks() == ["", "", ""]
+    own[2 if is_tied else 1]["embed" if is_tied else "first"] = 7
+    messages = ranks()
+    assert len(set(messages)) == 1
+    name, other = ("embed", 2) if is_tied else ("first", 1)
+    assert f"'{name}' starts with other values on rank {other} than on rank 0" in messages[0]
+    assert "seed" in messages[0]

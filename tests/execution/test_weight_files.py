@@ -234,6 +234,72 @@ def test_scales_that_the_config_does_not_speak_of_are_refused(
     refused(folder, "which comes with quantised weights")
 
 
+def to_float64(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.update({name: tensor.double() for name, tensor in tensors.items()})
+
+
+def test_weights_in_float64_are_read(folder: Path, tmp_path: Path) -> None:
+    before = starting(folder)
+    change(folder, to_float64)
+    check_weights(plan_of(folder, tmp_path / "plan.json"), random_weights=False, is_resumed=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in starting(folder).items())
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def tied(folder: Path) -> Path:
+    """A model whose config ties its head to its embedding, with the head in its files too."""
+    change(
+        folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}), tie_word_embeddings=True
+    )
+    return folder
+
+
+def test_a_tied_tensor_is_read_under_whichever_name_it_has(tied: Path) -> None:
+    twice = starting(tied)
+    change(tied, lambda tensors: tensors.pop(EMBEDDING))
+    head_alone = starting(tied)
+    assert all(torch.equal(tensor, twice[name]) for name, tensor in head_alone.items())
+    change(tied, lambda tensors: tensors.update({EMBEDDING: tensors.pop(HEAD)}))
+    assert torch.equal(starting(tied)[f"net.{EMBEDDING}"], twice[f"net.{EMBEDDING}"])
+    change(tied, lambda tensors: tensors.pop(EMBEDDING))
+    with pytest.raises(InputError, match=r"has no tensor 'model.embed_tokens.weight'"):
+        starting(tied)
+
+
+def test_a_tied_tensor_with_two_contents_is_refused(tied: Path) -> None:
+    change(tied, lambda tensors: tensors[HEAD].mul_(2))
+    with pytest.raises(InputError, match="and the model ties them: set tie_word_embeddings to false"):
+        starting(tied)
+
+
+def test_tensors_that_the_model_lacks_are_named_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {
+            f"model.layers.{n}.self_attn.{p}_proj.bias": torch.zeros(2) for n in (0, 1) for p in "qkv"
+        }
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+
+    starting(folder)
+    assert capsys.readouterr().err == ""
+    change(folder, add)
+    starting(folder)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        "has 6 tensors that the model lacks, which are not read: 'model.layers.0.self_attn.k_proj.bias'"
+        in said
+    )
+    assert "and 2 more" in said
+    monkeypatch.setenv("RANK", "1")
+    starting(folder)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_small_numbers_without_scales_are_refused(dtype: torch.dtype, folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({PROJECTION: tensors[PROJECTION].to(dtype)}))

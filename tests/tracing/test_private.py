@@ -16,6 +16,18 @@ from stagewright.tracing.recipes import recorded
 USED = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "private.py", "tracing without computing"),
     ("torch._subclasses.fake_tensor", "FakeTensor", "private.py", "recognising what is traced already"),
+    (
+        "torch._subclasses.fake_tensor",
+        "DataDependentOutputException",
+        "private.py",
+        "initialisation that looks at values",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "DynamicOutputShapeException",
+        "private.py",
+        "initialisation that looks at values",
+    ),
     ("torch._C", "_dispatch_has_kernel_for_dispatch_key", "private.py", "recognising composite operators"),
     ("torch._ops", "OpOverload", "private.py", "operators by name"),
     (
@@ -25,6 +37,13 @@ USED = [
         "copies of real tensors",
     ),
     ("torch", "Tensor._use_count", "private.py", "waiting until a backend has let go of a tensor"),
+    ("torch._C", "_storage_Use_Count", "private.py", "noticing tensors that a layer keeps"),
+    (
+        "torch.multiprocessing.reductions",
+        "StorageWeakRef",
+        "private.py",
+        "noticing tensors that a layer keeps",
+    ),
     ("torch._C", "_len_torch_dispatch_stack", "private.py", "compiling nothing while bytes are counted"),
     ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
     ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),

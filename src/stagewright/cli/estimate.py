@@ -128,7 +128,9 @@ def estimate(
 
     if as_json:
         breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}
-        print_document(report.estimate_document(found) | breakdown)
+        print_document(
+            report.estimate_document(found) | {"compared_with_model": found.is_compared} | breakdown
+        )
         return
     said = [line for line in (report.host_line(found), report.profile_line(found)) if line is not None]
     show(report.estimate_heading(found), *said, *report.lengths_tables(found), report.stage_table(found))

@@ -416,6 +416,7 @@ def _tell(
             "excluded": [dataclasses.asdict(one) for one in found.excluded],
             "num_bounded": found.num_bounded,
             "next_best": dataclasses.asdict(found.next_best) if found.next_best else None,
+            "compared_with_model": shown[0].is_compared,
         }
         print_document(
             document

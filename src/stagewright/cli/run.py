@@ -97,6 +97,9 @@ def run(
     on_nan: Annotated[
         str, typer.Option("--on-nan", metavar="WHAT",
             help="A step whose loss or gradients are no finite numbers: warn, skip, stop, or rollback.")] = "warn",
+    no_compare: Annotated[
+        bool, typer.Option("--no-compare", help="Do not compare the model with its traced graph before the first run: what "
+                           "tracing got wrong is then trained.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Afterwards, predicted and measured as one page.")] = None,
     as_json: Json = False,
@@ -137,6 +140,7 @@ def run(
                 held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)),
                 evaluate_every=evaluate_every, tensorboard=tensorboard, wandb=wandb,
                 adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
+                compare=not no_compare,
             )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return

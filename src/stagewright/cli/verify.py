@@ -27,6 +27,13 @@ def verify(
     device: Annotated[
         str, typer.Option(help="cpu, cuda (one GPU per rank) or auto: GPUs if the plan is for them.")
     ] = "auto",
+    no_compare: Annotated[
+        bool,
+        typer.Option(
+            "--no-compare",
+            help="Do not compare the whole model with its traced graph first, only the reduced copy.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Verify that pipelined training equals plain training.
@@ -45,7 +52,7 @@ def verify(
     with Progress("importing torch") as progress:
         from stagewright.execution import verification
 
-        found = verification.verify(model, loaded, layers, progress, device)
+        found = verification.verify(model, loaded, layers, progress, device, not no_compare)
     if as_json:
         print_document(_document(found))
     else:

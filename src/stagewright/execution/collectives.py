@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
@@ -277,6 +278,40 @@ def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
         f"rank {other} ({ranks[other]['by']}) has traced another graph than rank 0 ({ranks[0]['by']}): {where}. Install the "
         "same versions of torch and transformers on all hosts"
     )
+
+
+def check_same_weights(own: Mapping[str, int], groups: Mapping[str, Collection[str]]) -> None:
+    """See that all ranks that start with a tensor start with the same; every rank must call this.
+
+    Args:
+        own: checksums of what this rank starts with, by name.
+        groups: names among them, by a key that all ranks that start with these names have, and no others.
+
+    Raises:
+        RunError: two ranks differ; names the first tensor that does.
+    """
+    told = {
+        key: zlib.crc32(repr([(name, own[name]) for name in sorted(names)]).encode())
+        for key, names in groups.items()
+    }
+    if not any(_differing(exchange(told))):
+        return
+    for name, first, other in _differing(exchange(dict(own))):
+        raise RunError(
+            f"'{name}' starts with other values on rank {other} than on rank {first}, which has the same tensor: the model "
+            "draws it from what differs between processes (such as numpy.random.default_rng() or torch.Generator().seed() "
+            "without a seed, the time, or the order of a set), or reads other files there. Give it a fixed seed, or the "
+            "same files"
+        )
+
+
+def _differing(told: Sequence[Mapping[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Names with other numbers in what two ranks have told, with these ranks."""
+    first: dict[str, int] = {}
+    for rank, checksums in enumerate(told):
+        for name, checksum in checksums.items():
+            if told[first.setdefault(name, rank)][name] != checksum:
+                yield name, first[name], rank
 
 
 def exchange(document: Any) -> list[Any]:

@@ -54,6 +54,7 @@ def run(
     wandb: str | None = None,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
+    compare: bool = True,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -89,6 +90,7 @@ def run(
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
             (``skip``), end the run (``stop``), or go back to the newest checkpoint and on with later data (``rollback``).
+        compare: compare the traced graph with the model before the first run of it.
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -127,7 +129,7 @@ def run(
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
         "held_out": None, "evaluate_every": evaluate_every,
         "tensorboard": None if tensorboard is None else str(tensorboard), "wandb": wandb, "adapt": adapt,
-        "rates": dict(rates or {}), "on_nan": on_nan,
+        "rates": dict(rates or {}), "on_nan": on_nan, "compare": compare,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)

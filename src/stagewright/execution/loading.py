@@ -5,7 +5,10 @@ Source: of quantised weights, ``Fp8Dequantize`` and ``convert_moe_packed_tensors
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ import torch
 
 from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.conversions import Conversions
-from stagewright.execution.quantised import FIX, leftovers_of, method_of, parts_of, scheme
-from stagewright.execution.weight_files import WeightFiles, adapter_file, open_weights, reading
+from stagewright.execution.quantised import FIX, is_of_activations, leftovers_of, method_of, parts_of, scheme
+from stagewright.execution.weight_files import WeightFiles, adapter_file, open_weights, reading, some_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
+from stagewright.text import say
 from stagewright.tracing.arguments import from_contents
 from stagewright.tracing.models.adapter_names import base_name, is_adapter, peft_name
 from stagewright.tracing.models.build import DeferredModel
@@ -52,11 +56,16 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
         kept = {} if stored is None else stored.lasting(buffers)
         drawn = model.tensors(name for name in buffers if name not in kept)
-        self._others = {**drawn, **kept, **_constants(stages)}
+        self._others = {**drawn, **kept, **constants_of(stages)}
+        self.checksums: dict[str, int] = {}
+        """Of the contents of every tensor that was asked for."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._parameters:
-            return self._others[name]
+        tensor = self._others[name] if name not in self._parameters else self._parameter(name)
+        self.checksums[name] = _checksum(tensor)
+        return tensor
+
+    def _parameter(self, name: str) -> torch.Tensor:
         source = self._adapters if is_adapter(name) else self._stored
         whole = self._model.tensors((name,))[name] if source is None else source.read(name)
         return self._part(name, whole)
@@ -70,6 +79,10 @@ class StartingTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters) + len(self._others)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def unused_tensors(
@@ -91,7 +104,8 @@ def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) 
     return torch.cat(parts, shard.dim).detach()
 
 
-def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+def constants_of(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+    """Tensors that the model's code makes, of `stages`, by name."""
     found = {}
     for owner, value in ((stage, stage.value(value)) for stage in stages for value in stage.constants):
         data = owner.graph.constants.get(value.name)
@@ -117,20 +131,57 @@ class StoredWeights:
         self._scheme = scheme(config)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+        self._tied: dict[int, list[str]] = {}  # parameter -> what its tensor may be called
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._tied.setdefault(id(parameter), []).append(_key(name))
         self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
         self._known = {_key(name) for name in self._layouts}
         self._conversions = Conversions(getattr(module, "net", None), self._files.where, self._known)
         self._stored = sorted(self._files.where)
         self._readers: dict[str, Any] = {}
+        if (unread := self._unread(getattr(module, "net", None))) and os.environ.get("RANK", "0") == "0":
+            say(
+                f"'{folder}' has {len(unread)} tensors that the model lacks, which are not read: {some_of(unread)}"
+            )
+
+    def _unread(self, net: Any) -> list[str]:
+        """The stored tensors that no tensor of the model is read from, but for those that transformers passes over too."""
+        read = {part for key in self._known for part in parts_of(key, self._files.where, self._method)}
+        read |= {source for key in self._known for source in self._conversions.sources(key)}
+        read |= {part for name in read for part in parts_of(name, self._files.where, self._method)}
+        ignored = [*(getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS_OF_OLD]
+        return [
+            name
+            for name in self._stored
+            if name not in read
+            and not is_of_activations(name)
+            and not any(re.search(pattern, name) for pattern in ignored)
+        ]
 
     def has(self, name: str) -> bool:
         """Whether the files have tensor `name` of the model."""
-        return self._is_plain(_key(name)) or bool(self._conversions.sources(_key(name)))
+        return bool(self._stored_names(name))
+
+    def _stored_names(self, name: str) -> list[str]:
+        """What the files call tensor `name`: a tied parameter may be there under each of its names."""
+        names = self._tied.get(id(self._layouts.get(name)), [_key(name)])
+        return [key for key in names if self._is_plain(key) or self._conversions.sources(key)]
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, or
-        is stored as something else."""
-        key, layout = _key(name), self._layouts[name]
+        """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, is
+        stored as something else, or is tied and has other contents under another of its names."""
+        key, *others = self._stored_names(name) or [_key(name)]
+        whole = self._read(key, self._layouts[name])
+        for other in others:
+            if not torch.equal(whole, self._read(other, self._layouts[name])):
+                raise InputError(
+                    f"'{self._files.folder}' has '{key}' and '{other}' with different values, and the model ties them: set "
+                    "tie_word_embeddings to false in its config.json and plan again, as transformers takes such files, or "
+                    "remove one of the two from them"
+                )
+        return whole
+
+    def _read(self, key: str, layout: torch.Tensor) -> torch.Tensor:
         if self._is_plain(key):
             sources, whole = [key], self._stored_as(key, layout.dtype)
         elif sources := self._conversions.sources(key):
@@ -216,6 +267,8 @@ class StoredAdapters:
         return found.to(layout.dtype, copy=True)
 
 
+_BUFFERS_OF_OLD = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Buffers that files of earlier versions of transformers have, and which it computes now."""
 _OTHERS = "the adapters are for another model; give --lora-from those of this one"
 
 

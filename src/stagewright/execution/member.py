@@ -13,7 +13,15 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stagewright.errors import InputError, PlanError, RunError, StagewrightError, causes, wants_traceback
+from stagewright.errors import (
+    InputError,
+    PlanError,
+    RunError,
+    StagewrightError,
+    TraceError,
+    causes,
+    wants_traceback,
+)
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
 from stagewright.execution.watch import CONNECT_S, IMPORT_SILENCE_S, JOINING, Limits, Watch
 from stagewright.text import printable
@@ -21,7 +29,9 @@ from stagewright.text import printable
 if TYPE_CHECKING:
     import torch
 
-RUN_ERRORS: dict[str, type[StagewrightError]] = {one.__name__: one for one in (InputError, PlanError)}
+RUN_ERRORS: dict[str, type[StagewrightError]] = {
+    one.__name__: one for one in (InputError, PlanError, TraceError)
+}
 """Of a rank's errors those that the launcher passes on as they are, by name: what the user gave cannot be used."""
 
 

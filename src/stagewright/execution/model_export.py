@@ -225,7 +225,7 @@ def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
     except InputError as error:
         raise InputError(f"the model that the adapters are for is not there: {error}{hint}") from None
     is_drawn = was.seed is not None
-    is_alike = reference.digest == section.digest
+    is_alike = not section.change(reference)
     now = base_model_of(reference, was.seed or 0, is_drawn) if is_alike else None
     if now is None or not was.is_same(now):
         raise InputError(

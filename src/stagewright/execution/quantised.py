@@ -19,7 +19,6 @@ from stagewright.errors import InputError
 FP8, MXFP4 = "fp8", "mxfp4"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-# What training in full precision does without.
 _OF_ACTIVATIONS = re.compile(r"\.(activation|input)_scale(_inv)?$")
 # What quantised weights come with: by names no other tensor has, behind the weight's own name, and beside it in its module.
 _LEFTOVER = re.compile(
@@ -33,7 +32,7 @@ _BESIDE = (
     "SCB", "weight_format", "qweight", "qzeros", "g_idx", "scales", "zeros", "codes", "codebooks", "qscale_weight", "scale",
     "zero_point",
 )  # fmt: skip
-_SMALL_FLOATS = ("F4", "F6", "F8")
+_SMALL_FLOATS = ("F4", "F6_", "F8_")
 _KEYS = ("quantization_config", "compression_config")
 FIX = (
     "dequantise them once with transformers (from_pretrained with dequantize=True in its quantization config, or "
@@ -106,6 +105,11 @@ def leftovers_of(key: str, stored: Sequence[str], known: Collection[str]) -> lis
     return [name for name in found if name not in known]
 
 
+def is_of_activations(name: str) -> bool:
+    """Whether a tensor is a scale of activations, which training in full precision does without."""
+    return _OF_ACTIVATIONS.search(name) is not None
+
+
 def _is_in(name: str, names: Sequence[str]) -> bool:
     place = bisect_left(names, name)
     return place < len(names) and names[place] == name
@@ -115,7 +119,7 @@ def _belongs(name: str, stored: Collection[str], method: str | None) -> bool:
     """Whether a tensor is one that `method` reads, or that training does without."""
     if method == FP8:
         whole = name.removesuffix(SCALE)
-        return (f"{whole}{SCALE}" in stored and whole in stored) or _OF_ACTIVATIONS.search(name) is not None
+        return (f"{whole}{SCALE}" in stored and whole in stored) or is_of_activations(name)
     if method == MXFP4:
         whole = name.removesuffix(BLOCKS).removesuffix(SCALES)
         return whole != name and all(f"{whole}{part}" in stored for part in (BLOCKS, SCALES))

@@ -20,16 +20,17 @@ def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
 
 
 @contextmanager
-def keyed(seed: int, step: int, microbatch: int) -> Iterator[None]:
-    """Inside, the random operators of a plain model draw the numbers their keys say, in the order of the model."""
-    with _keyed_from((seed, step, microbatch), 0):
-        yield
+def keyed(seed: int, step: int, microbatch: int) -> Iterator[Keyed]:
+    """Inside, the random operators of a plain model draw the numbers their keys say, in the order of the model. Yields what
+    counts them."""
+    with _keyed_from((seed, step, microbatch), 0) as mode:
+        yield mode
 
 
 @contextmanager
-def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[None]:
+def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[Keyed]:
     """`keyed` behind so many draws. What `torch.utils.checkpoint` runs again, it runs under the keys of the first time."""
-    mode = _Keyed(place, draws)
+    mode = Keyed(place, draws)
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         start = mode.draws
@@ -41,10 +42,12 @@ def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[None]:
         return run
 
     with mode, checkpoints_recomputed_by(again):
-        yield
+        yield mode
 
 
-class _Keyed(TorchDispatchMode):
+class Keyed(TorchDispatchMode):
+    """While it is open, each random operator draws the numbers of its place among them; `draws` counts them."""
+
     def __init__(self, place: tuple[int, int, int], draws: int) -> None:
         super().__init__()
         self.place = place

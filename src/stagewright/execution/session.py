@@ -20,7 +20,7 @@ from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.checkpoint_folder import digest
 from stagewright.execution.clock import ClockOffset
-from stagewright.execution.collectives import check_same_graphs, exchange, is_ordered
+from stagewright.execution.collectives import check_same_graphs, check_same_weights, exchange, is_ordered
 from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
@@ -186,6 +186,8 @@ class Session:
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self.groups.replicas, starting, reduce_dtype)
+        self.watch("comparing weights with the other ranks")
+        self._check_same_weights(starting.checksums)
         del starting, model, stored, adapters
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
@@ -242,6 +244,25 @@ class Session:
         found = parallelism(self.graph)
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
+
+    def _check_same_weights(self, checksums: Mapping[str, int]) -> None:
+        """See that this rank starts with the same tensors as all ranks that have copies; every rank must call this."""
+        parallel = parallelism(self.graph)
+        shards = parallel.shards if parallel else {}
+        ranks: dict[str, set[int]] = {}
+        for stage in self.stages:
+            for value in (*stage.parameters, *stage.buffers):
+                ranks.setdefault(stage.value(value).name, set()).add(self.plan.placement[stage.index])
+        mesh = self.mesh
+        named = {name: f"part {mesh.tensor_rank} of {name}" if name in shards else name for name in checksums}
+        groups: dict[str, list[str]] = {}
+        for name, own_name in named.items():
+            groups.setdefault(
+                f"{mesh.pipeline_rank} {mesh.tensor_rank if name in shards else 'all'}", []
+            ).append(own_name)
+            if len(ranks.get(name, ())) > 1:
+                groups[own_name] = [own_name]
+        check_same_weights({named[name]: checksum for name, checksum in checksums.items()}, groups)
 
     @staticmethod
     def lowered(program: Program, stages: Sequence[Stage]) -> Program:

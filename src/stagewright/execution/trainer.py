@@ -90,9 +90,12 @@ class Trainer:
         tensorboard: folder for the figures of every step, for TensorBoard.
         wandb: project of Weights & Biases that they go to.
         callbacks: called on the first rank with every `Step` that is done.
+        compare: compare the traced graph with the model, before the first run of it; without, what a trace got wrong is
+            trained.
 
     Raises:
         InputError: the plan is one that is predicted only, or something that was given cannot be used.
+        TraceError: the traced graph is not the model; names what differs.
         RunError: other than the plan's number of processes, or a rank is lost.
     """
 
@@ -123,6 +126,7 @@ class Trainer:
         wandb: str | None = None,
         callbacks: Iterable[Callback] = (),
         devices: Sequence[int] | None = None,
+        compare: bool = True,
         _is_checked: bool = False,
     ) -> None:
         checkpoints = None if checkpoint is None else Path(checkpoint)
@@ -165,7 +169,7 @@ class Trainer:
         self.is_first = self._place == 0
         """Whether this process writes what a run leaves."""
         with self._at_work():
-            self._set_up(found, random_weights, callbacks)
+            self._set_up(found, random_weights, callbacks, compare)
 
     def _check(self, data: PreparedData | None, random_weights: bool) -> None:
         """What `stagewright.run` looks at before it starts processes."""
@@ -177,12 +181,15 @@ class Trainer:
         check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
         self._stack.enter_context(in_use(self.out, "out"))
 
-    def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
+    def _set_up(
+        self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback], compare: bool
+    ) -> None:
         import torch
 
         from stagewright.execution.adapting import Adaptation
         from stagewright.execution.data.ahead import Reader
         from stagewright.execution.data.opening import open_batches
+        from stagewright.execution.first_comparison import compare_once
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
         from stagewright.execution.reference import SpeedWatch
@@ -194,6 +201,8 @@ class Trainer:
         if (threads := num_threads(self.plan, self._place)) is not None:
             torch.set_num_threads(threads)
         watch, reader = self._watch, Reader()
+        if compare and self.is_first:  # the others wait for it
+            compare_once(self.plan, watch.at, apart=self.device.type == "cpu")
         self._behind.callback(reader.close)
         self._new_session = lambda plan: Session(
             plan, self.device, data, random_weights, watch.at, watch.at, self._on_nan, reader

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
 from stagewright.estimation.memory import stage_edges
+from stagewright.execution import first_comparison
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.device import kind_of
 from stagewright.execution.launch import refuse_what_is_not_run
@@ -91,6 +92,7 @@ def verify(
     num_layers: int | None = None,
     report: Report = lambda text: None,
     device: str = "auto",
+    compare: bool = True,
 ) -> Verification:
     """Train one batch of a reduced copy of `model` pipelined as `plan` says and plainly, and compare.
 
@@ -101,8 +103,10 @@ def verify(
         report: told what is being done.
         device: ``cpu``, ``cuda`` (NCCL, one GPU per rank) or ``auto``: CUDA where the plan is for GPUs and this machine has
             as many.
+        compare: compare the traced graph with the model first, as the first run of it does.
 
     Raises:
+        TraceError: the traced graph is not the model; names what differs.
         InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
             GPUs than ranks.
         ScheduleError: the program is for GPUs and would hang there; names the circle.
@@ -110,11 +114,14 @@ def verify(
     """
     refuse_what_is_not_run(plan, "the plan")
     original = resolve(model, plan.model.overrides).adapted(plan.model.lora)
-    if original.digest != plan.model.digest:
+    if change := plan.model.change(original):
         raise InputError(
-            f"the plan was made for model '{plan.model.text}', and '{model}' differs from it: give that model, or plan again"
+            f"the plan was made for model '{plan.model.text}', and '{model}' differs from it ({change}): give that "
+            "model, or plan again"
         )
     kind = _kind(device, plan, report)
+    if compare:
+        first_comparison.compare_once(plan, report)
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:
         folder = Path(scratch)
         reduced, graph, loss, num_parameters = _train_plainly(

@@ -66,7 +66,7 @@ class WeightFiles:
         files = cls(folder, where, manifest)
         if absent := [name for name in files.names if not files.path(name).exists()]:
             raise InputError(
-                f"'{index}' names files that are not there: {_some(absent)}; copy or download them, or {_SEED}"
+                f"'{index}' names files that are not there: {some_of(absent)}; copy or download them, or {_SEED}"
             )
         return files
 
@@ -96,7 +96,7 @@ class WeightFiles:
             wanted = [tensor for tensor, file in self.where.items() if file == name]
             if lacking := sorted(set(wanted) - set(reader.keys())):
                 raise InputError(
-                    f"'{INDEX}' says that '{path}' has {_some(lacking)}, which it has not: they do not belong together; "
+                    f"'{INDEX}' says that '{path}' has {some_of(lacking)}, which it has not: they do not belong together; "
                     "copy or download all of them again"
                 )
             found |= {tensor: reader.get_slice(tensor).get_dtype() for tensor in wanted}
@@ -130,7 +130,7 @@ def adapter_file(folder: Path) -> Path:
     Raises `InputError` where it is not, or not there."""
     if not (folder / ADAPTER).is_file():
         others = sorted(path.name for path in folder.glob("adapter_model*"))
-        has = f"has {_some(others)}, and only safetensors files are read" if others else "is not there"
+        has = f"has {some_of(others)}, and only safetensors files are read" if others else "is not there"
         raise InputError(
             f"'{folder / ADAPTER}' {has}: give --lora-from a folder that save_pretrained() of peft has written"
         )
@@ -251,8 +251,8 @@ def _refuse_incomplete(folder: Path, names: list[str]) -> None:
     if not names:
         others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
         raise InputError(
-            f"the weights in '{folder}' are in {_some(others)}, and only safetensors files are read: convert them once with "
-            f"transformers (AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(...)), or {_SEED}"
+            f"the weights in '{folder}' are in {some_of(others)}, and only safetensors files are read: convert them once "
+            f"with transformers (AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(...)), or {_SEED}"
         )
     parts = [part for name in names if (part := _PART.fullmatch(name))]
     wanted = {
@@ -262,15 +262,15 @@ def _refuse_incomplete(folder: Path, names: list[str]) -> None:
     }
     if missing := sorted(wanted - set(names)):
         raise InputError(
-            f"'{folder}' has {_some([part.string for part in parts])} and lacks {_some(missing)}: copy or download them, or "
-            f"{_SEED}"
+            f"'{folder}' has {some_of([part.string for part in parts])} and lacks {some_of(missing)}: copy or download "
+            f"them, or {_SEED}"
         )
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
     """The first few of many.
 
-    >>> _some(["a", "b"]), _some(list("abcdef"))
+    >>> some_of(["a", "b"]), some_of(list("abcdef"))
     ("'a', 'b'", "'a', 'b', 'c', 'd' and 2 more")
     """
     shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMED])

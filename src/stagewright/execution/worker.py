@@ -41,6 +41,7 @@ def work(
     wandb: str | None = None,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
+    compare: bool = True,
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -56,7 +57,7 @@ def work(
         random_weights=random_weights, timeout=timeout, start_timeout=start_timeout, devices=devices,
         checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         held_out=None if held_out is None else PreparedData(**held_out), evaluate_every=evaluate_every, adapt=adapt,
-        tensorboard=tensorboard, wandb=wandb, rates=rates, on_nan=on_nan,
+        tensorboard=tensorboard, wandb=wandb, rates=rates, on_nan=on_nan, compare=compare,
         resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 

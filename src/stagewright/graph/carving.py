@@ -128,7 +128,8 @@ class _StageCarver:
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
         self.nodes = self._with_copies(self._nodes(), recomputes)
         changed = [value for _, value in self.mutations]
-        self.parameters = self._sources(Origin.PARAMETER)
+        trained = [value for value, _ in self.weights.gradients]  # also where its gradient alone is made here
+        self.parameters = self._sources(Origin.PARAMETER, trained)
         self.buffers = self._sources(Origin.BUFFER, [buffer for buffer, _ in self.mutations])
         self.constants = self._sources(Origin.CONSTANT, changed)
         self.inputs = self._sources(Origin.INPUT, changed)

@@ -49,7 +49,10 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
             for value in graph.values
         ),
         loss=names.get(graph.loss, graph.loss),
-        gradients={names.get(value, value): gradient for value, gradient in graph.gradients.items()},
+        gradients={  # that of a view which is its parameter goes into the parameter's own
+            **{names.get(value, value): gradient for value, gradient in graph.gradients.items()},
+            **{value: gradient for value, gradient in graph.gradients.items() if value not in names},
+        },
         contributions={
             gradient: tuple((node, names.get(value, value)) for node, value in found)
             for gradient, found in graph.contributions.items()

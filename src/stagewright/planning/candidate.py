@@ -608,7 +608,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
     is_run = line.job.runtime == STAGEWRIGHT
     return Plan(
         stagewright=__version__,
-        model=ModelSection.of(reference),
+        model=ModelSection.of(reference, body.graph),
         job=line.job,
         cluster=ClusterSection.of(cluster),
         dp=choice.dp,

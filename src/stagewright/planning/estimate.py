@@ -155,10 +155,9 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
         TraceError: the model cannot be traced.
     """
     reference = plan.model.reference()
-    if reference.digest != plan.model.digest:
+    if change := plan.model.change(reference):
         raise PlanError(
-            f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
-            f"planned {plan.model.digest[:12]}): plan again"
+            f"model '{plan.model.text}' has changed since the plan was made ({change}): plan again"
         )
     return _trace(reference, plan.microbatch_size, plan.traced(), report, trace)
 

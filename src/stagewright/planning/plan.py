@@ -15,15 +15,18 @@ from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole
 from stagewright.frames import data_frame, html_table
+from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.schedule.program import check_name
+from stagewright.tracing.cache import is_compared
+from stagewright.tracing.dependencies import Dependencies, other_contents
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
-from stagewright.tracing.models.source import split_factory
+from stagewright.tracing.models.source import factory_file, split_factory
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class ModelSection(StrictModel):
     name: str
     lora: Lora | None = None
     """Adapters that are trained in place of the model."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Of a factory, what its code imported and read when the plan was made: SHA-256 by path from the folder of its file."""
 
     @property
     def is_code(self) -> bool:
@@ -50,9 +55,12 @@ class ModelSection(StrictModel):
         return split_factory(self.text) is not None
 
     @classmethod
-    def of(cls, reference: ModelReference) -> ModelSection:
-        """The section of the model that `reference` leads to."""
+    def of(cls, reference: ModelReference, graph: OperatorGraph | None = None) -> ModelSection:
+        """The section of the model that `reference` leads to, traced to `graph`."""
+        factory = None if graph is None else factory_file(reference.text)
+        files = {} if graph is None or factory is None else Dependencies.of_facts(graph.facts).beside(factory)
         return cls(
+            files=files,
             text=reference.text,
             overrides=dict(reference.overrides),
             digest=reference.digest,
@@ -73,6 +81,14 @@ class ModelSection(StrictModel):
         """The model as it is now, which may have changed. Raises `InputError` where there is none any more."""
         return resolve(self.text, self.overrides).adapted(self.lora)
 
+    def change(self, reference: ModelReference) -> str:
+        """What of the model that `reference` leads to is no longer as planned, in words; empty where all is."""
+        if reference.digest != self.digest:
+            return f"its config or source, whose digest is {reference.digest[:12]} and was {self.digest[:12]}"
+        factory = factory_file(reference.text)
+        changed = "" if factory is None else other_contents(factory, self.files)
+        return f"'{changed}', which it uses" if changed else ""
+
     def resolved(self) -> ModelReference:
         """The model itself.
 
@@ -80,9 +96,9 @@ class ModelSection(StrictModel):
             InputError: there is none any more, or it has changed.
         """
         reference = self.reference()
-        if reference.digest != self.digest:
+        if change := self.change(reference):
             raise InputError(
-                f"model '{self.text}' is not the one the plan was made for (its config or source changed): plan again"
+                f"model '{self.text}' has changed since the plan was made ({change}): plan again"
             )
         return reference
 
@@ -439,6 +455,20 @@ class Plan(StrictModel):
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
         layers = shared_layers(self.tp, self.sequence_parallel, self.cp, self.ep)
         return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
+
+    def traced_whole(self) -> dict[str, Any]:
+        """How it is asked for the graph that is compared with the model: of all its layers, as the model computes them."""
+        plain = {"microbatch_size": self.microbatch_size, "autocast": None}
+        return self.job.traced(self.cluster.kind) | plain
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the graph of this plan's model was compared with the model, as its first run does; False where there is no
+        such model any more."""
+        try:
+            return is_compared(self.model.resolved(), self.traced_whole())
+        except InputError:
+            return False
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""

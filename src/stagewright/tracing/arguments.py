@@ -9,6 +9,7 @@ import torch
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, Symbol, TensorMeta
+from stagewright.tracing.private import FakeTensor, without_modes
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -51,6 +52,16 @@ def contents(tensor: torch.Tensor) -> bytes:
     real = getattr(tensor, "constant", None)
     tensor = tensor if real is None else real
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
+
+
+def the_element(tensor: torch.Tensor) -> bool | int | float | complex | None:
+    """The value of all elements of a constant; None where they differ, or where the tensor is fake and stands for none."""
+    real = getattr(tensor, "constant", None)
+    if real is None and isinstance(tensor, FakeTensor):
+        return None
+    with without_modes():
+        elements = (tensor if real is None else real).detach().flatten()
+        return elements[0].item() if len(elements) and bool((elements == elements[0]).all()) else None
 
 
 def from_contents(data: bytes, meta: TensorMeta) -> torch.Tensor:

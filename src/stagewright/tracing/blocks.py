@@ -1,9 +1,10 @@
-"""Equal layers: found by structure, replaced by one opaque operator each, traced once per kind.
+"""Equal layers: identified by structure, replaced by one opaque operator each, traced once per kind.
 
-Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts, and are
-called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ:
-whether code reads them is watched while the first block of a kind runs, and if it does, they must be equal too. A block
-that does more than return values (writes to its arguments, leaves tensors on modules) is of no kind.
+Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts at the time of
+the call, and are called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``)
+may differ: whether code reads them is watched while the first block of a kind runs, and if it does, they must be equal too.
+A block that does more than return tensors is of no kind (see `block_calls`), nor is one whose tensors the rest
+of the model uses: they are traced where they are called.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
 from stagewright.errors import TraceError
 from stagewright.graph import TensorMeta
 from stagewright.tracing.arguments import empty, meta_of
+from stagewright.tracing.block_calls import BlockWatch
+
+BLOCK = "stagewright.block.default"
 
 _NUMBERING = re.compile(r"(^|_)(idx|index|id|number)$")
 _OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
@@ -41,62 +46,97 @@ class Kind:
     needs_grad: tuple[bool, ...]
     output_spec: Any
     output_leaves: tuple[Any, ...]  # None where a tensor goes
-    output_tensors: tuple[int, ...]
+    output_tensors: tuple[int, ...]  # which of them are made by the block
+    passed: tuple[
+        tuple[int, int], ...
+    ]  # leaves of the result that are the very tensors of leaves of the call
+
+    def is_call(self, leaves: list[Any], spec: Any) -> bool:
+        """Whether a call with these leaves is of this kind, as far as they tell."""
+        if str(spec) != str(self.spec):
+            return False
+        layouts = iter(self.inputs)
+        return all(
+            isinstance(leaf, torch.Tensor) and meta_of(leaf) == next(layouts)[0]
+            if place in self.tensors
+            else type(leaf) is type(mine) and (not isinstance(leaf, _PLAIN) or leaf == mine)
+            for place, (leaf, mine) in enumerate(zip(leaves, self.leaves, strict=True))
+        )
 
 
 @dataclass
 class Blocks:
     """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
 
-    candidates: dict[str, Any]  # path -> fingerprint
+    candidates: tuple[str, ...]
     kinds: dict[Any, Kind] = field(default_factory=dict)  # by signature of the call
     numbered: set[Any] = field(default_factory=set)  # signatures of calls that read a numbering attribute
-    unruly: set[str] = field(default_factory=set)  # paths of blocks that do more than return values
+    unruly: dict[str, str] = field(default_factory=dict)  # paths of blocks that are of no kind, and why
+    shared: set[str] = field(
+        default_factory=set
+    )  # paths of blocks that have tensors in common with another module
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
     calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
 
 
 def find_blocks(model: torch.nn.Module) -> Blocks:
     """Candidates: members of a ModuleList or Sequential of which at least three have an equal fingerprint."""
-    candidates: dict[str, Any] = {}
+    candidates: dict[str, None] = {}
     for path, container in model.named_modules():
         if not isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
             continue
-        if any(path == found or path.startswith(found + ".") for found in candidates):
+        if any(path == block or path.startswith(block + ".") for block in candidates):
             continue
         groups: dict[Any, list[str]] = {}
         for name, child in container.named_children():
             if next(child.children(), None) is None:
                 continue
             groups.setdefault(_fingerprint(child), []).append(f"{path}.{name}" if path else name)
-        for fingerprint, found in groups.items():
-            if len(found) < 3 or fingerprint is None:
-                continue
-            candidates.update((member, fingerprint) for member in found)
-    return Blocks(candidates)
+        for fingerprint, members in groups.items():
+            if len(members) >= 3 and fingerprint is not None:
+                candidates.update(dict.fromkeys(members))
+    return Blocks(tuple(candidates))
 
 
-def _fingerprint(module: torch.nn.Module) -> Any:
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        return None
-    tensors = tuple(
-        (name, tensor.shape, tensor.dtype, getattr(tensor, "requires_grad", False))
-        for group in (module._parameters, module._buffers)
-        for name, tensor in group.items()
-        if tensor is not None
-    )
-    attributes = tuple(
-        (name, _plain(value))
-        for name, value in sorted(module.__dict__.items(), key=lambda item: item[0])
-        if (name == "training" or name not in _OWN_ATTRIBUTES) and not _is_number(name, value)
-    )
-    children: list[tuple[str, Any]] = []
-    for name, child in module._modules.items():
-        found = None if child is None else _fingerprint(child)
-        if child is not None and found is None:
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _fingerprint(block: torch.nn.Module, forward: Any = None) -> Any:
+    """A comparable form of a block: types, layouts and attributes of its modules, and which of its tensors are the same;
+    None where its modules have hooks.
+
+    `forward` is the block's own attribute of this name, which a rehearsal replaces.
+    """
+    seen: dict[int, int] = {}
+    contents: dict[int, Any] = {}
+
+    def describe(module: torch.nn.Module) -> Any:
+        members = module.__dict__
+        if any(members.get(hooks) for hooks in _HOOKS):
             return None
-        children.append((name, found))
-    return (type(module), module.training, tensors, attributes, tuple(children))
+        tensors = tuple(
+            (name, tensor.shape, tensor.dtype, tensor.requires_grad, seen.setdefault(id(tensor), len(seen)))
+            for group in (module._parameters, module._buffers)
+            for name, tensor in group.items()
+            if tensor is not None
+        )
+        attributes = tuple(
+            (name, _plain(value, contents))
+            for name, value in sorted(members.items(), key=lambda item: item[0])
+            if (name == "training" or name not in _OWN_ATTRIBUTES)
+            and not _is_number(name, value)
+            and not (module is block and name == "forward")
+        )
+        children: list[tuple[str, Any]] = []
+        for name, child in module._modules.items():
+            description = None if child is None else describe(child)
+            if child is not None and description is None:
+                return None
+            children.append((name, description))
+        return (type(module), module.training, tensors, attributes, tuple(children))
+
+    description = describe(block)
+    return description and (description, _plain(forward, contents))
 
 
 def _is_number(name: str, value: Any) -> bool:
@@ -132,59 +172,95 @@ def _watched_numbers(block: torch.nn.Module) -> Iterator[list[str]]:
             module.__dict__[name] = value
 
 
-def _plain(value: Any) -> Any:
-    """A comparable form of an attribute: by value where it is plain, by identity where it is not."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.Size):
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+def _plain(value: Any, contents: dict[int, Any] | None = None) -> Any:
+    """A comparable form of an attribute: by value where it is plain; by identity where it is not, with its attributes.
+
+    `contents` remembers those of objects that have been described.
+    """
+    contents = {} if contents is None else contents
+    if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.ModuleType | type):
+        return (type(value), id(value))
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return (type(value), id(value))
+    if id(value) not in contents:
+        contents[id(value)] = (type(value), id(value))  # where it contains itself
+        contents[id(value)] = _described(value, contents)
+    return contents[id(value)]
+
+
+def _described(value: Any, contents: dict[int, Any]) -> Any:
     if isinstance(value, list | tuple):
-        return (type(value), tuple(_plain(item) for item in value))
+        return (type(value), tuple(_plain(item, contents) for item in value))
     if isinstance(value, dict):
-        return (dict, tuple((key, _plain(item)) for key, item in value.items()))
+        items = tuple((_plain(key, contents), _plain(item, contents)) for key, item in value.items())
+        return (type(value), items)
     if isinstance(value, functools.partial):
-        return (functools.partial, value.func, _plain(value.args), _plain(value.keywords))
+        parts = (value.func, value.args, value.keywords)
+        return (functools.partial, *(_plain(part, contents) for part in parts))
     if isinstance(value, types.MethodType):
-        return (types.MethodType, value.__func__)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
-        return value
-    return (type(value), id(value))
+        holder = value.__self__
+        is_block = isinstance(holder, torch.nn.Module)  # its own method, as a rule
+        return (types.MethodType, value.__func__, None if is_block else _plain(holder, contents))
+    return (type(value), id(value), _plain(getattr(value, "__dict__", None), contents))
 
 
 @contextmanager
 def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
+    watch = BlockWatch(model, blocks.candidates)
 
-    def rehearse(path: str, fingerprint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        block = model.get_submodule(path)
+    def rehearse(path: str, block: torch.nn.Module, own_forward: Any) -> Callable[..., Any]:
+        forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            signature = _call_signature(fingerprint, leaves, spec)
-            if signature in blocks.numbered:
-                signature = (*signature, _numbers(block))
-            kind = blocks.kinds.get(signature)
-            if kind is None:
-                before = _state(block, leaves)
-                with _watched_numbers(block) as read:
-                    result = forward(*args, **kwargs)
-                if _state(block, leaves) != before:
-                    blocks.unruly.add(path)
-                    return result
-                if read:
-                    blocks.numbered.add(signature)
+            with watch.unwatched():
+                leaves, spec = pytree.tree_flatten((args, kwargs))
+                signature = _call_signature(_fingerprint(block, own_forward), leaves, spec)
+                if signature in blocks.numbered:
                     signature = (*signature, _numbers(block))
-                kind = blocks.kinds[signature] = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
+                kind = blocks.kinds.get(signature)
+            if kind is None:
+                with watch.inside(block, leaves) as call, _watched_numbers(block) as read:
+                    result = forward(*args, **kwargs)
+                with watch.unwatched():
+                    again, spec_after = pytree.tree_flatten((args, kwargs))
+                    after = _call_signature(_fingerprint(block, own_forward), again, spec_after)
+                    if after != signature or any(a is not b for a, b in zip(leaves, again, strict=True)):
+                        call.note("writes to what it is given or to its attributes")
+                    if signature[0] is None:
+                        call.note("has hooks")
+                    if read:
+                        blocks.numbered.add(signature)
+                        signature = (*signature, _numbers(block))
+                    kind = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
+                    call.returns(
+                        [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                    )
+                    again.clear()
+                    del result
+                    effect = call.effect()
+                if effect:
+                    blocks.unruly[path] = effect
+                    return _rebuild(kind, empty_outputs(kind, leaves), leaves)
+                blocks.kinds[signature] = kind
                 blocks.members[kind.key] = []
-            else:
-                device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-                result = _rebuild(kind, empty_outputs(kind, device))
             blocks.members[kind.key].append(path)
             blocks.calls.setdefault(path, []).append(kind)
-            return result
+            return _rebuild(kind, empty_outputs(kind, leaves), leaves)
 
         return run
 
-    with _replaced_forwards(model, blocks, rehearse):
+    with _replaced_forwards(model, blocks, rehearse), watch.watching():
         yield
+    blocks.unruly.update(watch.used)
+    blocks.shared.update(watch.shared)
+    hooked = (path for path in blocks.calls if _fingerprint(model.get_submodule(path)) is None)
+    blocks.unruly.update((path, "has hooks") for path in hooked)
 
 
 def _numbers(block: torch.nn.Module) -> tuple[int, ...]:
@@ -192,29 +268,21 @@ def _numbers(block: torch.nn.Module) -> tuple[int, ...]:
     return tuple(value for name, value in members if _is_number(name, value))
 
 
-def _state(block: torch.nn.Module, leaves: list[Any]) -> list[Any]:
-    """What a call must leave as it was: its arguments and the tensors on its modules, buffers excepted."""
-    versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    attached = [
-        (id(module), name, id(value))
-        for module in block.modules()
-        for name, value in module.__dict__.items()
-        if any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(value))
-        and name not in _OWN_ATTRIBUTES
-    ]
-    return [versions, attached]
-
-
 class _Stub(torch.nn.Module):
     """Stands in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
 
-    Attributes are those of the block; its calls are of the kinds that were rehearsed, in the same order.
+    It is taken for the block itself, whose attributes it has; its calls are of the kinds that were rehearsed, in the same
+    order.
     """
 
     def __init__(self, path: str, block: torch.nn.Module, kinds: list[Kind]) -> None:
         super().__init__()
         self.__dict__["_stub"] = (path, block, iter(kinds))
         self.train(block.training)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.__dict__["_stub"][1]) if "_stub" in self.__dict__ else _Stub
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_stub"][1], name)
@@ -223,11 +291,11 @@ class _Stub(torch.nn.Module):
         path, _, kinds = self.__dict__["_stub"]
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = next(kinds, None)
-        if kind is None or str(spec) != str(kind.spec):
+        if kind is None or not kind.is_call(leaves, spec):
             raise TraceError(f"module '{path}' is called differently when it is exported than when it is run")
         _ACTIVE[kind.key] = kind
         tensors = [leaves[index] for index in kind.tensors]
-        return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors))
+        return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors), leaves)
 
 
 @contextmanager
@@ -237,7 +305,7 @@ def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     repeated = {path for paths in blocks.members.values() if len(paths) > 1 for path in paths}
     single = {path for paths in blocks.members.values() if len(paths) == 1 for path in paths}
     try:
-        for path in sorted(repeated - single - blocks.unruly):
+        for path in sorted(repeated - single - blocks.unruly.keys()):
             parent = model.get_submodule(path.rpartition(".")[0])
             name = path.rpartition(".")[2]
             block = parent._modules[name]
@@ -254,18 +322,18 @@ def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
 def _replaced_forwards(model: torch.nn.Module, blocks: Blocks, wrap: Callable[..., Any]) -> Iterator[None]:
     changed = []
     try:
-        for path, fingerprint in blocks.candidates.items():
+        for path in blocks.candidates:
             module = model.get_submodule(path)
-            had = module.__dict__.get("forward")
-            changed.append((module, had))
-            module.forward = wrap(path, fingerprint, module.forward)
+            own_forward = module.__dict__.get("forward")
+            changed.append((module, own_forward))
+            module.forward = wrap(path, module, own_forward)
         yield
     finally:
-        for module, had in changed:
-            if had is None:
+        for module, own_forward in changed:
+            if own_forward is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.forward = had
+                module.forward = own_forward
 
 
 def _call_signature(fingerprint: Any, leaves: list[Any], spec: Any) -> Any:
@@ -299,7 +367,12 @@ def _autocast_as(
 def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
     output_leaves, output_spec = pytree.tree_flatten(result)
     tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    produced = tuple(index for index, leaf in enumerate(output_leaves) if isinstance(leaf, torch.Tensor))
+    places = {id(leaves[index]): index for index in reversed(tensors)}
+    returned = [index for index, leaf in enumerate(output_leaves) if isinstance(leaf, torch.Tensor)]
+    passed = tuple(
+        (index, places[id(output_leaves[index])]) for index in returned if id(output_leaves[index]) in places
+    )
+    produced = tuple(index for index in returned if id(output_leaves[index]) not in places)
     return Kind(
         key=key,
         spec=spec,
@@ -312,19 +385,31 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
         output_spec=output_spec,
         output_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in output_leaves),
         output_tensors=produced,
+        passed=passed,
     )
 
 
-def _rebuild(kind: Kind, tensors: list[torch.Tensor]) -> Any:
+def _rebuild(kind: Kind, tensors: list[torch.Tensor], given: list[Any]) -> Any:
+    """The result of a call with the leaves `given` that makes `tensors`."""
     leaves = list(kind.output_leaves)
     for index, tensor in zip(kind.output_tensors, tensors, strict=True):
         leaves[index] = tensor
+    for index, place in kind.passed:
+        leaves[index] = given[place]
     return pytree.tree_unflatten(leaves, kind.output_spec)
 
 
-def empty_outputs(kind: Kind, device: torch.device) -> list[torch.Tensor]:
-    pairs = zip(kind.outputs, kind.needs_grad, strict=True)
-    return [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in pairs]
+def empty_outputs(kind: Kind, given: list[Any]) -> list[torch.Tensor]:
+    """Tensors of the layouts that a call with the leaves `given` makes; they can be written to, as no leaves of autograd."""
+    device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+    tensors = [empty(meta, device) for meta in kind.outputs]
+    with torch.enable_grad():
+        return [
+            torch.empty_like(tensor).requires_grad_().clone().as_strided(tensor.shape, tensor.stride())
+            if needs_grad
+            else tensor
+            for tensor, needs_grad in zip(tensors, kind.needs_grad, strict=True)
+        ]
 
 
 class BlockBody(torch.nn.Module):
@@ -353,3 +438,6 @@ _LIBRARY.define("block(str key, Tensor[] tensors) -> Tensor[]")
 @torch.library.register_fake("stagewright::block", lib=_LIBRARY)
 def _fake_block(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [empty(meta, tensors[0].device) for meta in _ACTIVE[key.split("@")[0]].outputs]
+
+
+has_side_effect(torch.ops.stagewright.block.default)  # a block whose results nobody uses may update buffers

@@ -10,11 +10,15 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
+import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeVar
@@ -26,7 +30,9 @@ from stagewright.graph.depth import expanded
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.graph.sizes import Unlike, at_samples, at_width
 from stagewright.text import say
+from stagewright.tracing.dependencies import FACT, Dependencies, Watch
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.tracing.models.source import factory_file, split_factory
 from stagewright.version import __version__
 
 _T = TypeVar("_T")
@@ -105,10 +111,32 @@ def trace(
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
 
-        graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
-        if path is not None:
+        asked = (reference, microbatch_size, sequence_length, dtype, device, facts, report)
+        if reference.kind == "factory":
+            graph, is_kept = _watched(reference, lambda: trace_reference(*asked))
+        else:
+            graph, is_kept = trace_reference(*asked), True
+        if path is not None and is_kept:
             _store(path, graph)
     return expanded(graph) if expand else graph
+
+
+def _watched(reference: ModelReference, trace_it: Callable[[], OperatorGraph]) -> tuple[OperatorGraph, bool]:
+    """The graph of a factory with what it depends on among its facts, and whether that can be compared later."""
+    from stagewright.tracing.models.factories import load_module
+
+    with Watch().noting() as watch:
+        graph = trace_it()
+    name = split_factory(reference.text)
+    assert name is not None
+    dependencies = watch.dependencies(load_module(name, reference.text), _neighbours(reference.text))
+    return replace(graph, facts=graph.facts | {FACT: dependencies.fact}), not dependencies.unchecked
+
+
+def _neighbours(text: str) -> Path:
+    """The folder in which the modules of the factory that `text` names are looked for after all others."""
+    name, file = split_factory(text), factory_file(text)
+    return file.parent if name is not None and name.is_file and file is not None else Path.cwd()
 
 
 def to_trace(model: ModelReference, asked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -154,7 +182,19 @@ def note_refused(model: ModelReference, asked: Mapping[str, Any]) -> None:
             write_whole(path.with_suffix(_REFUSED), b"")
 
 
-_REFUSED = ".refused"
+_REFUSED, _COMPARED = ".refused", ".compared"
+
+
+def compared_file(model: ModelReference, asked: Mapping[str, Any]) -> Path | None:
+    """The file that says that the graph `asked` of `trace` was compared with its model; None where nothing is kept."""
+    path = _entry(_facts_asked(model, asked), _stamp())
+    return None if path is None else path.with_suffix(_COMPARED)
+
+
+def is_compared(model: ModelReference, asked: Mapping[str, Any]) -> bool:
+    """Whether the graph that is `asked` of `trace` was compared with its model and equals it."""
+    path = compared_file(model, asked)
+    return path is not None and path.is_file()
 
 
 def _facts_asked(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,6 +212,8 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "target": given["target"] or given["device"],
         "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
     }
+    if reference.config is not None:
+        facts["code"] = _code_of(frozenset(_model_types(reference.config)))
     if given["device"] != "cpu":
         facts["kernels"] = _kernels_of(given["device"])
     plain = {
@@ -212,6 +254,8 @@ def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | 
     """
     path = _entry(facts, stamp)
     graph = _load(path) if path is not None else None
+    if graph is not None and Dependencies.of_facts(graph.facts).change(_neighbours(facts["model"])):
+        graph = None
     if graph is not None or path is None or not follows:
         return graph
     with _READING:
@@ -248,12 +292,61 @@ def _stamp() -> str:
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     own = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([FORMAT, __version__, own, tracing_packages()])
+    return json.dumps([FORMAT, __version__, own, tracing_packages(), _installed(), _environment()])
 
 
 def tracing_packages() -> dict[str, str]:
     """Versions of what decides which operators a model is traced to; empty of what is not installed."""
     return {name: _version(name) for name in ("torch", "transformers")}
+
+
+@functools.cache
+def _installed() -> list[str]:
+    """Names and versions of all packages, some of which models use where they are there; and Python's own version."""
+    folders = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    names = {path.name for folder in folders for path in folder.glob("*.*-info")}
+    return [sys.version, *sorted(names)]
+
+
+_OF_KERNELS = re.compile(
+    r"(ATEN_|PYTORCH_|TORCH|TRANSFORMERS_|USE_)(?!(ELASTIC_|INDUCTOR_|_NCCL_|_LOGS|_CPP_|_SHOW|_FR_|_DISTRIBUTED_|_HOME"
+    r"|VERBOSITY|CACHE|OFFLINE|NO_ADVISORY|(CUDA_|HIP_)?ALLOC_CONF)).*"
+)
+
+
+def _environment() -> dict[str, str]:
+    """The environment variables by which torch and transformers choose kernels or behave otherwise; those of communication,
+    caches and messages are none of them."""
+    return {name: value for name, value in sorted(os.environ.items()) if _OF_KERNELS.fullmatch(name)}
+
+
+def _model_types(config: Any) -> Iterator[str]:
+    """The kinds of models that a configuration names, those of its parts too."""
+    if isinstance(config, Mapping):
+        if isinstance(kind := config.get("model_type"), str):
+            yield kind
+        for part in config.values():
+            yield from _model_types(part)
+
+
+@functools.cache
+def _code_of(kinds: frozenset[str]) -> str:
+    """A digest of the sizes and times of the files of transformers that models of these `kinds` are made of: one that is
+    installed from its sources, or edited in place, changes without its version."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return ""
+    root = Path(spec.origin).parent
+    folders = [root, root / "integrations", root / "utils"]
+    folders += [
+        root / "models" / name for kind in sorted(kinds) if (name := kind.replace("-", "_")).isidentifier()
+    ]
+    files = [
+        (file.name, (status := file.stat()).st_size, status.st_mtime_ns)
+        for folder in folders
+        for file in sorted(folder.glob("*.py"))
+    ]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
 
 
 def _kernels_of(device: str) -> str:

@@ -6,9 +6,9 @@ computed: the model's tensors are fake.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,24 @@ from stagewright.graph import Origin, Ref, TensorMeta
 from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
-from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
-from stagewright.tracing.depth import called_alike, repeats_of, without
+from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
+from stagewright.tracing.blocks import BLOCK, BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
+from stagewright.tracing.depth import left_out
+from stagewright.tracing.effects import (
+    HOOK,
+    TensorHook,
+    TensorHooks,
+    plain_execution,
+    restored_attributes,
+    without_effects,
+    written_buffers,
+)
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
+from stagewright.tracing.private import FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
-_BLOCK = "stagewright.block.default"
 _CAST = "aten._to_copy.default"
 _CASTING_METHODS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -45,6 +54,7 @@ class CapturedCall:
     no_grad: bool
     region: int = -1  # of `torch.utils.checkpoint`: the outermost around it, numbered as they are entered
     keeps: tuple[Keeps, ...] = ()  # what the regions around it keep
+    function: FunctionCall | None = None  # the custom function whose call it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ class Captured:
     aliases: dict[str, str]  # every parameter name -> the first name of that parameter
     constants: dict[str, torch.Tensor]
     repeats: tuple[Repeat, ...] = ()  # layers that are left out
+    hooks: dict[int, tuple[TensorHook, ...]] = field(default_factory=dict)  # of values, in order
 
 
 def capture(
@@ -87,57 +98,52 @@ def capture(
     """
     report("rehearsing the model on fake tensors")
     blocks = _rehearsed(model, inputs, mode)
-    repeats = () if whole else repeats_of(model, blocks)
-    if not repeats:
-        return _captured(model, inputs, mode, blocks, report)
-    with without(model, repeats):
-        try:
-            fewer = _rehearsed(model, inputs, mode)
-        except TraceError:  # its code counts on all layers
-            fewer = None
-        if fewer is not None and called_alike(blocks, fewer):
-            return replace(_captured(model, inputs, mode, fewer, report), repeats=repeats)
-    return _captured(model, inputs, mode, blocks, report)
+    report("exporting the model")
+    marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
+    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
+        outer = _export(model, (), inputs)
+    repeats, skipped = ((), {}) if whole else left_out(model, blocks, outer, _surroundings, _is_check)
+    flattener = _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks, skipped)
+    return replace(flattener.run(outer), repeats=repeats)
 
 
 def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
-    blocks = find_blocks(model)
-    with tracing_errors(model), mode, rehearsing(model, blocks), without_regions():
-        loss = model(**inputs)
-    _require_scalar(loss)
-    return blocks
+    def run(blocks: Blocks) -> Blocks:
+        with (
+            tracing_errors(model),
+            mode,
+            plain_execution(),
+            written_buffers(
+                model
+            ),  # which goes through the modules, as only the model's own code may in a rehearsal
+            rehearsing(model, blocks),
+            without_regions(),
+        ):
+            loss = model(**inputs)
+        _require_scalar(loss)
+        return blocks
+
+    with without_effects(model, lambda: run(Blocks(()))):
+        return run(find_blocks(model))
 
 
-def _captured(
-    model: torch.nn.Module,
-    inputs: dict[str, torch.Tensor],
-    mode: FakeTensorMode,
-    blocks: Blocks,
-    report: Callable[[str], None],
-) -> Captured:
-    report("exporting the model")
-    regions = Regions()
-    with tracing_errors(model), mode, stubbed(model, blocks), regions.marked():
-        outer = _export(model, (), inputs)
-    return _Flattener(model, _Bodies(model, blocks, mode, regions, report), regions).run(outer)
+@dataclass(frozen=True)
+class _Marks:
+    """What a model's code does besides operators while it is exported, which operators of ours mark."""
 
+    regions: Regions
+    functions: FunctionCalls
+    hooks: TensorHooks
 
-def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        if isinstance(parameter, FakeTensor):
-            return model
-        memo[id(parameter)] = torch.nn.Parameter(
-            mode.from_tensor(parameter.detach()), parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy.deepcopy(model, memo)
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """While it is open, marks are left."""
+        with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
+            yield
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with light_exports():
+    with light_exports(), written_buffers(model):
         return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
 
 
@@ -158,12 +164,12 @@ class _Bodies:
         model: torch.nn.Module,
         blocks: Blocks,
         mode: FakeTensorMode,
-        regions: Regions,
+        marks: _Marks,
         report: Callable[[str], None],
     ) -> None:
         self.model = model
         self.mode = mode
-        self.regions = regions
+        self.marks = marks
         self.report = report
         self.members = blocks.members
         self.kinds = {kind.key: kind for kind in blocks.kinds.values()}
@@ -178,9 +184,10 @@ class _Bodies:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
         # A block of a transformers model on its own must be traced under the patches its model would enter.
-        with tracing_errors(self.model), self.mode, as_run(), self.regions.marked():
+        with tracing_errors(self.model), self.mode, as_run(), self.marks.left():
             tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
-            return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
+            with restored_attributes(self.model):
+                return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
 
 
 @dataclass(frozen=True)
@@ -208,9 +215,17 @@ class _Place:
 class _Flattener:
     """Numbers the values of the outer program and of the blocks within it in one sequence."""
 
-    def __init__(self, model: torch.nn.Module, bodies: _Bodies, regions: Regions) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        bodies: _Bodies,
+        marks: _Marks,
+        skipped: dict[torch.fx.Node, torch.fx.Node],
+    ) -> None:
         self.bodies = bodies
-        self.regions = regions
+        self.marks = marks
+        self.skipped = skipped  # nodes of the outer program, each with the block's call that takes its place
+        self.results: dict[torch.fx.Node, tuple[int, ...]] = {}  # of calls of blocks
         self.num_regions = 0  # the outermost, so far
         self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -225,6 +240,7 @@ class _Flattener:
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
         self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        self.hooks: dict[int, list[TensorHook]] = {}
         self.collectives: dict[Any, int] = {}  # what was sent once need not be sent again
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
         self.around = "model" if torch.is_autocast_enabled(device) else ""
@@ -238,6 +254,7 @@ class _Flattener:
             mutations=tuple((name, self.numbers[Origin.BUFFER, name]) for name in self.written),
             aliases=self.aliases,
             constants=self.constants,
+            hooks={number: tuple(hooks) for number, hooks in self.hooks.items()},
         )
 
     def _fresh(self) -> int:
@@ -282,6 +299,11 @@ class _Flattener:
                 results.append(env[argument])
             elif spec.kind is OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(f"the model writes to its input '{spec.target}': clone it first")
+            elif spec.kind is OutputKind.PARAMETER_MUTATION:
+                name = place.name(spec.target or "")
+                raise TraceError(
+                    f"the model writes to parameter '{name}' in forward, which a graph does not: register it as a buffer"
+                )
         return tuple(results)
 
     def _source_of(
@@ -319,18 +341,24 @@ class _Flattener:
 
     def _call(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], module: str, place: _Place) -> None:
         name = str(node.target)
-        if name == _GETITEM or any(check in name for check in _CHECKS):
+        if name == _GETITEM or _is_check(node):
+            return
+        if node in self.skipped:
+            self._name_results(node, env, self.results[self.skipped[node]])
+            return
+        if name == HOOK:
+            self._hook(self.marks.hooks[int(node.args[0])], env[node.args[1]])  # type: ignore[arg-type,index]
             return
         if name == BEGIN:
             self.num_regions += not self.entered
-            self.entered.append(self.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
+            self.entered.append(self.marks.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
             return
         if name == END:
             self.entered.pop()
             return
         no_grad = place.no_grad or "set_grad_enabled" in _entered(node)
         region = place.region or _autocast_region(node) or self.around
-        if name == _BLOCK:
+        if name == BLOCK:
             self._block(node, env, no_grad, region)
             return
         try:
@@ -338,6 +366,7 @@ class _Flattener:
             kwargs = encode_keywords(node.kwargs, lambda ref: Ref(env[ref]))
         except TraceError as error:
             raise TraceError(f"module '{module or '(model)'}' at {source_line(node)}: {error}") from None
+        function = self.marks.functions[args[0]] if name == FUNCTION else None
         cast = (region, args, kwargs, no_grad)
         if region and name == _CAST and _is_implicit(node):
             if cast in self.casts:
@@ -355,8 +384,21 @@ class _Flattener:
         here = self.num_regions - 1 if self.entered else -1
         keeps = tuple(found for found in self.entered if found is not None)
         self.calls.append(
-            CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps)
+            CapturedCall(
+                name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps, function
+            )
         )
+
+    def _hook(self, hook: TensorHook, number: int) -> None:
+        parameter = next(
+            (source for source in self.sources if source.number == number and source.needs_grad), None
+        )
+        if parameter is not None:
+            raise TraceError(
+                f"parameter '{parameter.name}' gets a hook in forward, at {hook.where}: change its gradient by a "
+                "torch.autograd.Function around it, whose backward is kept"
+            )
+        self.hooks.setdefault(number, []).append(hook)
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
         """Numbers for what `node` makes: one, or one per item that is used of several."""
@@ -376,6 +418,12 @@ class _Flattener:
         key, path = str(node.args[0]).split("@", 1)
         inputs = tuple(env[item] for item in node.args[1])  # type: ignore[union-attr]
         results = self._program(self.bodies[key], _Place(f"{key}.", path, inputs, no_grad, region))
+        self.results[node] = results
+        self._name_results(node, env, results)
+
+    def _name_results(
+        self, node: torch.fx.Node, env: dict[torch.fx.Node, int], results: tuple[int, ...]
+    ) -> None:
         for item in node.users:
             env[item] = results[int(item.args[1])]  # type: ignore[arg-type]
 
@@ -396,6 +444,14 @@ def _autocast_region(node: torch.fx.Node) -> str:
         return ""
     history = node.meta.get("from_node")
     return str(history[0].name) if history else "autocast"
+
+
+def _is_check(node: torch.fx.Node) -> bool:
+    return any(check in str(node.target) for check in _CHECKS)
+
+
+def _surroundings(node: torch.fx.Node) -> tuple[bool, str]:
+    return "set_grad_enabled" in _entered(node), _autocast_region(node)
 
 
 def _is_implicit(node: torch.fx.Node) -> bool:

@@ -7,19 +7,22 @@ any two forward operators also cuts the backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value, renumbered
 from stagewright.graph.depth import REPEATS
 from stagewright.graph.simplify import compact
-from stagewright.tracing.arguments import contents, draws, operator
+from stagewright.tracing.arguments import contents, draws, operator, references
+from stagewright.tracing.autograd_functions import FunctionCall
 from stagewright.tracing.capture import Captured, CapturedCall
 from stagewright.tracing.draft import Draft
+from stagewright.tracing.effects import TensorHook
 from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
-from stagewright.tracing.recipes import BackwardRecipe, Recipe, Step, without_marks
+from stagewright.tracing.recipes import BackwardRecipe, FunctionRecipe, Recipe, Step, without_marks
 from stagewright.tracing.rules import Call, Outcome, Rules
 
 
@@ -34,7 +37,8 @@ def build_joint(name: str, captured: Captured, rules: Rules, facts: dict[str, An
     forward = ForwardPass(captured, draft, rules)
     forward.run()
     number = forward.number
-    backward = BackwardPass(draft, forward.calls, rules)
+    hooks = {number[hooked]: hooks for hooked, hooks in captured.hooks.items()}
+    backward = BackwardPass(draft, forward.calls, rules, forward.functions, hooks)
     backward.run(number[captured.loss])
     by_source = {(source.origin, source.name): number[source.number] for source in captured.sources}
     parameters = {
@@ -87,7 +91,8 @@ class ForwardPass:
     """Adds the forward of `captured` to a draft.
 
     * `number`: the value of every captured number;
-    * `calls`: of every forward node its call, for its backward.
+    * `calls`: of every forward node its call, for its backward; none of a node within a custom function;
+    * `functions`: of the last node of every call of a custom function that call.
     """
 
     def __init__(self, captured: Captured, draft: Draft, rules: Rules) -> None:
@@ -96,6 +101,7 @@ class ForwardPass:
         self.rules = rules
         self.number: dict[int, int] = {}
         self.calls: dict[int, Call] = {}
+        self.functions: dict[int, FunctionUse] = {}
 
     def run(self) -> None:
         """Raises `TraceError` and `ContractError` as `build_joint` does."""
@@ -113,6 +119,9 @@ class ForwardPass:
 
     def _add_call(self, captured: CapturedCall) -> None:
         args, kwargs = renumbered((captured.args, captured.kwargs), self.number.__getitem__)
+        if captured.function is not None:
+            self._add_function(captured, captured.function, tuple(references(args)))
+            return
         op = without_marks(captured.op)
         call, refs = self.draft.call(op, args, kwargs)
         needs = tuple(self.draft.values[ref].needs_grad and not captured.no_grad for ref in refs)
@@ -124,7 +133,7 @@ class ForwardPass:
                     args = (Ref(copied if copied is not None else refs[0]), *args[1:])
                 outputs = self._add_node(captured, op, args, kwargs)
             else:
-                outputs = self._add_steps(captured, recipe, refs)
+                outputs = self._add_steps(captured, recipe, dict(enumerate(refs)))
         except (TraceError, ContractError):
             raise
         except Exception as error:
@@ -132,14 +141,57 @@ class ForwardPass:
                 f"operator {captured.op} of module '{captured.module}' at {captured.where} cannot be traced: "
                 f"{first_line(error)}"
             ) from error
+        self._name_outputs(captured, outputs)
+
+    def _name_outputs(self, captured: CapturedCall, outputs: Sequence[int | None]) -> None:
         for number, value in zip(captured.outputs, outputs, strict=False):
             if number is not None and value is not None:
-                self.number[number] = value
+                is_hooked = number in self.captured.hooks
+                self.number[number] = self._copied(captured, value) if is_hooked else value
+
+    def _copied(self, captured: CapturedCall, value: int) -> int:
+        """A value that has a backward of its own: a copy of one that is derived from a parameter, whose gradient would be
+        added up over microbatches first."""
+        if self.draft.values[value].part is not Part.DERIVED:
+            return value
+        call, refs = self.draft.call(_CLONE, (Ref(value),))
+        is_inside = captured.function is not None
+        outcomes = self.rules.evaluate(call, (self.draft.values[value].needs_grad and not is_inside,))
+        if not is_inside:
+            self.calls[len(self.draft.nodes)] = call
+        (copy,) = self.draft.add(call, refs, outcomes, Part.FORWARD, -1, captured)
+        assert copy is not None
+        return copy
+
+    def _add_function(self, captured: CapturedCall, function: FunctionCall, refs: tuple[int, ...]) -> None:
+        """A call of a custom function: its forward operators, of which the last stands for its backward."""
+        values = self.draft.values
+        wanted = [index for index, ref in enumerate(refs) if values[ref].needs_grad and not captured.no_grad]
+        weights = tuple(index for index in wanted if values[refs[index]].parameter >= 0)
+        use = FunctionUse(captured, function, refs, tuple(i for i in wanted if i not in weights), weights)
+        recipe = use.recipe(self.draft, self.rules)
+        local = dict(enumerate(refs))
+        first = len(self.draft.nodes)
+        outputs = self._add_steps(captured, recipe.forward, local)
+        outputs = tuple(
+            self._copied(captured, value) if value is not None and index in recipe.passing else value
+            for index, value in enumerate(outputs)
+        )
+        self._name_outputs(captured, outputs)
+        if not recipe.passing:
+            return
+        added = self.draft.nodes[first:]
+        last = next((node.id for node in reversed(added) if node.part is Part.FORWARD), None)
+        if last is None:
+            raise use.refusal("what it returns depends on no parameter, and yet passes a gradient")
+        self.functions[last] = replace(use, steps=recipe.forward.steps, values=local, outputs=outputs)
+        for index in recipe.passing:
+            values[outputs[index]].needs_grad = True  # type: ignore[index]
 
     def _add_steps(
-        self, captured: CapturedCall, recipe: Recipe, refs: tuple[int, ...]
+        self, captured: CapturedCall, recipe: Recipe, local: dict[int, int]
     ) -> tuple[int | None, ...]:
-        local = dict(enumerate(refs))
+        """The nodes of a recipe on values numbered as in `local`, which is extended by what they make."""
         for step in recipe.steps:
             arguments = renumbered((step.args, step.kwargs), local.__getitem__)
             made = self._add_node(captured, step.op, *arguments)
@@ -172,12 +224,14 @@ class ForwardPass:
                 "be made functional: use the out-of-place form"
             )
         call, refs = self.draft.call(op, args, kwargs)
-        detached = captured.no_grad or op == "aten.detach.default"
+        is_inside = captured.function is not None
+        detached = captured.no_grad or is_inside or op == "aten.detach.default"
         needs = tuple(self.draft.values[ref].needs_grad and not detached for ref in refs)
         outcomes = self.rules.evaluate(call, needs)
         is_random = draws(operator(op), args, dict(kwargs))
         part, parameter = self._part(op, refs, outcomes, is_random)
-        self.calls[len(self.draft.nodes)] = call
+        if not is_inside:
+            self.calls[len(self.draft.nodes)] = call
         outputs = self.draft.add(call, refs, outcomes, part, parameter, captured, is_random=is_random)
         if captured.region >= 0 and part is Part.FORWARD:
             self.draft.put_in_region(captured.region, is_kept=self._is_kept(captured, call))
@@ -222,21 +276,70 @@ class ForwardPass:
         )
 
 
+@dataclass(frozen=True)
+class FunctionUse:
+    """A call of a custom function as part of a graph.
+
+    Attributes:
+        inputs: the values of its tensors, of which those numbered `activations` and `weights` get gradients.
+        steps: of its forward.
+        values: by their numbers in its recipe.
+        outputs: the values it returns.
+    """
+
+    captured: CapturedCall
+    call: FunctionCall
+    inputs: tuple[int, ...]
+    activations: tuple[int, ...]
+    weights: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+    values: Mapping[int, int] = field(default_factory=dict)
+    outputs: tuple[int | None, ...] = ()
+
+    def recipe(
+        self, draft: Draft, rules: Rules, cotangents: tuple[tuple[int, TensorMeta], ...] | None = None
+    ) -> FunctionRecipe:
+        """For `cotangents` of the outputs so numbered, or of all that pass a gradient."""
+        metas = tuple(draft.values[value].meta for value in self.inputs)
+        try:
+            recipe = rules.function(self.call, metas, self.activations, self.weights, cotangents)
+        except Exception as error:
+            raise self.refusal(first_line(error)) from error
+        if self.steps and recipe.forward.steps != self.steps:
+            raise self.refusal("it does not do the same when it is called again with equal arguments")
+        return recipe
+
+    def refusal(self, reason: str) -> TraceError:
+        return TraceError(
+            f"the autograd.Function '{self.call.name}' of module '{self.captured.module or '(model)'}' at "
+            f"{self.captured.where} cannot be traced: {reason}"
+        )
+
+
 _ADD = "aten.add.Tensor"
 
 
 class BackwardPass:
-    """Adds the backward of what a draft has, whose nodes are those of `calls`.
+    """Adds the backward of what a draft has, whose nodes are those of `calls` and within `functions`.
 
     * `gradients`: of parameters and derived values, as values of their own;
     * `contributions`: to each of them, as (forward node, value);
     * `seed`: the cotangent of the loss.
     """
 
-    def __init__(self, draft: Draft, calls: Mapping[int, Call], rules: Rules) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        calls: Mapping[int, Call],
+        rules: Rules,
+        functions: Mapping[int, FunctionUse],
+        hooks: Mapping[int, tuple[TensorHook, ...]],
+    ) -> None:
         self.draft = draft
         self.calls = calls
         self.rules = rules
+        self.functions = functions
+        self.hooks = dict(hooks)
         self.cotangent: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.contributions: dict[int, list[tuple[int, int]]] = {}
@@ -258,6 +361,13 @@ class BackwardPass:
 
     def _go_back(self, node: Node) -> None:
         """What `node` contributes to the cotangents of its arguments."""
+        for value in node.outputs:
+            if value in self.hooks and value in self.cotangent and node.id in self.calls:
+                self._call_hooks(node, value)
+        if node.id in self.functions:
+            self._go_back_through(node, self.functions[node.id])
+        if node.id not in self.calls:
+            return
         table = self.gradients if node.part is Part.DERIVED else self.cotangent
         seeds = {
             index: table[output]
@@ -272,14 +382,58 @@ class BackwardPass:
         recipe = self._recipe(node, activations, weights, seeds)
         given = (*node.inputs, *node.outputs, *seeds.values())
         local = {index: value for index, value in enumerate(given) if value is not None}
+        self._add_backward(node, recipe, node.inputs, weights, local)
+
+    def _go_back_through(self, node: Node, use: FunctionUse) -> None:
+        """What a custom function, whose last forward operator is `node`, contributes to the cotangents of its arguments."""
+        for value in use.outputs:
+            if value in self.hooks and value in self.cotangent:
+                self._call_hooks(node, value)
+        seeds = {
+            index: self.cotangent[output]
+            for index, output in enumerate(use.outputs)
+            if output is not None and output in self.cotangent
+        }
+        if not seeds:
+            return
+        layouts = tuple((index, _own_storage(self.draft.values[seed].meta)) for index, seed in seeds.items())
+        recipe = use.recipe(self.draft, self.rules, layouts)
+        following = dict(enumerate(seeds.values(), start=recipe.num_values))
+        self._add_backward(node, recipe.backward, use.inputs, use.weights, {**use.values, **following})
+
+    def _call_hooks(self, node: Node, value: int) -> None:
+        """The cotangent of `value`, which `node` makes, as its hooks change it."""
+        for hook in self.hooks.pop(value):
+            gradient = self.cotangent[value]
+            layout = _own_storage(self.draft.values[gradient].meta)
+            try:
+                recipe = self.rules.hook(hook.function, layout)
+            except Exception as error:
+                raise TraceError(
+                    f"the hook of a tensor of module '{node.module or '(model)'}', registered at {hook.where}, cannot be "
+                    f"traced: {first_line(error)}"
+                ) from error
+            local = {0: gradient}
+            for step in recipe.steps:
+                self._add_step(node, step, Part.INPUT_GRAD, local)
+            self.cotangent[value] = local[recipe.results[0]]  # type: ignore[index]
+
+    def _add_backward(
+        self,
+        node: Node,
+        recipe: BackwardRecipe,
+        inputs: tuple[int, ...],
+        weights: tuple[int, ...],
+        local: dict[int, int],
+    ) -> None:
+        """The steps of a recipe for `node` on values numbered as in `local`, and what they contribute to `inputs`."""
         for part, steps in ((Part.INPUT_GRAD, recipe.input_grad), (Part.WEIGHT_GRAD, recipe.weight_grad)):
             for step in steps:
                 self._add_step(node, step, part, local)
-        for index in wanted:
-            gradient = recipe.gradients[index]
+        for index, gradient in enumerate(recipe.gradients):
             if gradient is None:
                 continue
-            ref, value = node.inputs[index], local[gradient]
+            ref, value = inputs[index], local[gradient]
             if index in weights:
                 self._contribute(ref, node, value)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,16 @@ from stagewright.errors import StagewrightError, TraceError
 
 
 class CannotTrace(Exception):
-    """Why something in the model's code cannot be traced, and what to do instead; `tracing_errors` says where it is."""
+    """Why something in the model's code cannot be traced, and what to do instead; `tracing_errors` says where it is, unless
+    `line` does."""
+
+    def __init__(self, reason: str, line: str = "") -> None:
+        super().__init__(reason)
+        self.line = line
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_MODEL_CODE = ("/torch/", "stagewright/tracing/", "<", "/contextlib.py")
 
 
@@ -71,7 +78,17 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def code_line(frame: Any = None) -> str:
+    """File and line of a model's code: of `frame`, or of the innermost such frame; empty where it is other code."""
+    frames = [frame] if frame is not None else [item for item, _ in traceback.walk_stack(None)]
+    own = (item for item in frames if _is_model_code(item.f_code.co_filename))
+    innermost = next(own, None)
+    return "" if innermost is None else _short(innermost.f_code.co_filename, innermost.f_lineno)
+
+
 def _place(error: Exception) -> str:
+    if isinstance(error, CannotTrace) and error.line:
+        return f" at {error.line}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_model_code(frame.filename)]
     if not frames:
         return ""
@@ -80,6 +97,11 @@ def _place(error: Exception) -> str:
 
 def _is_model_code(filename: str) -> bool:
     return not any(part in filename for part in _NOT_MODEL_CODE)
+
+
+def is_own_code(filename: str) -> bool:
+    """Whether a file is of the user and not of an installed library or of Python."""
+    return _is_model_code(filename) and not filename.startswith(_LIBRARIES)
 
 
 def _short(file: str, line: str | int) -> str:

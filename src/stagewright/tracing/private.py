@@ -8,37 +8,54 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.export import exported_program as _exported
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "argument_place",
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
     "converting_in_place",
+    "depends_on_data",
+    "functions_behind",
     "generated_bindings",
     "has_autocast_kernel",
+    "hook_methods",
+    "hooks_of",
+    "inference_as_no_grad",
     "is_composite",
     "is_mutable",
     "is_seen_by_modes",
     "kept_by",
     "light_exports",
     "num_holders",
+    "num_holders_of_storage",
     "operator_names",
+    "replaced_function_calls",
+    "returns_list",
     "run_parts",
     "selective_policy",
     "storage_key",
     "with_autograd",
     "without_cpu_autocast",
     "without_modes",
+    "written_by",
 ]
 
 
@@ -99,9 +116,58 @@ def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While it is open, ``torch.inference_mode`` is ``torch.no_grad``, which an exporter understands."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    def entered(self: Any) -> None:
+        self._grad = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
+
+    def left(self: Any, *raised: Any) -> None:
+        self._grad.__exit__(*raised)
+
+    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def hook_methods(parameter: torch.Tensor) -> Iterator[str]:
+    """The methods by which hooks of a parameter were registered."""
+    if parameter._backward_hooks:
+        yield "register_hook"
+    if parameter._post_accumulate_grad_hooks:
+        yield "register_post_accumulate_grad_hook"
+
+
+def depends_on_data(error: BaseException | None) -> bool:
+    """Whether code failed because it looks at the values of fake tensors."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def returns_list(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator returns a list of tensors, however many."""
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
     return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
+
+
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of `op` writes to."""
+    if not is_mutable(op):
+        return
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (item for item in values if isinstance(item, torch.Tensor))
 
 
 @functools.cache
@@ -162,6 +228,11 @@ def num_holders(tensor: torch.Tensor) -> int:
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
+def num_holders_of_storage(tensor: torch.Tensor) -> int:
+    """How many tensors and others hold the storage of `tensor`."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 @contextlib.contextmanager
 def light_exports() -> Iterator[None]:
     """While it is open, `torch.export` looks for composite operators only where some were registered since, and compiles no
@@ -187,6 +258,25 @@ def light_exports() -> Iterator[None]:
 
 _COMPOSITES: dict[int, set[Any]] = {}
 """All composite operators, by how many were registered when they were looked for."""
+
+
+@contextlib.contextmanager
+def replaced_function_calls(call: Callable[..., Any]) -> Iterator[None]:
+    """While it is open, ``F.apply(*args, **kwargs)`` of a `torch.autograd.Function` that is not torch's own is
+    ``call(F, apply, args, kwargs)``."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        own = original.__get__(None, cls)
+        is_torch = cls.__module__.partition(".")[0] == "torch"
+        return own(*args, **kwargs) if is_torch else call(cls, own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[assignment]
+
 
 Recomputed = Callable[..., Any]
 
@@ -264,3 +354,48 @@ def kept_by(policy: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     if isinstance(answer, bool):
         return answer
     return answer in (_checkpoint.CheckpointPolicy.MUST_SAVE, _checkpoint.CheckpointPolicy.PREFER_SAVE)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Code that a model has PyTorch call at a parameter or a module."""
+
+    owner: str
+    function: str
+    parameter: str | None = None
+    """Name of the parameter that it hangs on."""
+
+    def __str__(self) -> str:
+        kind = "module" if self.parameter is None else "parameter"
+        return f"the hook {self.function} on {kind} '{self.owner}'"
+
+
+def hooks_of(module: torch.nn.Module) -> Iterator[Hook]:
+    """Hooks on the parameters of a model and on its modules."""
+    for name, parameter in module.named_parameters():
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            for hook in (hooks or {}).values():
+                yield Hook(name, _called(hook), name)
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    for path, child in module.named_modules():
+        for kind in kinds:
+            for hook in getattr(child, kind, {}).values():
+                yield Hook(path or type(child).__name__, _called(hook))
+
+
+def functions_behind(loss: torch.Tensor) -> list[str]:
+    """Names of the `torch.autograd.Function`s in Python that `loss` was computed with."""
+    waiting, seen, names = [loss.grad_fn], set[Any](), dict[str, None]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names[type(node)._forward_cls.__qualname__] = None  # type: ignore[attr-defined]
+        waiting += [following for following, _ in node.next_functions]
+    return list(names)
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, renumbered
-from stagewright.tracing.arguments import encode, encode_keywords, references
+from stagewright.tracing.arguments import encode, encode_keywords, references, the_element
 
 _GETITEM = "<built-in function getitem>"
 
@@ -52,6 +52,20 @@ class BackwardRecipe:
     gradients: tuple[int | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FunctionRecipe:
+    """A custom function: the steps of its forward, and of its backward for some cotangents.
+
+    Values are numbered: arguments first, then outputs of the forward in order of production, cotangents, and outputs of the
+    backward.
+    """
+
+    forward: Recipe
+    passing: tuple[int, ...]  # which results pass a gradient
+    num_values: int  # arguments and outputs of the forward
+    backward: BackwardRecipe
+
+
 class _Recorder(TorchDispatchMode):
     """Notes the operators that run while it is open in a graph, as torch's `make_fx` does in several times the time."""
 
@@ -78,8 +92,18 @@ class _Recorder(TorchDispatchMode):
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """What made a tensor; of one that nothing made, a constant."""
         if id(tensor) not in self._nodes:
-            self._nodes[id(tensor)] = self.graph.get_attr("_tensor_constant0"), tensor
+            self._nodes[id(tensor)] = self._constant(tensor), tensor
         return self._nodes[id(tensor)][0]
+
+    def _constant(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """A tensor of the code: an operator that makes it where its elements are equal, as those of a number are."""
+        element = the_element(tensor)
+        if element is None:
+            return self.graph.get_attr("_tensor_constant0")
+        args = (torch.ops.aten.full.default, (list(tensor.shape), element))
+        node = self.graph.call_function(*args, {"dtype": tensor.dtype, "device": tensor.device})
+        node.meta["val"] = tensor
+        return node
 
 
 def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor]) -> torch.fx.Graph:
@@ -138,6 +162,59 @@ def backward_recipe(
     return BackwardRecipe(tuple(parts[True]), tuple(parts[False]), tuple(by_argument))
 
 
+def function_recipe(
+    graph: torch.fx.Graph,
+    mark: str,
+    counts: tuple[int, int, int],
+    passing: tuple[int, ...],
+    activations: tuple[int, ...],
+    weights: tuple[int, ...],
+) -> FunctionRecipe:
+    """The recipe of a custom function; its backward is split as that of an operator is (see `backward_recipe`).
+
+    Args:
+        graph: as there; nothing that its forward makes is left out, and an operator `mark` stands between the two.
+        passing: which outputs pass a gradient.
+    """
+    num_arguments, num_outputs, num_cotangents = counts
+    steps, results = _steps(graph, num_arguments + num_cotangents)
+    middle = next(place for place, step in enumerate(steps) if step.op == mark)
+    (end,) = steps[middle].outputs
+    assert end is not None
+
+    def place(number: int) -> int:
+        if number < num_arguments or number >= end:
+            return number
+        is_cotangent = number < num_arguments + num_cotangents
+        return number + (end - num_arguments - num_cotangents if is_cotangent else -num_cotangents)
+
+    def placed(step: Step) -> Step:
+        args, kwargs = renumbered((step.args, step.kwargs), place)
+        return Step(step.op, args, kwargs, _placed(step.outputs))
+
+    def _placed(numbers: Sequence[int | None]) -> tuple[int | None, ...]:
+        return tuple(None if number is None else place(number) for number in numbers)
+
+    numbers = _placed(results)
+    outputs, gradients = numbers[:num_outputs], numbers[num_outputs:]
+    forward, backward = tuple(map(placed, steps[:middle])), tuple(map(placed, steps[middle + 1 :]))
+    for_inputs = _needed(backward, gradients[: len(activations)], ())
+    for_weights = _needed(backward, gradients[len(activations) :], ()) - for_inputs
+    by_argument: list[int | None] = [None] * num_arguments
+    for index, number in zip(activations + weights, gradients, strict=True):
+        by_argument[index] = number
+    return FunctionRecipe(
+        Recipe(forward, outputs),
+        passing,
+        end - num_cotangents,
+        BackwardRecipe(
+            tuple(step for index, step in enumerate(backward) if index in for_inputs),
+            tuple(step for index, step in enumerate(backward) if index in for_weights),
+            tuple(by_argument),
+        ),
+    )
+
+
 def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[Step, ...], tuple[int | None, ...]]:
     """Steps of an fx graph whose placeholders are numbered first, and the numbers of its results; getitem nodes become
     outputs of their producer."""
@@ -169,7 +246,7 @@ def _number_outputs(
 ) -> tuple[int | None, ...]:
     """The numbers of what `node` makes, None for what nothing uses; they are added to `numbers`."""
     items = [user for user in node.users if str(user.target) == _GETITEM]
-    if not items:
+    if not items and not isinstance(node.meta.get("val"), list | tuple):
         numbers[node] = next(following)
         return (numbers[node],)
     outputs: list[int | None] = [None] * len(node.meta["val"])

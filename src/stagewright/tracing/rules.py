@@ -12,15 +12,18 @@ torch's own dispatcher and autograd formulas, so that running them equals eager 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from stagewright.errors import TraceError
 from stagewright.graph import TensorMeta
 from stagewright.graph.tensor_parallel import ENTER
-from stagewright.tracing.arguments import DTYPES, decode, empty, meta_of, operator
+from stagewright.tracing.arguments import DTYPES, decode, draws, empty, meta_of, operator
+from stagewright.tracing.autograd_functions import FunctionCall
 from stagewright.tracing.private import (
     FakeTensorMode,
     argument_place,
@@ -28,7 +31,16 @@ from stagewright.tracing.private import (
     is_mutable,
     storage_key,
 )
-from stagewright.tracing.recipes import BackwardRecipe, Recipe, backward_recipe, recipe, recorded
+from stagewright.tracing.recipes import (
+    BackwardRecipe,
+    FunctionRecipe,
+    Recipe,
+    backward_recipe,
+    function_recipe,
+    recipe,
+    recorded,
+)
+from stagewright.tracing.regions import BEGIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,8 @@ class Rules:
         self._lowered: dict[Any, Recipe | None] = {}
         self._outcomes: dict[Any, tuple[Outcome | None, ...]] = {}
         self._backwards: dict[Any, BackwardRecipe] = {}
+        self._functions: dict[Any, FunctionRecipe] = {}
+        self._hooks: dict[Any, Recipe] = {}
         self._composite: dict[str, bool] = {}
 
     def lower(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe | None:
@@ -116,6 +130,50 @@ class Rules:
         if key not in self._backwards:
             self._backwards[key] = self._trace_backward(*key)
         return self._backwards[key]
+
+    def function(
+        self,
+        call: FunctionCall,
+        metas: tuple[TensorMeta, ...],
+        activations: tuple[int, ...],
+        weights: tuple[int, ...],
+        cotangents: tuple[tuple[int, TensorMeta], ...] | None = None,
+    ) -> FunctionRecipe:
+        """The operators of a custom function given arguments of the layouts `metas`, and the gradients with respect to
+        those numbered `activations` and `weights`, given `cotangents` of some outputs (None: of all that have any).
+
+        Raises:
+            TraceError: its backward cannot be one of fixed operators; says why.
+        """
+        key = (call, metas, activations, weights, cotangents)
+        if key not in self._functions:
+            self._functions[key] = self._trace_function(*key)
+        return self._functions[key]
+
+    def hook(self, function: Callable[[torch.Tensor], Any], layout: TensorMeta) -> Recipe:
+        """The operators of a tensor's hook, from a gradient of this `layout` to the one it returns.
+
+        Raises:
+            TraceError: it does something else; says what.
+        """
+        key = (function, layout)
+        if key not in self._hooks:
+            with self.mode:
+                gradient = self.fake(layout)
+
+            def called(tensor: torch.Tensor) -> list[Any]:
+                torch.ops.stagewright.begin_region(-1)
+                with torch.no_grad():
+                    changed = function(tensor)
+                if not isinstance(changed, torch.Tensor):
+                    raise TraceError("it returns no gradient, and what it does besides would be lost")
+                return [changed]
+
+            graph = self._graph(called, [gradient])
+            _check_function(graph)
+            steps, results = recipe(graph, 1).steps, recipe(graph, 1).results
+            self._hooks[key] = Recipe(tuple(step for step in steps if step.op != BEGIN), results)
+        return self._hooks[key]
 
     def run(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and the result of a call, with fake tensors."""
@@ -173,17 +231,29 @@ class Rules:
             return replace(meta, dtype="float32")
         return meta
 
-    def _graph(self, function: Callable[..., Any], tensors: list[torch.Tensor]) -> torch.fx.Graph:
-        """Operators that `function` dispatches below autograd, without mutations."""
+    def _graph(
+        self, function: Callable[..., Any], tensors: list[torch.Tensor], keeps_all: bool = False
+    ) -> torch.fx.Graph:
+        """Operators that `function` dispatches below autograd, without mutations; if it `keeps_all`, with those that
+        nothing uses."""
         with self.mode, torch.enable_grad():
             graph = recorded(function, tensors)
+        if any(node.op == "get_attr" for node in graph.nodes):
+            raise TraceError(
+                "it reads a tensor that is not among its arguments: pass it tensors and parameters, and make constants of "
+                "the code by torch.full or as buffers"
+            )
         if any(node.op == "call_function" and is_mutable(node.target) for node in graph.nodes):
             functional = torch.func.functionalize(
                 torch.fx.GraphModule(torch.nn.Module(), graph), remove="mutations"
             )
             with self.mode, torch.no_grad():
                 graph = recorded(functional, [tensor.detach() for tensor in tensors])
-        graph.eliminate_dead_code()
+        if not keeps_all:
+            graph.eliminate_dead_code()
+        for node in reversed(graph.nodes):
+            if isinstance(node.meta.get("val"), torch.device):  # what functionalisation asks of every tensor
+                graph.erase_node(node)
         return graph
 
     def _trace_lowering(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe:
@@ -228,3 +298,61 @@ class Rules:
         graph = self._graph(joint, tensors + tangents)
         counts = len(tensors), len(outcomes), len(cotangents)
         return backward_recipe(graph, call.op, counts, activations, weights)
+
+    def _trace_function(
+        self,
+        call: FunctionCall,
+        metas: tuple[TensorMeta, ...],
+        activations: tuple[int, ...],
+        weights: tuple[int, ...],
+        cotangents: tuple[tuple[int, TensorMeta], ...] | None,
+    ) -> FunctionRecipe:
+        wanted = activations + weights
+        with self.mode:
+            tensors = [self.fake(meta, index in wanted) for index, meta in enumerate(metas)]
+            outputs = _outputs_of(call, tensors)
+            passing = tuple(index for index, output in enumerate(outputs) if output.requires_grad and wanted)
+            if cotangents is None:
+                cotangents = tuple((index, replace(meta_of(outputs[index]), offset=0)) for index in passing)
+            tangents = [self.fake(layout) for _, layout in cotangents]
+
+        def joint(*inputs: torch.Tensor) -> list[Any]:
+            arguments, seeds = list(inputs[: len(tensors)]), list(inputs[len(tensors) :])
+            outputs = _outputs_of(call, arguments)
+            torch.ops.stagewright.begin_region(-1)
+            gradients: Sequence[Any] = ()
+            if seeds:
+                selected = [outputs[index] for index, _ in cotangents]
+                with_respect_to = [arguments[index] for index in wanted]
+                gradients = torch.autograd.grad(selected, with_respect_to, seeds, allow_unused=True)
+            return [*outputs, *gradients, *([None] * (len(wanted) - len(gradients)))]
+
+        graph = self._graph(joint, tensors + tangents, keeps_all=True)
+        _check_function(graph)
+        counts = len(tensors), len(outputs), len(tangents)
+        return function_recipe(graph, BEGIN, counts, passing, activations, weights)
+
+
+def _outputs_of(call: FunctionCall, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.enable_grad():
+        result = call(tensors)
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _check_function(graph: torch.fx.Graph) -> None:
+    """Refuse operators of a custom function that cannot be part of a graph.
+
+    Raises:
+        TraceError: says which, and what to do instead.
+    """
+    is_backward = False
+    for node in graph.nodes:
+        is_backward |= str(node.target) == BEGIN
+        if node.op != "call_function":
+            continue
+        if is_mutable(node.target):
+            raise TraceError(f"{node.target} writes to a tensor that is given to it: clone it first")
+        if is_backward and draws(node.target, node.args, node.kwargs):
+            raise TraceError(
+                f"its backward draws random numbers by {node.target}: draw them in forward and save them"
+            )

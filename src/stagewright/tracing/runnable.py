@@ -20,6 +20,7 @@ from stagewright.graph.stage import Function
 from stagewright.graph.views import Issued, Lookup, issued
 from stagewright.tracing.arguments import operator, symbol
 from stagewright.tracing.bindings import Binding, binding_of
+from stagewright.tracing.private import returns_list
 
 Accumulate = Callable[[int, torch.Tensor], None]
 Reseed = Callable[[int], None]
@@ -133,7 +134,8 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     arguments = [_text(argument, names, device) for argument in given]
     arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
     targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
-    left = "".join(f"{target}, " for target in targets) if node.op == ARRIVED else ", ".join(targets)
+    is_list = node.op == ARRIVED or (node.op not in MOVES and returns_list(operator(node.op)))
+    left = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
     statement = f"{function}({', '.join(arguments)})"
     return f"{seeded}{left} = {statement}" if targets else statement

@@ -20,11 +20,13 @@ from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
-from stagewright.tracing.capture import capture, fake_twin
+from stagewright.tracing.capture import capture
 from stagewright.tracing.context_parallel import check_context_parallel, check_divided
+from stagewright.tracing.crashes import crashes_reported
+from stagewright.tracing.effects import check_hooks
 from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
-from stagewright.tracing.models.build import build
+from stagewright.tracing.models.build import build, fake_twin
 from stagewright.tracing.models.losses import LanguageModel, cross_entropy_as_logits
 from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
@@ -45,7 +47,6 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
 def trace_reference(
     reference: ModelReference,
     microbatch_size: int,
@@ -57,6 +58,20 @@ def trace_reference(
 ) -> OperatorGraph:
     """The operator graph of a model reference, which may leave layers out (`stagewright.graph.depth`); see
     `stagewright.tracing.cache.trace`."""
+    with crashes_reported(reference.name, report) as reported:
+        return _trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, reported)
+
+
+@_uncollected()
+def _trace_reference(
+    reference: ModelReference,
+    microbatch_size: int,
+    sequence_length: int,
+    dtype: str,
+    device: str,
+    facts: dict[str, Any],
+    report: Callable[[str], None],
+) -> OperatorGraph:
     report("building the model without weights")
     cp = facts.get("cp", 1)
     if cp > 1 and reference.kind == "factory":
@@ -131,6 +146,7 @@ def _traced(
     """As `trace_module`; without the `whole`, a graph that may leave layers out."""
     fake = (tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor))
     mode = next((tensor.fake_mode for tensor in fake), None) or FakeTensorMode(allow_non_fake_inputs=True)
+    check_hooks(model)
     twin = fake_twin(model, mode)
     fake_inputs: dict[str, torch.Tensor] = {
         key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -142,11 +158,11 @@ def _traced(
         quiet_capture(device.type),
         attention_of(facts.get("attention", "traced"), facts.get("cp", 1), target),
         autocast_of(target) if device.type == "cpu" else contextlib.nullcontext(),
-        torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext(),
     ):
-        captured = capture(twin, fake_inputs, mode, report, whole)
-    report("differentiating operator by operator")
-    graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
+        with torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext():
+            captured = capture(twin, fake_inputs, mode, report, whole)
+        report("differentiating operator by operator")
+        graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
     if captured.repeats and not is_pattern(graph):
         return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagewright.errors import InputError, nearest
 from stagewright.limits import MOST_PARAMETERS, MOST_SAMPLES, MOST_TOKENS, check_count
@@ -18,7 +20,13 @@ from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
 from stagewright.tracing.models.reference import ModelReference
-from stagewright.tracing.private import converting_in_place
+from stagewright.tracing.private import (
+    FakeTensor,
+    FakeTensorMode,
+    converting_in_place,
+    depends_on_data,
+    without_modes,
+)
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float64", "float16")}
 
@@ -72,7 +80,8 @@ def build(
     """The model of `reference` on the CPU, in training mode, with `dtype` parameters drawn from `seed`.
 
     What a random operator draws depends on `seed` and on how many were run before it, so that `DeferredModel` can
-    make single tensors alike.
+    make single tensors alike; where the code of a factory seeds torch, or has a generator of its own, it draws what it says.
+    Numpy and Python draw from `seed` too, unless that code seeds them.
 
     With `fake` (or a `fake_mode` to use) nothing is allocated or initialised: parameters and inputs are fake
     tensors. A causal language model takes `further_inputs`, as `stagewright.tracing.cache.trace` says. Raises `InputError`
@@ -82,7 +91,29 @@ def build(
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode = DrawingByPlace(_reseeding(seed)) if fake_mode is None else fake_mode
-    return _build(reference, job, mode, initialise=fake_mode is None)
+    try:
+        return _build(reference, job, mode, fake_mode is None, seed)
+    except InputError as error:
+        if fake_mode is None or not depends_on_data(error.__cause__):
+            raise
+    # Its initialisation looks at values.
+    whole = _build(reference, job, DrawingByPlace(_reseeding(seed)), True, seed)
+    inputs: dict[str, Tensor] = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
+    return BuiltModel(fake_twin(whole.module, fake_mode), inputs, whole.num_tokens)
+
+
+def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor):
+            return model
+        memo[id(parameter)] = torch.nn.Parameter(
+            mode.from_tensor(parameter.detach()), parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy.deepcopy(model, memo)
 
 
 class DeferredModel:
@@ -104,7 +135,7 @@ class DeferredModel:
         self._tape: Tape | None = Tape(_reseeding(seed))
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
-                built = _build(reference, self._job, self._tape, initialise=True)
+                built = _build(reference, self._job, self._tape, True, seed)
         except Exception:  # such as initialisation that looks at values; a faulty model fails again, unfaked
             self._tape, built = None, self._whole()
         self.module = built.module
@@ -145,14 +176,43 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _reseeding(seed: int) -> Callable[[int], None]:
-    return lambda place: torch.manual_seed(key(seed, place)) and None
+    # Of the CPU alone: for devices that are not there, torch notes where it was called, which takes longer than to draw.
+    return lambda place: torch.default_generator.manual_seed(key(seed, place)) and None
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Inside, the random numbers of torch, numpy and Python are those of a seed, in every process; outside, as they were."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(seed, _BUILDING))
+            numpy.random.seed(key(seed, _BUILDING) % 2**32)
+            random.seed(key(seed, _BUILDING))
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+_BUILDING = 2**62
+"""In place of the number of a draw, so that no draw has the same seed."""
 
 
 def _build(
-    reference: ModelReference, job: Job, mode: contextlib.AbstractContextManager[Any], initialise: bool
+    reference: ModelReference,
+    job: Job,
+    mode: contextlib.AbstractContextManager[Any],
+    initialise: bool,
+    seed: int,
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
-    with torch.random.fork_rng(devices=[]), mode, converting_in_place():
+    if reference.kind == "factory":
+        from stagewright.tracing.models.factories import function_of
+
+        with without_modes(), _seeded(0):  # whichever build imports it, and real tensors as the module's own
+            function_of(reference.text)
+    with _seeded(seed), mode, converting_in_place():
         if reference.kind == "factory" and job.further_inputs:
             raise InputError(
                 f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "

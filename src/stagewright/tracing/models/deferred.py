@@ -2,7 +2,9 @@
 
 The model is built on fake tensors while a tape notes every operator. A tensor is made by running again the operators
 its storage depends on. Random operators draw numbers keyed by their place in the building, so a tensor is the same
-whichever others are made, and the same as in a model that is built whole under `drawing_by_place`.
+whichever others are made, and the same as in a model that is built whole under `DrawingByPlace`. Those that draw from a
+generator of the model's own, or from torch's where the model's code has seeded it, draw what they draw in a plain model:
+the tape draws too, and notes the state of the generator before.
 
 Source: the idea of torchdistX's deferred initialisation, which replays operators in the order they were noted.
 Ignores: tensors whose contents come from outside the noted operators (files, numpy); the model is then built whole.
@@ -24,18 +26,49 @@ from stagewright.tracing.private import FakeTensor, storage_key, without_modes
 
 
 class DrawingByPlace(TorchDispatchMode):
-    """While it is open, the n-th random operator draws the numbers `reseed(n)` readies, whatever was drawn before."""
+    """While it is open, the n-th random operator draws the numbers `reseed(n)` readies, whatever was drawn before; one that
+    draws from a generator that is given, or that was seeded meanwhile, draws from that."""
 
     def __init__(self, reseed: Callable[[int], None]) -> None:
         super().__init__()
         self.reseed = reseed
         self.num_draws = 0
 
+    def __enter__(self) -> DrawingByPlace:
+        self._unseeded = _state_of(None)
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws(func, args, kwargs or {}):
-            self.reseed(self.num_draws)
-            self.num_draws += 1
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.num_draws += 1
+        if _own_state(args, kwargs, self._unseeded) is not None:
+            return func(*args, **kwargs)
+        self.reseed(self.num_draws - 1)
+        result = func(*args, **kwargs)
+        torch.set_rng_state(self._unseeded)
+        return result
+
+
+def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    """The generator that is given to an operator."""
+    return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
+
+
+def _own_state(args: Any, kwargs: Any, unseeded: Tensor) -> Tensor | None:
+    """The state of the generator that the model's code has given to an operator, or has seeded; None where torch's is still
+    `unseeded`."""
+    given = _generator(args, kwargs)
+    state = _state_of(given)
+    with without_modes():
+        return None if given is None and torch.equal(state, unseeded) else state
+
+
+def _state_of(generator: torch.Generator | None) -> Tensor:
+    """That of torch's own generator where none is given."""
+    with without_modes():
+        return torch.get_rng_state() if generator is None else generator.get_state()
 
 
 @dataclass(frozen=True)
@@ -65,6 +98,8 @@ class _Call:
     kwargs: dict[str, Any]
     made: tuple[_Layout | None, ...]
     draw: int | None
+    state: Tensor | None
+    """Of the generator, where what it draws is not said by the place of the call."""
     default_dtype: torch.dtype
     """Of what `func` makes where its arguments name no type."""
 
@@ -91,16 +126,23 @@ class Tape(TorchDispatchMode):
         self.writers: dict[int, list[int]] = {}  # storage -> calls that made or changed it
         self.alive: dict[int, torch.UntypedStorage] = {}  # a storage's identity holds while it lives
 
+    def __enter__(self) -> Tape:
+        self._unseeded = _state_of(None)
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        draw = None
+        draw = state = None
         if draws(func, args, kwargs):
             draw, self.num_draws = self.num_draws, self.num_draws + 1
+            state = _own_state(args, kwargs, self._unseeded)
         met = tree_map(self._note, (args, kwargs))
+        if state is not None:
+            _advance(func, args, kwargs)
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, list | tuple) else (result,)
         made = tuple(self._note(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves)
-        call = _Call(func, met[0], met[1], made, draw, torch.get_default_dtype())
+        call = _Call(func, met[0], met[1], made, draw, state, torch.get_default_dtype())
         for storage in {layout.storage for layout in made if layout} | _changed(func, *met):
             self.writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
@@ -170,7 +212,9 @@ class Tape(TorchDispatchMode):
         args, kwargs = tree_map(
             real, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Layout)
         )
-        if call.draw is not None:
+        if call.state is not None:
+            args, kwargs = _with_state(args, kwargs, call.state)
+        elif call.draw is not None:
             self.reseed(call.draw)
         result = call.func(*args, **kwargs)
         results = result if isinstance(result, list | tuple) else (result,)
@@ -181,12 +225,51 @@ class Tape(TorchDispatchMode):
                 storages.setdefault(layout.storage, tensor.untyped_storage())
 
 
+class NotDeferred(Exception):
+    """What an operator draws depends on the contents of tensors, which fake ones do not have."""
+
+
+def _advance(func: Any, args: Any, kwargs: Any) -> None:
+    """Have a generator draw what it draws in a model that is no fake; what is drawn goes nowhere."""
+    written = {id(leaf) for leaf in _written(func, args, kwargs)}
+    fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+    if not func.name().endswith("_like") and any(id(leaf) not in written for leaf in fakes):
+        raise NotDeferred
+    layouts = {id(leaf): (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) for leaf in fakes}
+    with without_modes(), torch.no_grad():
+
+        def real(leaf: Any) -> Any:
+            if id(leaf) not in layouts or not isinstance(leaf, FakeTensor):
+                return leaf
+            shape, stride, dtype = layouts[id(leaf)]
+            return torch.empty_strided(shape, stride, dtype=dtype)
+
+        real_args, real_kwargs = tree_map(real, (args, kwargs))
+        func(*real_args, **real_kwargs)
+
+
+def _with_state(args: Any, kwargs: Any, state: Tensor) -> tuple[Any, Any]:
+    """Arguments with a generator of this state, if they have a generator; otherwise torch's gets it."""
+    if _generator(args, kwargs) is None:
+        torch.set_rng_state(state)
+        return args, kwargs
+    generator = torch.Generator()
+    generator.set_state(state)
+    return tree_map(lambda leaf: generator if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Storages an operator writes to."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
-        return set()
-    written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    written = _written(func, args, kwargs)
     return {leaf.storage for leaf in tree_leaves(written) if isinstance(leaf, _Layout)}

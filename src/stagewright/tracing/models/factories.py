@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import InputError, StagewrightError, nearest
+from stagewright.tracing.dependencies import LOADED
 from stagewright.tracing.models.losses import FactoryModel
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import FactoryName, search_last, split_factory
@@ -50,6 +51,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     finally:
         torch.set_default_dtype(default)
     net, inputs, loss_fn = _unpack(result, reference.text)
+    _keep_as_buffers(net)
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
     if "microbatch_size" not in arguments:
         size = job.microbatch_size
@@ -70,13 +72,18 @@ def failed_at(error: BaseException) -> str:
     return f"{_where(error)}: {_what(error)}"
 
 
-def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
+def load_module(name: FactoryName, text: str) -> ModuleType:
+    """The module of the function `name`, which `text` names. Raises `InputError` where it cannot be imported."""
     try:
-        module = _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
+        return _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
     except Exception as error:
         raise InputError(
             f"factory '{text}' cannot be imported, at {failed_at(error)}; correct it or install what it needs"
         ) from error
+
+
+def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
+    module = load_module(name, text)
     function = getattr(module, name.function, None)
     if function is None:
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -90,25 +97,31 @@ def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
 
 def _load_module(name: str) -> ModuleType:
     search_last(os.getcwd())
-    return importlib.import_module(name)
+    with LOADED.importing(name):
+        return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module in the file, which may import its neighbours, also later, where no library has their names."""
+    """The module in the file, which may import its neighbours, also later, where no library has their names. It is imported
+    anew where it or one of them has changed."""
     path = path.resolve()
-    unique = f"stagewright_factory_{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+    search_last(str(path.parent))
+    LOADED.forget_changed(path.parent)
+    digest = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()
+    unique = f"stagewright_factory_{path.stem}_{digest[:8]}"
     if unique in sys.modules:
         return sys.modules[unique]
+    LOADED.forget_namesakes(path.parent)
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
-    search_last(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[unique]
-        raise
+    with LOADED.importing(unique):
+        sys.modules[unique] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[unique]
+            raise
     return module
 
 
@@ -141,6 +154,17 @@ def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] 
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise InputError(f"factory '{text}' returned a {type(value).__name__} among its inputs: {_SHAPE}")
     return net, inputs, loss_fn
+
+
+def _keep_as_buffers(net: nn.Module) -> None:
+    """Make buffers of the tensors that modules have as plain attributes, such as masks and positions: so they are made like
+    weights on every rank, and kept where forward assigns them anew. They are in no state dict, as before."""
+    registered = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+    for module in net.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and id(value) not in registered and not value.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
 
 
 def _name_inputs(

@@ -118,6 +118,54 @@ def _with(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**config, **cut, **dict.fromkeys(_spellings(key, config), value)}
 
 
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_INTERMEDIATE = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size)|n_inner|d_ff")
+_NARROW_HEAD, _NARROW_INTERMEDIATE, _NARROW_VOCABULARY, _MOST_HEADS = 16, 64, 512, 16
+_NARROW_LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+"""Of attention whose keys and values are compressed."""
+
+
+def narrow(config: Mapping[str, Any], keeps_heads: bool = False) -> dict[str, Any]:
+    """Overrides that make a model narrow, in its heads, intermediate layers and vocabulary, and keep every layer and switch.
+    Where it `keeps_heads`, the hidden size is kept too.
+
+    >>> narrow({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 99, "n_layer": 9})
+    {'num_key_value_heads': 2, 'num_attention_heads': 8, 'hidden_size': 128}
+    """
+    text = of_text(config)
+    found: dict[str, Any] = {}
+    heads = next((text[key] for key in _HEADS if isinstance(text.get(key), int)), None)
+    hidden = next((key for key in _SYNONYMS[1] if isinstance(text.get(key), int)), None)
+    if heads and hidden and not keeps_heads:
+        shared = text.get("num_key_value_heads")
+        shared = shared if isinstance(shared, int) and heads % shared == 0 else heads
+        pairs = 2 if shared > 1 and 2 * heads // shared <= _MOST_HEADS else 1
+        fewer = pairs * (heads // shared) if shared != heads else min(heads, 4)
+        if isinstance(text.get("num_key_value_heads"), int):
+            found["num_key_value_heads"] = min(shared, pairs) if shared != heads else fewer
+        found |= {key: fewer for key in _HEADS if isinstance(text.get(key), int)}
+        width = fewer * _NARROW_HEAD
+        found |= {key: width for key in (hidden, "word_embed_proj_dim") if text.get(key) == text[hidden]}
+        found |= {key: _NARROW_HEAD for key in ("head_dim", "d_kv") if isinstance(text.get(key), int)}
+        found |= {key: least for key, least in _NARROW_LATENT.items() if isinstance(text.get(key), int)}
+    for key, value in text.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if _INTERMEDIATE.fullmatch(key):
+            found[key] = min(value, _NARROW_INTERMEDIATE)
+        elif key == "vocab_size":
+            found[key] = min(value, _NARROW_VOCABULARY)
+        elif key.endswith("token_id"):
+            found[key] = min(value, _NARROW_VOCABULARY - 1)
+    return {key: value for key, value in found.items() if text.get(key) != value}
+
+
 def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:
     """The keys of `config` that mean `key`, or `key` itself where the config has no spelling of it."""
     if key in config:

@@ -42,20 +42,28 @@ def split_factory(text: str) -> FactoryName | None:
 
 
 def search_last(folder: str) -> None:
-    """Let imports find the modules in `folder`, after all others: none of them takes the place of a library."""
-    if folder not in sys.path:
-        sys.path.append(folder)
+    """Let imports find the modules in `folder`, after all others but those that were searched last before: none takes the
+    place of a library."""
+    if folder in sys.path and folder not in _SEARCHED_LAST:
+        return
+    _SEARCHED_LAST.add(folder)
+    others = [entry for entry in sys.path if entry in _SEARCHED_LAST and entry != folder]
+    sys.path[:] = [*(entry for entry in sys.path if entry not in _SEARCHED_LAST), folder, *others]
+
+
+_SEARCHED_LAST: set[str] = set()
 
 
 @contextmanager
-def _looking_here() -> Iterator[None]:
-    """Let imports find the modules in the current folder, after all others, for as long as the context lasts."""
-    path = list(sys.path)
-    search_last(os.getcwd())
+def searching_last(folder: str) -> Iterator[None]:
+    """Let imports find the modules in `folder`, after all others, for as long as the context lasts."""
+    path, before = list(sys.path), set(_SEARCHED_LAST)
+    search_last(folder)
     try:
         yield
     finally:
         sys.path[:] = path
+        _SEARCHED_LAST.intersection_update(before)
 
 
 def factory_source(text: str) -> str:
@@ -97,7 +105,7 @@ def factory_file(text: str) -> Path | None:
 def _spec_of(module: str) -> ModuleSpec | None:
     """Where `module` is. Unlike `importlib.util.find_spec`, this imports no package on the way, which would run its code."""
     found, name = None, ""
-    with _looking_here():
+    with searching_last(os.getcwd()):
         for part in module.split("."):
             if found is not None and found.submodule_search_locations is None:
                 return None  # a module that is no package
