@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from stagewright.execution.model_comparison import TOLERANCES, differences
 from transformers import CONFIG_MAPPING
 
 from stagewright.errors import StagewrightError
+from stagewright.execution.model_comparison import TOLERANCES, differences
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.from_config import _KINDS
