@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,10 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         stored: StoredWeights | None = None,
         part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
         adapters: StoredAdapters | None = None,
+        copied: Collection[str] = (),
     ) -> None:
         self._model, self._stored, self._part, self._adapters = model, stored, part, adapters
+        self._copied = copied
         self._parameters = dict.fromkeys(
             stage.value(value).name for stage in stages for value in stage.parameters
         )
@@ -58,11 +60,12 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         drawn = model.tensors(name for name in buffers if name not in kept)
         self._others = {**drawn, **kept, **constants_of(stages)}
         self.checksums: dict[str, int] = {}
-        """Of the contents of every tensor that was asked for."""
+        """Of the contents of every one of the `copied` that was asked for."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._others[name] if name not in self._parameters else self._parameter(name)
-        self.checksums[name] = _checksum(tensor)
+        if name in self._copied:
+            self.checksums[name] = _checksum(tensor)
         return tensor
 
     def _parameter(self, name: str) -> torch.Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +26,8 @@ from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
-from stagewright.tracing.models.build import BuiltModel
+from stagewright.tracing.effects import states_outside
+from stagewright.tracing.models.build import BuiltModel, seeded
 from stagewright.tracing.private import functions_behind, hooks_of
 
 NUM_STEPS = 2
@@ -130,10 +131,10 @@ class ModelSteps:
 
     def run(self, step: int, inputs: Mapping[str, Tensor]) -> Step:
         self.module.zero_grad(set_to_none=True)
-        states = _python_states()
+        states = states_outside()
         with keyed(self.seed, step, 0) as draws:
             loss = self.module(**{name: tensor.clone() for name, tensor in inputs.items()})
-        self.draws_outside |= _python_states() != states
+        self.draws_outside |= states_outside() != states
         if loss.requires_grad:
             loss.backward()
         named = dict(self.module.named_parameters())
@@ -301,34 +302,17 @@ _PYTHON_RANDOM = (
 
 def draws_outside(make: Callable[[], BuiltModel], seed: int) -> bool:
     """Whether the loss depends on random numbers that are not torch's."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state()
     losses = set[float]()
-    try:
-        for number in range(_NUM_TRIES):
-            built = make()
+    for number in range(_NUM_TRIES):
+        built = make()
+        with seeded(seed), torch.no_grad(), keyed(seed, 0, 0):
             random.seed(number)
-            if numpy is not None:
-                numpy.random.seed(number)
-            states = _python_states()
-            with torch.no_grad(), keyed(seed, 0, 0):
-                losses.add(float(built.module(**built.inputs)))
-            if _python_states() == states:
+            numpy.random.seed(number)
+            states = states_outside()
+            losses.add(float(built.module(**built.inputs)))
+            if states_outside() == states:
                 return False
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
     return len(losses) > 1
-
-
-def _python_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    states: tuple[Any, ...] = (random.getstate(),)
-    if numpy is not None:
-        name, keys, *others = numpy.random.get_state()
-        states += (name, bytes(keys), *others)
-    return states
 
 
 def cause_of(make: Callable[[], BuiltModel], differing: list[Difference], seed: int) -> str:

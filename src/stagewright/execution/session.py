@@ -181,7 +181,7 @@ class Session:
         if reference.lora is not None and reference.lora.folder is not None and not random_weights:
             adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        starting = StartingTensors(model, own, stored, self.part, adapters)
+        starting = StartingTensors(model, own, stored, self.part, adapters, self._copied())
         self.weights = Weights(own, starting, device, accumulate, mine)
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
@@ -245,22 +245,41 @@ class Session:
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
-    def _check_same_weights(self, checksums: Mapping[str, int]) -> None:
-        """See that this rank starts with the same tensors as all ranks that have copies; every rank must call this."""
+    def _copied(self) -> set[str]:
+        """Names of this rank's tensors that other ranks start with too."""
+        copied = self._on_several_pipeline_ranks()
+        if self.mesh.dp * self.mesh.tp > 1:
+            named = {
+                stage.value(value).name
+                for stage in self.stages
+                for value in (*stage.parameters, *stage.buffers)
+            }
+            copied |= named if self.mesh.dp > 1 else named - self._sharded()
+        return copied
+
+    def _sharded(self) -> set[str]:
+        """Names of the tensors of which every tensor-parallel rank has another part."""
         parallel = parallelism(self.graph)
-        shards = parallel.shards if parallel else {}
+        return set(parallel.shards) if parallel else set()
+
+    def _on_several_pipeline_ranks(self) -> set[str]:
         ranks: dict[str, set[int]] = {}
         for stage in self.stages:
             for value in (*stage.parameters, *stage.buffers):
                 ranks.setdefault(stage.value(value).name, set()).add(self.plan.placement[stage.index])
-        mesh = self.mesh
-        named = {name: f"part {mesh.tensor_rank} of {name}" if name in shards else name for name in checksums}
+        return {name for name, where in ranks.items() if len(where) > 1}
+
+    def _check_same_weights(self, checksums: Mapping[str, int]) -> None:
+        """See that this rank starts with the same tensors as all ranks that have copies; every rank must call this."""
+        mesh, sharded, on_several = self.mesh, self._sharded(), self._on_several_pipeline_ranks()
+        named = {
+            name: f"part {mesh.tensor_rank} of {name}" if name in sharded else name for name in checksums
+        }
         groups: dict[str, list[str]] = {}
         for name, own_name in named.items():
-            groups.setdefault(
-                f"{mesh.pipeline_rank} {mesh.tensor_rank if name in shards else 'all'}", []
-            ).append(own_name)
-            if len(ranks.get(name, ())) > 1:
+            part = mesh.tensor_rank if name in sharded else "all"
+            groups.setdefault(f"{mesh.pipeline_rank} {part}", []).append(own_name)
+            if name in on_several:
                 groups[own_name] = [own_name]
         check_same_weights({named[name]: checksum for name, checksum in checksums.items()}, groups)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
 
+import numpy
 import torch
 from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from stagewright.errors import TraceError
 from stagewright.tracing.model_errors import CannotTrace, code_line, is_own_code
-from stagewright.tracing.private import hook_methods, inference_as_no_grad, storage_key
+from stagewright.tracing.private import hooks_of, inference_as_no_grad, storage_key
 
 HOOK = "stagewright.hook.default"
 
@@ -31,18 +32,17 @@ def check_hooks(model: torch.nn.Module) -> None:
     Raises:
         TraceError: names the parameter or module.
     """
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+    for hook in hooks_of(model):
+        if hook.parameter is not None:
             raise TraceError(
-                f"module '{path or '(model)'}' has a backward hook, which is not called while a graph is trained: give a "
-                "tensor of its forward a hook (tensor.register_hook), or use a torch.autograd.Function"
+                f"parameter '{hook.parameter}' has a hook ({hook.method}), which is not called while a graph is trained: "
+                "change its gradient by a torch.autograd.Function around the parameter in forward (its backward is kept), "
+                "or use requires_grad_(False) for what is not to be trained"
             )
-    for name, parameter in model.named_parameters():
-        for kind in hook_methods(parameter):
+        if "backward" in hook.method:
             raise TraceError(
-                f"parameter '{name}' has a hook ({kind}), which is not called while a graph is trained: change its "
-                "gradient by a torch.autograd.Function around the parameter in forward (its backward is kept), or use "
-                "requires_grad_(False) for what is not to be trained"
+                f"module '{hook.owner}' has a backward hook, which is not called while a graph is trained: give a tensor "
+                "of its forward a hook (tensor.register_hook), or use a torch.autograd.Function"
             )
 
 
@@ -278,6 +278,11 @@ _CLOCK_RULE = (
 )
 
 
+def states_outside() -> list[Any]:
+    """The states of Python's and numpy's generators, in a form that can be compared."""
+    return [random.getstate(), repr(numpy.random.get_state())]
+
+
 class _State:
     """What a model's code can change besides buffers, in forms that can be compared."""
 
@@ -304,11 +309,7 @@ class _State:
 
     def random(self) -> list[Any]:
         """The states of all generators of random numbers but torch's own."""
-        numpy = sys.modules.get("numpy")
-        states: list[Any] = [random.getstate()]
-        if numpy is not None:
-            states.append(repr(numpy.random.get_state()))
-        return states + [_generator_state(generator) for generator in self._generators()]
+        return [*states_outside(), *map(_generator_state, self._generators())]
 
     def _generators(self) -> Iterator[Any]:
         for module in self._modules.values():

@@ -36,7 +36,6 @@ __all__ = [
     "functions_behind",
     "generated_bindings",
     "has_autocast_kernel",
-    "hook_methods",
     "hooks_of",
     "inference_as_no_grad",
     "is_composite",
@@ -55,6 +54,7 @@ __all__ = [
     "with_autograd",
     "without_cpu_autocast",
     "without_modes",
+    "written_arguments",
     "written_by",
 ]
 
@@ -135,14 +135,6 @@ def inference_as_no_grad() -> Iterator[None]:
         mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
-def hook_methods(parameter: torch.Tensor) -> Iterator[str]:
-    """The methods by which hooks of a parameter were registered."""
-    if parameter._backward_hooks:
-        yield "register_hook"
-    if parameter._post_accumulate_grad_hooks:
-        yield "register_post_accumulate_grad_hook"
-
-
 def depends_on_data(error: BaseException | None) -> bool:
     """Whether code failed because it looks at the values of fake tensors."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
@@ -159,15 +151,19 @@ def is_mutable(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
 
 
-def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call of `op` writes to."""
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments of a call that `op` writes to, of lists their items."""
     if not is_mutable(op):
         return
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            values = value if isinstance(value, list | tuple) else (value,)
-            yield from (item for item in values if isinstance(item, torch.Tensor))
+            yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call of `op` writes to."""
+    yield from (item for item in written_arguments(op, args, kwargs) if isinstance(item, torch.Tensor))
 
 
 @functools.cache
@@ -362,6 +358,8 @@ class Hook:
 
     owner: str
     function: str
+    method: str
+    """By which it was registered."""
     parameter: str | None = None
     """Name of the parameter that it hangs on."""
 
@@ -370,17 +368,28 @@ class Hook:
         return f"the hook {self.function} on {kind} '{self.owner}'"
 
 
+_METHODS = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+    "_forward_hooks": "register_forward_hook",
+    "_forward_pre_hooks": "register_forward_pre_hook",
+}
+_METHODS_OF_PARAMETERS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+
+
 def hooks_of(module: torch.nn.Module) -> Iterator[Hook]:
     """Hooks on the parameters of a model and on its modules."""
     for name, parameter in module.named_parameters():
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            for hook in (hooks or {}).values():
-                yield Hook(name, _called(hook), name)
-    kinds = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+        for attribute, method in _METHODS_OF_PARAMETERS.items():
+            for hook in (getattr(parameter, attribute, None) or {}).values():
+                yield Hook(name, _called(hook), method, name)
     for path, child in module.named_modules():
-        for kind in kinds:
-            for hook in getattr(child, kind, {}).values():
-                yield Hook(path or type(child).__name__, _called(hook))
+        for attribute, method in _METHODS.items():
+            for hook in getattr(child, attribute, {}).values():
+                yield Hook(path or type(child).__name__, _called(hook), method)
 
 
 def functions_behind(loss: torch.Tensor) -> list[str]:

@@ -181,7 +181,7 @@ def _reseeding(seed: int) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Inside, the random numbers of torch, numpy and Python are those of a seed, in every process; outside, as they were."""
     states = random.getstate(), numpy.random.get_state()
     try:
@@ -210,9 +210,9 @@ def _build(
     if reference.kind == "factory":
         from stagewright.tracing.models.factories import function_of
 
-        with without_modes(), _seeded(0):  # whichever build imports it, and real tensors as the module's own
+        with without_modes(), seeded(0):  # whichever build imports it, and real tensors as the module's own
             function_of(reference.text)
-    with _seeded(seed), mode, converting_in_place():
+    with seeded(seed), mode, converting_in_place():
         if reference.kind == "factory" and job.further_inputs:
             raise InputError(
                 f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "

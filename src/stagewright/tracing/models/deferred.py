@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from stagewright.tracing.arguments import draws
-from stagewright.tracing.private import FakeTensor, storage_key, without_modes
+from stagewright.tracing.private import FakeTensor, storage_key, without_modes, written_arguments, written_by
 
 
 class DrawingByPlace(TorchDispatchMode):
@@ -231,7 +231,7 @@ class NotDeferred(Exception):
 
 def _advance(func: Any, args: Any, kwargs: Any) -> None:
     """Have a generator draw what it draws in a model that is no fake; what is drawn goes nowhere."""
-    written = {id(leaf) for leaf in _written(func, args, kwargs)}
+    written = {id(leaf) for leaf in written_by(func, args, kwargs)}
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not func.name().endswith("_like") and any(id(leaf) not in written for leaf in fakes):
         raise NotDeferred
@@ -258,18 +258,6 @@ def _with_state(args: Any, kwargs: Any, state: Tensor) -> tuple[Any, Any]:
     return tree_map(lambda leaf: generator if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
-        return []
-    return [
-        args[position] if position < len(args) else kwargs.get(argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Storages an operator writes to."""
-    written = _written(func, args, kwargs)
-    return {leaf.storage for leaf in tree_leaves(written) if isinstance(leaf, _Layout)}
+    return {leaf.storage for leaf in written_arguments(func, args, kwargs) if isinstance(leaf, _Layout)}
