@@ -10,6 +10,7 @@ import pytest
 
 from stagewright.execution import script
 from stagewright.machine import python_command
+from stagewright.tracing.models import source
 from stagewright.tracing.models.factories import function_of
 from stagewright.tracing.models.source import factory_source
 
@@ -57,11 +58,13 @@ def test_a_factory_sees_its_folder_after_libraries(text: str, hostile: Path) -> 
         "    from neighbour_of_factory import value\n"
         "    return colorsys.rgb_to_hsv(0, 0, value)\n"
     )
-    before = list(sys.path)
+    before, earlier = list(sys.path), set(source._SEARCHED_LAST)
+    libraries = [entry for entry in before if entry not in earlier]
+    factories = [entry for entry in before if entry in earlier]
     assert "colorsys" in factory_source(text)
     assert sys.path == before
     assert function_of(text)()[2] == 7
-    assert sys.path == [*before, str(hostile)] and not (hostile / "IMPORTED").exists()
+    assert sys.path == [*libraries, str(hostile), *factories] and not (hostile / "IMPORTED").exists()
 
 
 def test_a_script_has_its_own_folder_first(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
