@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from torch.nn.utils import parametrizations
 
 from in_turn import Pipeline, assert_equal, run_plain
 from stagewright.errors import TraceError
+from stagewright.tracing import effects
+from stagewright.tracing.model_errors import CannotTrace
 from stagewright.tracing.trace import trace_module
 
 MASK = torch.tril(torch.ones(6, 6)).double()
@@ -328,3 +331,22 @@ def test_it_is_refused_by_name_with_what_to_do_instead(name: str) -> None:
     change, step, said = REFUSED[name]
     with pytest.raises(TraceError, match=f"(?s){said}"):
         trace_module(Net(change, step), {"x": torch.randn(4, 6)}, name)
+
+
+def test_other_threads_may_read_the_clock_while_a_model_is_traced() -> None:
+    """As the one that watches over a rank does."""
+    outcomes: list[object] = []
+
+    def read() -> None:
+        try:
+            outcomes.append(time.monotonic())
+        except Exception as error:
+            outcomes.append(error)
+
+    with effects.without_effects(torch.nn.Linear(1, 1), lambda: None):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        with pytest.raises(CannotTrace, match="reads the clock"):
+            time.monotonic()
+    assert isinstance(outcomes[0], float)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -419,11 +420,12 @@ class _Watched:
 
 @contextmanager
 def _without_clock() -> Iterator[None]:
-    """While it is open, a model's code that reads the clock is refused."""
+    """While it is open, code of the user that reads the clock in this thread is refused."""
+    thread = get_ident()
 
     def refusing(function: Callable[[], Any]) -> Callable[[], Any]:
         def read(*args: Any) -> Any:
-            if is_own_code(sys._getframe(1).f_code.co_filename):
+            if get_ident() == thread and is_own_code(sys._getframe(1).f_code.co_filename):
                 raise CannotTrace(_CLOCK_RULE)
             return function(*args)
 
