@@ -48,7 +48,7 @@ def crashes_reported(model: str, report: Callable[[str], None]) -> Iterator[Call
     def enter(module: torch.nn.Module, args: object) -> None:
         if id(module) not in names:
             names.clear()
-            names.update((id(inner), path) for path, inner in module.named_modules())
+            names.update(_names(module, ""))
         write(names[id(module)])
 
     waiting = subprocess.Popen([shell, "-c", _WAIT, "sh", path], stdin=subprocess.PIPE)
@@ -60,3 +60,10 @@ def crashes_reported(model: str, report: Callable[[str], None]) -> Iterator[Call
         hook.remove()
         waiting.communicate(b"over\n")
         os.close(note)
+
+
+def _names(module: torch.nn.Module, path: str) -> Iterator[tuple[int, str]]:
+    """Identities and paths of a module and those within it; not by `named_modules`, whose use by a model is watched."""
+    yield id(module), path
+    for name, inner in module.named_children():
+        yield from _names(inner, f"{path}.{name}" if path else name)
