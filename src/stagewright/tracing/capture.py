@@ -100,7 +100,14 @@ def capture(
     blocks = _rehearsed(model, inputs, mode)
     report("exporting the model")
     marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
-    with restored_attributes(model), tracing_errors(model), mode, stubbed(model, blocks), marks.left():
+    with (
+        restored_attributes(model),
+        tracing_errors(model),
+        mode,
+        as_run(packed=True),
+        stubbed(model, blocks),
+        marks.left(),
+    ):
         outer = _export(model, (), inputs)
     repeats, skipped = ((), {}) if whole else left_out(model, blocks, outer, _surroundings, _is_check)
     flattener = _Flattener(model, _Bodies(model, blocks, mode, marks, report), marks, skipped)
@@ -112,6 +119,7 @@ def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: Fa
         with (
             tracing_errors(model),
             mode,
+            as_run(packed=True),
             plain_execution(),
             written_buffers(
                 model
