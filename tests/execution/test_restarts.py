@@ -134,4 +134,4 @@ def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(
     while not (found := re.findall(r"step (\d+)/", first.said[planned:])):
         assert first.process.poll() is None and deadline, first.said
         time.sleep(0.1)
-    assert int(found[0]) > 9, first.said  # it goes on and does not begin anew
+    assert int(found[0]) > 5, first.said  # from a checkpoint near the tenth step, and not anew
