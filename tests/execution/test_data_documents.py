@@ -75,7 +75,11 @@ def test_parquet_and_folders_of_datasets_are_read(tmp_path: Path) -> None:
         ("a.jsonl", '{"messages": "hello"}\n', "line 1 of .*: messages are a list"),
         ("a.jsonl", '\n{"text": "broken \\ud83d half"}\n', r"line 2 of .* has half a character \('.ud83d'\)"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', r"line 1 of .* is not UTF-8 text"),
-        ("a.jsonl", '{"text": "a", "m": ' + "[" * 200_000 + "]" * 200_000 + "}\n", "line 1 .* not JSON .*too deep"),
+        (
+            "a.jsonl",
+            '{"text": "a", "m": ' + "[" * 200_000 + "]" * 200_000 + "}\n",
+            "line 1 .* not JSON .*too deep",
+        ),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "x"}\n' * 900)[:-30],

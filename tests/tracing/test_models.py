@@ -9,12 +9,13 @@ from collections import Counter
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, TraceError
+from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import Job, build
 from stagewright.tracing.models.grouped_mm import allow_tracing
 from stagewright.tracing.models.reference import bundled_names, resolve
+from stagewright.tracing.private import FakeTensor, FakeTensorMode
 
 # Parameters in billions as published in the model cards and papers; BERT and ViT with their training heads.
 PUBLISHED = {
@@ -272,6 +273,7 @@ def test_fake_grouped_products_are_laid_out_as_real_ones(dtype, columns):
 # Factories
 
 FACTORY = """
+import copy
 import torch
 from torch import nn
 
@@ -302,6 +304,30 @@ def wrong():
 
 def unused():
     return Scalar(), {"x": torch.randn(3, 4), "scael": torch.randn(3, 1)}
+
+class Mean(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+def copied():
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    x[:, 0] = 0
+    return Mean(*(copy.deepcopy(layer) for _ in range(3))), {"x": x}
+
+def hooked():
+    return Mean(*(nn.utils.spectral_norm(nn.Linear(4, 4)) for _ in range(3))), {"x": torch.randn(3, 4)}
+
+class Peeking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.row = self.inner.weight.data[0]
+    def forward(self, x):
+        return (self.inner(x) * self.row).mean()
+
+def peeking():
+    return Peeking(), {"x": torch.randn(3, 4)}
 
 number = 3
 """
@@ -335,6 +361,21 @@ def test_factory_inputs_are_brought_to_the_microbatch_and_dtype(factory):
     with mode:
         program = torch.export.export(fake.module, (), kwargs=fake.inputs, strict=False)
     assert any("mean" in str(node.target) for node in program.graph.nodes)
+
+
+def test_modules_that_a_factory_copies_stay_of_one_fake_mode(factory):
+    """A copied mode frees storages twice, and the process dies some time later."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    built = build(factory("copied"), 3, 1, fake_mode=mode)
+    assert all(parameter.fake_mode is mode for parameter in built.module.parameters())
+
+
+def test_views_that_hooks_leave_are_no_buffers(factory):
+    buffers = dict(build(factory("hooked"), 3, 1).module.named_buffers())
+    assert {name.rpartition(".")[2] for name in buffers} == {"weight_u", "weight_v"}
+    assert trace(factory("hooked").text, 3, 1, use_cache=False).loss
+    with pytest.raises(TraceError, match=r"reads 'net.row', a tensor that is a view of a parameter"):
+        trace(factory("peeking").text, 3, 1, use_cache=False)
 
 
 def test_factory_by_module_path_and_its_digest(tmp_path, monkeypatch):

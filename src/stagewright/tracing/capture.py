@@ -34,7 +34,7 @@ from stagewright.tracing.effects import (
 )
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensorMode, light_exports
+from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
@@ -328,6 +328,10 @@ class _Flattener:
                 name = spec.target or ""
                 constant = program.constants[name]
                 assert isinstance(constant, torch.Tensor)
+                if isinstance(constant, FakeTensor) and constant.constant is None:
+                    raise TraceError(
+                        f"forward reads '{name}', a tensor that is a view of a parameter or buffer: make the view in forward"
+                    )
                 return self._source(Origin.CONSTANT, place.prefix + name, constant)
             case InputKind.USER_INPUT:
                 return self._source(Origin.INPUT, node.name, node.meta["val"])

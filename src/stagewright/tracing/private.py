@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor as _fake
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.export import exported_program as _exported
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -57,6 +57,14 @@ __all__ = [
     "written_arguments",
     "written_by",
 ]
+
+
+class FakeTensorMode(_fake.FakeTensorMode):
+    """Torch's, which stays the same where a model's code copies a module, and with it the mode of its fake tensors: a
+    copied mode would free storages a second time, which ends the process later."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
+        return self
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:

@@ -22,6 +22,7 @@ from stagewright.tracing.dependencies import LOADED
 from stagewright.tracing.models.losses import FactoryModel
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import FactoryName, search_last, split_factory
+from stagewright.tracing.private import storage_key
 
 if TYPE_CHECKING:
     from stagewright.tracing.models.build import Job
@@ -158,13 +159,18 @@ def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] 
 
 def _keep_as_buffers(net: nn.Module) -> None:
     """Make buffers of the tensors that modules have as plain attributes, such as masks and positions: so they are made like
-    weights on every rank, and kept where forward assigns them anew. They are in no state dict, as before."""
-    registered = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+    weights on every rank, and kept where forward assigns them anew. They are in no state dict, as before. Views of
+    parameters and buffers stay as they are: old hooks like `spectral_norm` leave one where every forward puts another."""
+    registered = {_key(tensor) for tensor in (*net.parameters(), *net.buffers())}
     for module in net.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor) and id(value) not in registered and not value.requires_grad:
+            if isinstance(value, Tensor) and _key(value) not in registered and not value.requires_grad:
                 delattr(module, name)
                 module.register_buffer(name, value, persistent=False)
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _name_inputs(
