@@ -34,7 +34,7 @@ from stagewright.tracing.models.reference import resolve
 
 NUM_MODELS, PER_TEST = (2000, 20) if torture.FUZZES else (32, 16)
 SETTINGS: dict[str, int] = {} if torture.FUZZES else {"most": 1}
-REFUSES = ("wrong", "fault", "dead") if torture.FUZZES else ("wrong",)
+REFUSES = ("wrong", "fault", "dead")
 NUM_STEPS, SIZE, RATE = 3, 3, 0.05
 FACTORY = f"{Path(random_models.__file__)}:build"
 
