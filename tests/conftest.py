@@ -20,8 +20,6 @@ from hypothesis import settings
 import torture
 from patience import Deadline
 
-TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
-
 # Plans are compared with those of `peers`. Last, because there are scripts with names of the standard library's.
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -38,7 +36,7 @@ gc.set_threshold(200_000)
 # The gate gives one answer for one tree; the full run looks for new examples.
 settings.register_profile("gate", deadline=None, derandomize=True, database=None)
 settings.register_profile("all", deadline=None, max_examples=500)
-settings.load_profile("all" if TEST_ALL else "gate")
+settings.load_profile("all" if torture.TEST_ALL else "gate")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if TEST_ALL:
+    if torture.TEST_ALL:
         return
     if "matrix" not in config.getoption("-m"):
         left_out = [item for item in items if item.get_closest_marker("matrix")]

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
+"""Whether slow tests run too (``make test-all``)."""
 TORTURE = os.environ.get("STAGEWRIGHT_TORTURE") == "1"
 FUZZES = os.environ.get("STAGEWRIGHT_FUZZ") == "1"
 """Whether random models are tried by the thousand (``make fuzz-models``)."""

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import make_plan
 
-from conftest import TEST_ALL
 from multiprocess import run_ranks
 from stagewright.execution.regions import Region, in_whole, stretches
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.planning.plan import load_plan
 from stagewright.tracing.models.lora import Lora
+from torture import TEST_ALL
 
 MICROBATCHES = 4
 TOLERANCE = 1e-13
