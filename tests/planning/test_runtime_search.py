@@ -106,7 +106,11 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "name"), [("megatron-core+te", "llama-3-8b"), ("stagewright", "gpt2-xl")]
+    ("runtime", "name"),
+    [
+        pytest.param("megatron-core+te", "llama-3-8b", marks=pytest.mark.slow),
+        ("stagewright", "gpt2-xl"),
+    ],
 )
 def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime: str, name: str) -> None:
     few = {"n_layer": 4, "n_head": 24, "n_embd": 1536} if name == "gpt2-xl" else SMALL | {"hidden_size": 2048}
