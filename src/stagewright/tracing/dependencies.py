@@ -230,9 +230,8 @@ class Watch:
             }:
                 self.variables.setdefault(args[0], _value(args[0]))
         elif event in _OUTSIDE:
-            if caller.f_code.co_filename.startswith(_OWN + os.sep):
-                return
-            self.unchecked = self.unchecked or _OUTSIDE[event]
+            if not caller.f_code.co_filename.startswith(_OWN + os.sep):
+                self.unchecked = self.unchecked or _OUTSIDE[event]
         elif event == "open":
             self._note_opened(*args)
         elif isinstance(name := args[0], str | bytes | os.PathLike | None):

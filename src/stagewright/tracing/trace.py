@@ -144,10 +144,9 @@ def _traced(
     whole: bool = False,
 ) -> OperatorGraph:
     """As `trace_module`; without the `whole`, a graph that may leave layers out."""
-    fake: list[Any] = [
-        tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor)
-    ]
-    mode = fake[0].fake_mode if fake else FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = (*model.parameters(), *inputs.values())
+    modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
+    mode: Any = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
     check_hooks(model)
     twin = fake_twin(model, mode)
     fake_inputs: dict[str, torch.Tensor] = {

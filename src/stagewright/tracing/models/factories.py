@@ -170,6 +170,7 @@ def _keep_as_buffers(net: nn.Module) -> None:
 
 
 def _key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; a sparse one has no storage to compare."""
     return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
