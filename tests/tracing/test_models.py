@@ -329,6 +329,17 @@ class Peeking(nn.Module):
 def peeking():
     return Peeking(), {"x": torch.randn(3, 4)}
 
+class Listing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.rows = [torch.arange(4.0)]
+    def forward(self, x):
+        return (self.inner(x) * self.rows[0]).mean()
+
+def listing():
+    return Listing(), {"x": torch.randn(3, 4)}
+
 number = 3
 """
 
@@ -376,6 +387,8 @@ def test_views_that_hooks_leave_are_no_buffers(factory):
     assert trace(factory("hooked").text, 3, 1, use_cache=False).loss
     with pytest.raises(TraceError, match=r"reads 'net.row', a tensor that is a view of a parameter"):
         trace(factory("peeking").text, 3, 1, use_cache=False)
+    with pytest.raises(TraceError, match=r"in a list, a dict or an object: register it as a buffer"):
+        trace(factory("listing").text, 3, 1, use_cache=False)
 
 
 def test_factory_by_module_path_and_its_digest(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from stagewright.tracing.effects import (
 )
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
+from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports, storage_key
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
@@ -329,13 +329,23 @@ class _Flattener:
                 constant = program.constants[name]
                 assert isinstance(constant, torch.Tensor)
                 if isinstance(constant, FakeTensor) and constant.constant is None:
-                    raise TraceError(
-                        f"forward reads '{name}', a tensor that is a view of a parameter or buffer: make the view in forward"
-                    )
+                    raise self._no_contents(name, constant, node)
                 return self._source(Origin.CONSTANT, place.prefix + name, constant)
             case InputKind.USER_INPUT:
                 return self._source(Origin.INPUT, node.name, node.meta["val"])
         raise TraceError(f"the model has an input of kind {spec.kind}, which is not supported")
+
+    def _no_contents(self, name: str, constant: torch.Tensor, node: torch.fx.Node) -> TraceError:
+        """The error for a tensor of the model's code that was made with the model, without contents."""
+        named = (*self.parameters.values(), *self.buffers.values())
+        if storage_key(constant) in map(storage_key, named):
+            rule = (
+                f"reads '{name}', a tensor that is a view of a parameter or buffer: make the view in forward"
+            )
+        else:
+            rule = "reads a tensor that the model has in a list, a dict or an object: register it as a buffer"
+        where = next(filter(None, map(source_line, node.users)), "")
+        return TraceError(f"the model cannot be traced: forward {rule}" + (f", at {where}" if where else ""))
 
     def _source(self, origin: Origin, name: str, tensor: torch.Tensor) -> int:
         number = self.numbers.get((origin, name))
