@@ -280,6 +280,10 @@ def limited_embedding(layer: Layer) -> None:
     layer.embed = nn.Embedding(4, 6, max_norm=1.0)
 
 
+def sparse_embedding(layer: Layer) -> None:
+    layer.embed = nn.Embedding(4, 6, sparse=True)
+
+
 def hook_and_save(self: Layer, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: seen.append(gradient))
     return x
@@ -320,6 +324,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "counter_in_class": (nothing, count_in_class, f"at {LINE}.*changes 'Layer.calls_of_all'"),
     "first_alone": (nothing, first_alone, "'layers.0': its first forward runs other operators.*changes 'started'"),
     "max_norm": (limited_embedding, lambda self, x: x + self.embed(INDEX), "'layers.0.embed.weight'"),
+    "sparse": (sparse_embedding, lambda self, x: x + self.embed(INDEX), "leave sparse=True out"),
     "saving_hook": (nothing, hook_and_save, f"registered at {LINE}.*returns no gradient"),
     "hook_by_values": (nothing, hook_by_values, f"registered at {LINE}.*reads a tensor that is not among"),
     "weight_hook_in_forward": (nothing, hook_weight_in_forward, f"'layers.0.inner.weight' gets a hook in forward.*{LINE}"),

@@ -94,7 +94,8 @@ def differences(
     except StagewrightError:
         raise
     except Exception as error:  # code of others may raise whatever it likes
-        raise TraceError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TraceError(f"the model or its graph fails when they are compared: {text}") from error
     return []
 
 

@@ -87,7 +87,13 @@ def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
     if isinstance(argument, torch.device):
         return Symbol("device", str(argument))
     if isinstance(argument, torch.layout):
-        return Symbol("layout", str(argument).removeprefix("torch."))
+        layout = str(argument).removeprefix("torch.")
+        if layout not in _LAYOUTS:
+            raise TraceError(
+                f"an operator makes a tensor of layout {layout}, such as the gradient of an Embedding(sparse=True): "
+                "leave sparse=True out; the dense gradient is the same"
+            )
+        return Symbol("layout", layout)
     if isinstance(argument, torch.memory_format):
         return Symbol("memory_format", str(argument).removeprefix("torch."))
     raise TraceError(
