@@ -1,6 +1,6 @@
 """Every architecture of the installed transformers at tiny size: its graph compared with the model itself.
 
-    python validation/architectures.py [--kinds causal masked seq2seq image] [--models llama ...] [--out FILE]
+    python validation/architectures.py [--kinds causal masked seq2seq image classification] [--models llama ...] [--out FILE]
 
 Each is built from the defaults of its config class, made small, without dropout; traced in float64 (float32 where experts
 have no kernel for it); and run for two steps next to the module in the same process: loss, gradients and buffers. One line
@@ -93,6 +93,10 @@ def judge(model_type: str, name: str) -> tuple[str, str]:
     except Exception as error:
         return "not built", _line(error)
     config |= {"architectures": [name], "model_type": model_type}
+    if config.get("image_size", 32) is None or "image_size" not in config:
+        config["image_size"] = 32
+    if config.get("pad_token_id") is None:
+        config["pad_token_id"] = 0
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         reference = resolve(folder, {})
@@ -128,7 +132,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", nargs="*", default=["causal", "masked", "seq2seq", "image"])
+    parser.add_argument(
+        "--kinds", nargs="*", default=["causal", "masked", "seq2seq", "image", "classification"]
+    )
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="a JSON Lines file of the verdicts")
     options = parser.parse_args()

@@ -49,6 +49,7 @@ HYBRID = {
         {"model_type": "marian", **BART},
         {"model_type": "blenderbot", **BART},
         {"model_type": "llama", **TEXT},
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0, **TEXT},
         {"model_type": "gemma3", "text_config": TEXT, "vision_config": VISION},
         {"model_type": "falcon_h1", **TEXT, **HYBRID},
         {"model_type": "llava", **PARTS, "architectures": ["LlavaForConditionalGeneration"]},
@@ -98,3 +99,18 @@ def test_a_model_that_reads_no_text_without_images_is_refused(tmp_path: Path) ->
         InputError, match=r"reads no text without images .pixel_values.*package.module:factory"
     ):
         graph_of({"model_type": "blip-2", "text_config": text, "vision_config": VISION}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "bert", **TEXT, "problem_type": "regression"}, "one class per sample.*package.module:factory"),
+        ({"model_type": "bert", **TEXT, "num_labels": 1}, "num_labels=1.*package.module:factory"),
+        ({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, "image_size=224"),
+    ],
+)  # fmt: skip
+def test_a_classifier_without_what_its_loss_needs_is_refused(
+    config: dict, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        graph_of({"architectures": ["BertForSequenceClassification"], **config}, tmp_path)

@@ -29,6 +29,10 @@ _KINDS = {
     "masked": (auto.AutoModelForMaskedLM, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "causal": (auto.AutoModelForCausalLM, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "image": (auto.AutoModelForImageClassification, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "classification": (
+        auto.AutoModelForSequenceClassification,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
     "image-text": (auto.AutoModelForImageTextToText, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 # Keys that describe how a checkpoint is stored or run, not the model that is trained; at any depth, as some of them name
@@ -40,7 +44,7 @@ _DROPPED = (
 # Keys that config classes take and store under another name, or models take from them.
 _ACCEPTED = (
     "rope_theta", "rope_scaling", "num_labels", "sliding_window_pattern", "hybrid_override_pattern",
-    "gradient_checkpointing",
+    "gradient_checkpointing", "image_size",
 )  # fmt: skip
 _DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
@@ -68,12 +72,18 @@ def build_from_config(
     _check(reference, config, net, job)
     _check_needs_no_images(reference, kind, net)
     if kind == "image":
-        return losses.ImageClassifier(net), _image_inputs(config, job), job.microbatch_size
+        return losses.Classifier(net), _image_inputs(reference, config, job), job.microbatch_size
     num_tokens = job.microbatch_size * job.sequence_length
     tokens = _tokens(config, job)
-    if job.further_inputs and kind in ("masked", "seq2seq"):
+    if job.further_inputs and kind in ("masked", "seq2seq", "classification"):
         raise InputError(
             f"'{reference.name}' takes no further {', '.join(job.further_inputs)}: it has its own labels"
+        )
+    if kind == "classification":
+        return (
+            losses.Classifier(net),
+            {"input_ids": tokens, "labels": _classes(reference, config, job)},
+            num_tokens,
         )
     if kind == "masked":
         return losses.MaskedLanguageModel(net), {"input_ids": tokens, "labels": _hidden(tokens)}, num_tokens
@@ -151,7 +161,7 @@ def _kind(reference: ModelReference, config: PretrainedConfig) -> tuple[str, Any
     what = f"architecture {', '.join(named)}" if named else f"model_type '{config.model_type}'"
     raise InputError(
         f"no loss is known for {what}: use a causal, masked or sequence-to-sequence language model, a model of images and "
-        "text, or an image classifier, or hand the model in as package.module:factory with its own loss"
+        "text, or a classifier of text or images, or hand the model in as package.module:factory with its own loss"
     )
 
 
@@ -216,12 +226,29 @@ def _hidden(tokens: Tensor) -> Tensor:
     return torch.where(torch.rand(tokens.shape) < 0.15, tokens, losses.IGNORED)
 
 
-def _image_inputs(config: PretrainedConfig, job: Job) -> dict[str, Tensor]:
-    size = config.image_size
+def _image_inputs(reference: ModelReference, config: PretrainedConfig, job: Job) -> dict[str, Tensor]:
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise InputError(
+            f"the config of '{reference.name}' has no image_size: add the size of its images, as image_size=224"
+        )
     height, width = (size, size) if isinstance(size, int) else size
     shape = (job.microbatch_size, config.num_channels, height, width)
-    labels = torch.randint(0, config.num_labels or 2, (job.microbatch_size,))
-    return {"pixel_values": torch.randn(shape, dtype=job.torch_dtype), "labels": labels}
+    images = torch.randn(shape, dtype=job.torch_dtype)
+    return {"pixel_values": images, "labels": _classes(reference, config, job)}
+
+
+def _classes(reference: ModelReference, config: PretrainedConfig, job: Job) -> Tensor:
+    """A class for each sample."""
+    if config.num_labels < 2 or getattr(config, "problem_type", None) in _NO_CLASSES:
+        raise InputError(
+            f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={config.num_labels}), and "
+            "only on one class per sample here: hand it in as package.module:factory with its own loss"
+        )
+    return torch.randint(0, config.num_labels, (job.microbatch_size,))
+
+
+_NO_CLASSES = ("regression", "multi_label_classification")
 
 
 def _one_line(error: BaseException) -> str:

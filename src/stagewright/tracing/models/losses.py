@@ -100,16 +100,16 @@ class SequenceToSequence(LanguageModel):
         return self.loss(labels, input_ids=input_ids, decoder_input_ids=decoder_input_ids, use_cache=False)
 
 
-class ImageClassifier(nn.Module):
-    """Predicts `labels` (batch) from `pixel_values` (batch, channels, height, width)."""
+class Classifier(nn.Module):
+    """Predicts the class `labels` (batch) of what else it is given, such as `pixel_values` or `input_ids`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
         with as_run():
-            output = self.net(pixel_values=pixel_values)
+            output = self.net(**inputs)
         return cross_entropy(output.logits, labels)
 
 
