@@ -19,8 +19,8 @@ MOST_SPEED_RATIO = 1e6
 """How many times faster one rank or device can be than another."""
 MOST_PRICE = 1e6
 """Dollars per hour and device."""
-MOST_DEVICES = 2**20
-"""Devices, ranks or nodes: ten times the largest jobs that have been published."""
+MOST_DEVICES = 2**17
+"""Devices, ranks or nodes: 131,072, as many as the largest jobs that have been published."""
 MOST_TOKENS = 2**26
 """Of one sample: 67 million, several times the longest contexts that models have been trained with."""
 MOST_SAMPLES = 2**24
@@ -81,7 +81,7 @@ def check_count(count: int, most: int, what: str, remedy: str) -> int:
 
     >>> check_count(10**9, MOST_DEVICES, "--ranks", "give fewer")
     Traceback (most recent call last):
-    stagewright.errors.InputError: --ranks is 1,000,000,000, from 1 to 1,048,576 are possible: give fewer
+    stagewright.errors.InputError: --ranks is 1,000,000,000, from 1 to 131,072 are possible: give fewer
     """
     if 1 <= count <= most:
         return count
