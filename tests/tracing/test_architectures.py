@@ -49,7 +49,12 @@ HYBRID = {
         {"model_type": "marian", **BART},
         {"model_type": "blenderbot", **BART},
         {"model_type": "llama", **TEXT},
-        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "pad_token_id": 0, **TEXT},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForSequenceClassification"],
+            "pad_token_id": 0,
+            **TEXT,
+        },
         {"model_type": "gemma3", "text_config": TEXT, "vision_config": VISION},
         {"model_type": "falcon_h1", **TEXT, **HYBRID},
         {"model_type": "llava", **PARTS, "architectures": ["LlavaForConditionalGeneration"]},

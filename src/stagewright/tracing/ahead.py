@@ -36,11 +36,11 @@ class Ahead:
     def __init__(
         self,
         model: ModelReference,
-        asked: Sequence[Mapping[str, Any]],
+        settings: Sequence[Mapping[str, Any]],
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
         """`asked` is all that may be wanted: keywords of one call each, smaller sizes first."""
-        self._model, self._asked, self._report = model, list(asked), report
+        self._model, self._asked, self._report = model, list(settings), report
         self._given: set[int] = set()  # places in what is asked
         self._num_done = 0
         self._workers: list[subprocess.Popen[str]] = []
@@ -62,7 +62,7 @@ class Ahead:
 
     def start(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Have traced what is not known of the `wanted`, but for the first, which the caller traces meanwhile."""
-        self._give([one for one in to_trace(self._model, wanted) if one is not wanted[0]])
+        self._give([setting for setting in to_trace(self._model, wanted) if setting is not wanted[0]])
 
     def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Trace what is not known of the `wanted` together with the other processes, if it is worth while to have some."""
@@ -76,7 +76,9 @@ class Ahead:
 
     def _give(self, missing: Sequence[Mapping[str, Any]]) -> None:
         places = [
-            place for place, one in enumerate(self._asked) if one in missing and place not in self._given
+            place
+            for place, setting in enumerate(self._asked)
+            if setting in missing and place not in self._given
         ]
         num = min(_room(), len(places))
         if self._model.kind == "factory" or not sys.executable or not num:
@@ -103,8 +105,8 @@ class Ahead:
         assert worker.stdin is not None
         model, lora = self._model, self._model.lora
         adapters = None if lora is None else lora.model_dump(mode="json")
-        told = [self._queue, model.text, dict(model.overrides), adapters, model.digest, self._asked]
-        worker.stdin.write(json.dumps(told) + "\n")
+        request = [self._queue, model.text, dict(model.overrides), adapters, model.digest, self._asked]
+        worker.stdin.write(json.dumps(request) + "\n")
         worker.stdin.flush()
         return worker
 
@@ -137,25 +139,25 @@ def _next(queue: int, patience_s: float | None) -> int | None:
     return None
 
 
-def _trace(model: ModelReference, asked: Mapping[str, Any]) -> None:
+def _trace(model: ModelReference, settings: Mapping[str, Any]) -> None:
     try:
-        trace(model, **asked)
+        trace(model, **settings)
     except StagewrightError:
-        note_refused(model, asked)
+        note_refused(model, settings)
 
 
 def _work() -> None:
     """What one process does, as long as the one that started it is there."""
-    told = os.dup(1)
+    results = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is no word of a graph
-    queue, text, overrides, adapters, digest, asked = json.loads(sys.stdin.readline())
+    queue, text, overrides, adapters, digest, settings = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     model = resolve(text, overrides).adapted(None if adapters is None else Lora.model_validate(adapters))
     if model.digest != digest:  # its file has changed meanwhile
         return
     while (place := _next(queue, None)) is not None:
-        _trace(model, asked[place])
-        os.write(told, b".")
+        _trace(model, settings[place])
+        os.write(results, b".")
 
 
 def _end_with_parent() -> None:

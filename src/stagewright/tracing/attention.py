@@ -288,10 +288,10 @@ class _Math:
                 for tensor, is_wanted in zip(given, wanted, strict=True)
             ]
             out = _Math._compute(_Call(*leaves, call.dropout_p, call.is_causal, call.scale, call.is_trained))  # type: ignore[arg-type]
-        asked = [
+        inputs = [
             leaf for leaf, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and leaf is not None
         ]
-        gradients = iter(torch.autograd.grad(out, asked, cotangent))
+        gradients = iter(torch.autograd.grad(out, inputs, cotangent))
         return [next(gradients) if is_wanted else None for is_wanted in wanted]
 
     @staticmethod

@@ -166,7 +166,11 @@ def _with_float32_result(
 def _dtype_place(name: str) -> int | None:
     """Which positional argument names the dtype of the result; None where only a keyword does."""
     arguments = _operator(name)._schema.arguments
-    places = [number for number, one in enumerate(arguments) if one.name == "dtype" and not one.kwarg_only]
+    places = [
+        number
+        for number, argument in enumerate(arguments)
+        if argument.name == "dtype" and not argument.kwarg_only
+    ]
     return places[0] if places else None
 
 

@@ -94,15 +94,15 @@ class FunctionCalls:
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
         results, result_spec = pytree.tree_flatten(self._rehearsed(call, given))
-        made = [index for index, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
-        if not made:
+        places = [index for index, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
+        if not places:
             return apply(*args)
         number = next(_NUMBERS)
         self._calls[number] = call
-        _LAYOUTS[number] = tuple(meta_of(results[index]) for index in made)
-        passes = [results[index].requires_grad for index in made]
+        _LAYOUTS[number] = tuple(meta_of(results[index]) for index in places)
+        passes = [results[index].requires_grad for index in places]
         for index, tensor, passes_gradient in zip(
-            made, torch.ops.stagewright.function(number, given), passes, strict=True
+            places, torch.ops.stagewright.function(number, given), passes, strict=True
         ):
             results[index] = tensor if passes_gradient else tensor.detach()
         return pytree.tree_unflatten(results, result_spec)

@@ -130,14 +130,14 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Whether arguments are the same tensors, and the same numbers of the same types."""
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        return one is other
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return repr(one) == repr(other)
+    if isinstance(first, torch.Tensor):
+        return first is second
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+    return repr(first) == repr(second)

@@ -111,11 +111,11 @@ def trace(
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
 
-        asked = (reference, microbatch_size, sequence_length, dtype, device, facts, report)
+        arguments = (reference, microbatch_size, sequence_length, dtype, device, facts, report)
         if reference.kind == "factory":
-            graph, is_kept = _watched(reference, lambda: trace_reference(*asked))
+            graph, is_kept = _watched(reference, lambda: trace_reference(*arguments))
         else:
-            graph, is_kept = trace_reference(*asked), True
+            graph, is_kept = trace_reference(*arguments), True
         if path is not None and is_kept:
             _store(path, graph)
     return expanded(graph) if expand else graph
@@ -139,44 +139,46 @@ def _neighbours(text: str) -> Path:
     return file.parent if name is not None and name.is_file and file is not None else Path.cwd()
 
 
-def to_trace(model: ModelReference, asked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those of what is `asked` of `trace`, smaller sizes first, that neither are kept nor follow from what is, nor from
     others before them, as long as these are not there to be tried out."""
-    stamp, found = _stamp(), dict[Path, Mapping[str, Any]]()
+    stamp, missing = _stamp(), dict[Path, Mapping[str, Any]]()
     known_widths: dict[str, bool] = {}
 
     def is_known(facts: dict[str, Any]) -> bool:
         path = _entry(facts, stamp)
-        if path is None or path in found or path.exists() or path.with_suffix(_REFUSED).exists():
+        if path is None or path in missing or path.exists() or path.with_suffix(_REFUSED).exists():
             return True
         return model.kind != "factory" and follows(facts)
 
     def follows(facts: dict[str, Any]) -> bool:
         for axis, (_, pairs) in _AXES.items():
             for pair in (pair for pair in pairs if max(pair) < facts.get(axis, 1)):
-                known = [{**facts, axis: other} for other in pair]
-                if all(map(is_known, known)):
-                    return axis == "microbatch_size" or is_alike(facts, known)
+                neighbours = [{**facts, axis: other} for other in pair]
+                if all(map(is_known, neighbours)):
+                    return axis == "microbatch_size" or is_alike(facts, neighbours)
         return False
 
-    def is_alike(facts: dict[str, Any], known: list[dict[str, Any]]) -> bool:
+    def is_alike(facts: dict[str, Any], neighbours: list[dict[str, Any]]) -> bool:
         """Tried out for one microbatch of each width."""
         widths = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != "microbatch_size"])
         if widths not in known_widths:
-            is_there = all(path.exists() for one in known if (path := _entry(one, stamp)) is not None)
+            is_there = all(
+                path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp)) is not None
+            )
             known_widths[widths] = not is_there or _known(facts, stamp, follows=True) is not None
         return known_widths[widths]
 
-    for one in asked:
-        facts = _facts_asked(model, one)
+    for setting in settings:
+        facts = _facts_asked(model, setting)
         if not is_known(facts) and (path := _entry(facts, stamp)) is not None:
-            found[path] = one
-    return list(found.values())
+            missing[path] = setting
+    return list(missing.values())
 
 
-def note_refused(model: ModelReference, asked: Mapping[str, Any]) -> None:
+def note_refused(model: ModelReference, settings: Mapping[str, Any]) -> None:
     """`to_trace` need not name again what cannot be traced."""
-    path = _entry(_facts_asked(model, asked), _stamp())
+    path = _entry(_facts_asked(model, settings), _stamp())
     if path is not None:
         with contextlib.suppress(InputError):
             write_whole(path.with_suffix(_REFUSED), b"")
@@ -185,20 +187,20 @@ def note_refused(model: ModelReference, asked: Mapping[str, Any]) -> None:
 _REFUSED, _COMPARED = ".refused", ".compared"
 
 
-def compared_file(model: ModelReference, asked: Mapping[str, Any]) -> Path | None:
+def compared_file(model: ModelReference, settings: Mapping[str, Any]) -> Path | None:
     """The file that says that the graph `asked` of `trace` was compared with its model; None where nothing is kept."""
-    path = _entry(_facts_asked(model, asked), _stamp())
+    path = _entry(_facts_asked(model, settings), _stamp())
     return None if path is None else path.with_suffix(_COMPARED)
 
 
-def is_compared(model: ModelReference, asked: Mapping[str, Any]) -> bool:
+def is_compared(model: ModelReference, settings: Mapping[str, Any]) -> bool:
     """Whether the graph that is `asked` of `trace` was compared with its model and equals it."""
-    path = compared_file(model, asked)
+    path = compared_file(model, settings)
     return path is not None and path.is_file()
 
 
-def _facts_asked(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, Any]:
-    given = inspect.signature(trace).bind(model, **asked)
+def _facts_asked(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, Any]:
+    given = inspect.signature(trace).bind(model, **settings)
     given.apply_defaults()
     return _facts(model, given.arguments)
 
@@ -230,9 +232,9 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
     return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
 
 
-def inputs_of(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, TensorMeta]:
+def inputs_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, TensorMeta]:
     """The inputs of the graph that is `asked` of `trace`, by name: from the graph where it is kept, else from the model."""
-    facts, stamp = _facts_asked(model, asked), _stamp()
+    facts, stamp = _facts_asked(model, settings), _stamp()
     graph = _known(facts, stamp, model.kind != "factory")
     if graph is not None:
         return {name: graph.values[value].meta for name, value in graph.inputs.items()}
@@ -259,8 +261,8 @@ def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | 
     if graph is not None or path is None or not follows:
         return graph
     with _READING:
-        found = _FOLLOWED.get(path) or _following(facts, stamp)
-        return None if found is None else _remember(_FOLLOWED, path, found)
+        graph = _FOLLOWED.get(path) or _following(facts, stamp)
+        return None if graph is None else _remember(_FOLLOWED, path, graph)
 
 
 def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
@@ -268,11 +270,11 @@ def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
     for axis, (follow, pairs) in _AXES.items():
         size = facts.get(axis, 1)
         for pair in (pair for pair in pairs if max(pair) < size):
-            known = [_known({**facts, axis: other}, stamp, follows=True) for other in pair]
-            if known[0] is None or known[1] is None:
+            neighbours = [_known({**facts, axis: other}, stamp, follows=True) for other in pair]
+            if neighbours[0] is None or neighbours[1] is None:
                 continue
             try:
-                return follow(known[0], known[1], pair, size)
+                return follow(neighbours[0], neighbours[1], pair, size)
             except Unlike:
                 continue
     return None
@@ -402,26 +404,26 @@ def _own_graph(path: Path) -> OperatorGraph:
     """
     # A link is not followed, and a pipe not waited for.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedGraph("it is no file")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise DamagedGraph("it belongs to another user, or others may write to it")
-        version = found.st_ino, found.st_mtime_ns, found.st_size
+        version = status.st_ino, status.st_mtime_ns, status.st_size
         with _READING:
-            known = _READ.get(path)
-            if known is None or known[0] != version:
-                known = version, graph_from_bytes(file.read())
-            return _remember(_READ, path, known)[1]
+            read = _READ.get(path)
+            if read is None or read[0] != version:
+                read = version, graph_from_bytes(file.read())
+            return _remember(_READ, path, read)[1]
 
 
-def _remember(known: dict[Path, _T], path: Path, one: _T) -> _T:
+def _remember(memory: dict[Path, _T], path: Path, value: _T) -> _T:
     """`one`, put last in `known`, which forgets what was asked for longest ago."""
-    known.pop(path, None)
-    known[path] = one
-    while len(known) > _MOST_KNOWN:
-        del known[next(iter(known))]
-    return one
+    memory.pop(path, None)
+    memory[path] = value
+    while len(memory) > _MOST_KNOWN:
+        del memory[next(iter(memory))]
+    return value
 
 
 _MOST_KNOWN = 16

@@ -404,7 +404,7 @@ class _Flattener:
             self.collectives[key] = self.following
         outputs = self._name_outputs(node, env)
         here = self.num_regions - 1 if self.entered else -1
-        keeps = tuple(found for found in self.entered if found is not None)
+        keeps = tuple(keep for keep in self.entered if keep is not None)
         self.calls.append(
             CapturedCall(
                 name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps, function

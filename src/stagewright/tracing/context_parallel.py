@@ -83,7 +83,7 @@ def over_all_parts(
 ) -> Tensor:
     """Attention of this rank's queries to the keys and values of `size` ranks, in one kernel."""
     if size > 1:
-        key, value = (all_gather(one, _TOKENS, CONTEXT_GROUP, size, sums=True) for one in (key, value))
+        key, value = (all_gather(tensor, _TOKENS, CONTEXT_GROUP, size, sums=True) for tensor in (key, value))
     used = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return torch.ops.stagewright.shared_attention(query, key, value, is_causal, used)[0]
 
@@ -106,8 +106,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.stagewright.shared_attention_backward(cotangent, *ctx.saved_tensors, *ctx.rest)
-    return (*found, None, None)
+    gradients = torch.ops.stagewright.shared_attention_backward(cotangent, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, None)
 
 
 define(
@@ -123,5 +123,5 @@ define(
     "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
     "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
     run=_not_run,
-    lay_out=lambda cotangent, *given: tuple(like_queries(one, one.shape[-1]) for one in given[:3]),
+    lay_out=lambda cotangent, *given: tuple(like_queries(tensor, tensor.shape[-1]) for tensor in given[:3]),
 )

@@ -443,7 +443,7 @@ def _used_by(module: ModuleType) -> tuple[set[str], set[str]]:
         if _package(path) is not None and name.partition(".")[0] != module.__name__.partition(".")[0]:
             continue
         named = _imported_by(loaded, path)
-        tops = {one.partition(".")[0] for one in named}
+        tops = {name.partition(".")[0] for name in named}
         imported |= {top for top in tops if top not in sys.stdlib_module_names and top not in _LIBRARIES}
         waiting += named
         for value in list(vars(loaded).values()):

@@ -92,11 +92,11 @@ class Draft:
             ordinal = self._ordinals.get(place.module, 0)
             self._ordinals[place.module] = ordinal + 1
         signature = self._signatures.setdefault(call, len(self._signatures))
-        made = Node(
+        new = Node(
             node, call.op, args, kwargs, inputs, outputs, part, node if forward is None else forward, place.module,
             ordinal, signature, draw, place.where,
         )  # fmt: skip
-        self.nodes.append(made)
+        self.nodes.append(new)
         return outputs
 
     def put_in_region(self, region: int, *, is_kept: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a model's code does besides operators: it works as in PyTorch, or is refused by name before the model is exported."""
+"""Side effects of a model's code: they work as in PyTorch, or are refused by name before the model is exported."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _switched_off(node: Node) -> Node:
             args[place] = _OFF[argument.name]
         else:
             kwargs[argument.name] = _OFF[argument.name]
-    is_known = node.op == _BERNOULLI or any(one.name in _OFF for one in op._schema.arguments)
+    is_known = node.op == _BERNOULLI or any(parameter.name in _OFF for parameter in op._schema.arguments)
     if node.draw >= 0 and not is_known and draws(op, args, kwargs):
         raise _not_switched_off(node)
     return replace(node, args=tuple(args), kwargs=tuple(kwargs.items()))
@@ -74,8 +74,8 @@ def _switched_off(node: Node) -> Node:
 def _keep_all(graph: OperatorGraph, drawn: Node, nodes: list[Node]) -> None:
     """Dropout by operators of its own keeps every element, and does not scale: what is drawn is divided by the probability
     to keep."""
-    made = drawn.outputs[0]
-    users = () if made is None else graph.consumers.get(made, ())
+    mask = drawn.outputs[0]
+    users = () if mask is None else graph.consumers.get(mask, ())
     scaling = [user for user in users if graph.nodes[user].op.startswith("aten.div.")]
     if not scaling or any(graph.nodes[user].args[1] != drawn.args[1] for user in scaling):
         raise _not_switched_off(drawn)
@@ -137,23 +137,23 @@ def _by_token(graph: OperatorGraph) -> OperatorGraph:
 
 def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
     """Losses that the mean is made of, in order: those of a cross entropy, or of the tokens that a mask says."""
-    found: dict[int, int | None] = {}
+    terms: dict[int, int | None] = {}
     for node in _above(graph, graph.loss):
         if node.op == _NLL:
             if node.args[2] is not None:
                 return  # classes have weights, so that the sum is not that of the tokens' losses
             if node.args[_REDUCTION] == _MEAN and node.id != _uncast(graph, graph.loss):
                 return  # a mean that is scaled, or added to another loss
-            found[node.id] = None
+            terms[node.id] = None
         elif node.op in _SUMS:
             source = graph.nodes[graph.values[node.inputs[0]].node]
             if source.op != _WHERE:
                 return
-            found[source.id] = source.args[0].value
-    for place in sorted(found):
+            terms[source.id] = source.args[0].value
+    for place in sorted(terms):
         loss = graph.nodes[place].outputs[0]
         assert loss is not None, "what the loss is made of is used"
-        yield loss, found[place]
+        yield loss, terms[place]
 
 
 def _uncast(graph: OperatorGraph, value: int) -> int:

@@ -68,7 +68,7 @@ def _holds_experts(module: nn.Module) -> bool:
         and not getattr(module, "has_post_expert_norm", False)
         and isinstance(count, int)
         and len(held) > 1
-        and all(one.dim() > 1 and one.shape[0] == count for one in held)
+        and all(parameter.dim() > 1 and parameter.shape[0] == count for parameter in held)
     )
 
 
@@ -88,10 +88,10 @@ class _Grouped:
         if self.num_parts == 1:
             return unpermute_rows(self._computed(rows, weights, expert), order, copies)
         local = expert % self.num_experts
-        rows, weights, expert = (self._sent(one, copies) for one in (rows, weights, local))
+        rows, weights, expert = (self._sent(tensor, copies) for tensor in (rows, weights, local))
         expert, inner = torch.sort(expert)
-        made = self._computed(permute_rows(rows, inner, 1), weights[inner], expert)
-        return unpermute_rows(self._sent(unpermute_rows(made, inner, 1), copies), order, copies)
+        results = self._computed(permute_rows(rows, inner, 1), weights[inner], expert)
+        return unpermute_rows(self._sent(unpermute_rows(results, inner, 1), copies), order, copies)
 
     def _sent(self, x: Tensor, copies: int) -> Tensor:
         """Rows of which every rank of the group has sent an equal part; as many as this rank has sent, `copies` of every
@@ -103,8 +103,8 @@ class _Grouped:
         bins = expert.float() if expert.device.type == "cpu" else expert.int()  # as kernels count them
         ends = torch.histc(bins, self.num_experts, 0, self.num_experts - 1).cumsum(0, dtype=torch.int32)
         weights = weights.unsqueeze(-1)
-        made = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
-        inner = self._apply_gate(made) if self.has_gate else self.act_fn(made)  # type: ignore[attr-defined]
+        up = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
+        inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[attr-defined]
         return self._product("down_proj", (inner * weights).to(rows.dtype), ends, expert, weights)
 
     def _product(
@@ -112,13 +112,13 @@ class _Grouped:
     ) -> Tensor:
         """Every expert's product, with its bias for each of its rows, which is weighted where `weights` are given."""
         matrix = getattr(self, name)
-        made = functional.grouped_mm(
+        product = functional.grouped_mm(
             rows, matrix if self.is_transposed else matrix.transpose(-2, -1), offs=ends
         )
         if not self.has_bias:
-            return made
+            return product
         bias = getattr(self, f"{name}_bias")[expert]
-        return made + (bias if weights is None else (bias * weights).to(made.dtype))
+        return product + (bias if weights is None else (bias * weights).to(product.dtype))
 
 
 def permute_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:

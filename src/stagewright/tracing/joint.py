@@ -60,8 +60,8 @@ def build_joint(name: str, captured: Captured, rules: Rules, facts: dict[str, An
         seed=backward.seed,
         gradients=backward.gradients,
         contributions={
-            gradient: tuple(sorted(found, key=lambda item: -item[0]))
-            for gradient, found in backward.contributions.items()
+            gradient: tuple(sorted(parts, key=lambda item: -item[0]))
+            for gradient, parts in backward.contributions.items()
         },
         mutations=tuple(
             (by_source[Origin.BUFFER, buffer], number[changed]) for buffer, changed in captured.mutations
@@ -194,10 +194,10 @@ class ForwardPass:
         """The nodes of a recipe on values numbered as in `local`, which is extended by what they make."""
         for step in recipe.steps:
             arguments = renumbered((step.args, step.kwargs), local.__getitem__)
-            made = self._add_node(captured, step.op, *arguments)
+            results = self._add_node(captured, step.op, *arguments)
             local.update(
                 (number, value)
-                for number, value in zip(step.outputs, made, strict=True)
+                for number, value in zip(step.outputs, results, strict=True)
                 if number is not None and value is not None
             )
         return tuple(None if number is None else local[number] for number in recipe.results)
@@ -242,8 +242,8 @@ class ForwardPass:
         if not captured.keeps:
             return False
         try:
-            asked = self.rules.run(call)
-            answers = [keeps(operator(call.op), *asked) for keeps in captured.keeps]
+            arguments = self.rules.run(call)
+            answers = [keeps(operator(call.op), *arguments) for keeps in captured.keeps]
         except Exception as error:
             raise TraceError(
                 f"the policy of selective checkpointing around operator {call.op} of module '{captured.module}' at "
@@ -464,10 +464,10 @@ class BackwardPass:
         parameters = {self.draft.values[ref].parameter for ref in refs}
         derived = len(refs) == 1 and -1 not in parameters and all(o is None or o.alias == 0 for o in outcomes)
         here, parameter = (Part.DERIVED, next(iter(parameters))) if derived else (part, -1)
-        made = self.draft.add(call, refs, outcomes, here, parameter, node, None if derived else node.id)
+        results = self.draft.add(call, refs, outcomes, here, parameter, node, None if derived else node.id)
         local.update(
             (number, value)
-            for number, value in zip(step.outputs, made, strict=False)
+            for number, value in zip(step.outputs, results, strict=False)
             if number is not None and value is not None
         )
 

@@ -1,4 +1,4 @@
-"""Where in the model's own code something happened, for people to read."""
+"""Readable locations in the model's own code, for errors."""
 
 from __future__ import annotations
 

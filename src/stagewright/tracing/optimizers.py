@@ -46,9 +46,9 @@ def optimizer_names() -> dict[str, Callable[..., Optimizer]]:
     >>> optimizer_names()["adamw"]
     <class 'torch.optim.adamw.AdamW'>
     """
-    classes = (one for one in vars(torch.optim).values() if inspect.isclass(one))
+    classes = (cls for cls in vars(torch.optim).values() if inspect.isclass(cls))
     return {
-        one.__name__.lower(): one for one in classes if issubclass(one, Optimizer) and one is not Optimizer
+        cls.__name__.lower(): cls for cls in classes if issubclass(cls, Optimizer) and cls is not Optimizer
     }
 
 
@@ -66,14 +66,14 @@ def maker(
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if split_factory(name) is not None:
         return _of_factory(name, learning_rate, given)
-    known = {key: one for key, one in optimizer_names().items() if key not in _NOT_TAKEN}
+    supported = {key: cls for key, cls in optimizer_names().items() if key not in _NOT_TAKEN}
     if name in _NOT_TAKEN:
-        raise InputError(f"optimizer '{name}' {_NOT_TAKEN[name]}: use one of {', '.join(known)}")
-    if name not in known:
+        raise InputError(f"optimizer '{name}' {_NOT_TAKEN[name]}: use one of {', '.join(supported)}")
+    if name not in supported:
         raise InputError(
-            f"no optimizer '{name}'{nearest(name, known)}: use one of {', '.join(known)}, or package.module:factory"
+            f"no optimizer '{name}'{nearest(name, supported)}: use one of {', '.join(supported)}, or package.module:factory"
         )
-    kind = known[name]
+    kind = supported[name]
     own = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")]
     for key in given:
         if key not in own:
@@ -103,15 +103,19 @@ def _with_muon(
     parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for group in groups:
         for is_matrix in (True, False):
-            params = [(name, one) for name, one in group["params"] if (one.dim() == 2) == is_matrix]
+            params = [
+                (name, parameter)
+                for name, parameter in group["params"]
+                if (parameter.dim() == 2) == is_matrix
+            ]
             if params:
                 parts[is_matrix].append({**group, "params": params})
-    found: list[Optimizer] = []
+    optimizers: list[Optimizer] = []
     if parts[True]:
-        found.append(kind(parts[True], **arguments))
+        optimizers.append(kind(parts[True], **arguments))
     if parts[False]:
-        found.append(torch.optim.AdamW(parts[False], lr=arguments["lr"], betas=(0.9, 0.95), fused=True))
-    return found
+        optimizers.append(torch.optim.AdamW(parts[False], lr=arguments["lr"], betas=(0.9, 0.95), fused=True))
+    return optimizers
 
 
 def _of_factory(name: str, learning_rate: float, options: Mapping[str, Any]) -> Make:
@@ -121,16 +125,16 @@ def _of_factory(name: str, learning_rate: float, options: Mapping[str, Any]) -> 
 
     def make(groups: Groups) -> list[Optimizer]:
         try:
-            made = function([dict(group) for group in groups], lr=learning_rate, **options)
+            result = function([dict(group) for group in groups], lr=learning_rate, **options)
         except TypeError as error:
             raise InputError(
                 f"optimizer factory '{name}' failed: {error}; it is called with parameter groups of pairs of name and "
                 "parameter, lr and the job's optimizer_options"
             ) from error
-        found = list(made) if isinstance(made, list | tuple) else [made]
-        if not all(isinstance(one, Optimizer) for one in found):
+        optimizers = list(result) if isinstance(result, list | tuple) else [result]
+        if not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
             raise InputError(f"'{name}' must return a torch.optim.Optimizer, or a list of them")
-        return found
+        return optimizers
 
     return make
 
@@ -173,11 +177,11 @@ def asked(
     Raises:
         InputError: as `maker`; or it keeps what is neither a tensor nor a number, or takes no parameter of any kind.
     """
-    made, dtype = maker(name, learning_rate, options), DTYPES[dtype_name]
+    make_all, dtype = maker(name, learning_rate, options), DTYPES[dtype_name]
     decay = 0.1 if takes_decay else 0.0
 
     def make(groups: Groups) -> list[Optimizer]:
-        return made([{**group, "weight_decay": decay} for group in groups])
+        return make_all([{**group, "weight_decay": decay} for group in groups])
 
     try:
         make(_parameters([_SIZES[:2]], dtype)[1])
@@ -196,24 +200,24 @@ def asked(
         if not kept:
             raise InputError(f"optimizer '{name}' takes no parameters: {fault}")
         shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
-        one, two, four = (_Step.of(make, [shape] * count, dtype) for count in (1, 2, 4))
-        of_all = max(0.0, (four.transient - two.transient) / 2)
-        found = {
+        with_1, with_2, with_4 = (_Step.of(make, [shape] * count, dtype) for count in (1, 2, 4))
+        of_all = max(0.0, (with_4.transient - with_2.transient) / 2)
+        state = {
             "is_elementwise": is_elementwise,
             "of_dims": kept,
-            "passes": one.passes,
-            "calls": one.calls,
+            "passes": with_1.passes,
+            "calls": with_1.calls,
             "transient": of_all,
-            "transient_of_largest": max(0.0, one.transient - of_all),
+            "transient_of_largest": max(0.0, with_1.transient - of_all),
             "products": _products(make, dtype) if 2 in kept else (0.0, 0.0),
         }
-        return _with_names(found, made, named, dtype, decay) if named else found
+        return _with_names(state, make_all, named, dtype, decay) if named else state
 
 
 def dims_of_parameters(reference: ModelReference, sequence_length: int, dtype_name: str) -> dict[str, int]:
     """Of every parameter of a model that is trained, by its name."""
     module = build(reference, 1, sequence_length, dtype_name, fake=True).module
-    return {name: one.dim() for name, one in module.named_parameters() if one.requires_grad}
+    return {name: parameter.dim() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _with_names(
@@ -226,7 +230,11 @@ def _with_names(
     }
     groups = [
         {
-            "params": [(name, one) for name, one in parameters.items() if (one.dim() >= 2) == is_decayed],
+            "params": [
+                (name, parameter)
+                for name, parameter in parameters.items()
+                if (parameter.dim() >= 2) == is_decayed
+            ],
             "weight_decay": decay if is_decayed else 0.0,
         }
         for is_decayed in (True, False)
@@ -243,10 +251,10 @@ def _with_names(
         for group in optimizer.param_groups
     }
     decays = {
-        (one.dim() >= 2, group.get("weight_decay", 0.0))
+        (parameter.dim() >= 2, group.get("weight_decay", 0.0))
         for optimizer in optimizers
         for group in optimizer.param_groups
-        for one in group["params"]
+        for parameter in group["params"]
     }
     by_itself = bool(state["is_elementwise"])
     usual = state["of_dims"]
@@ -267,21 +275,24 @@ _OF_GROUP = ("params", "param_names", "weight_decay")
 
 
 def _sizes(kept: Iterable[Kept], shape: Sequence[int]) -> list[tuple[int, str | None]]:
-    return [(one["factor"] * math.prod(shape[dim] for dim in one["dims"]), one["dtype"]) for one in kept]
+    return [
+        (buffer["factor"] * math.prod(shape[dim] for dim in buffer["dims"]), buffer["dtype"])
+        for buffer in kept
+    ]
 
 
 def _of_any_shape(kept: Iterable[Kept], dims: int) -> list[Kept]:
     """Of an element-wise optimizer, what it keeps of a parameter of so many dimensions."""
     whole = tuple(range(dims))
-    return [{**one, "dims": whole} if one["dims"] else one for one in kept]
+    return [{**buffer, "dims": whole} if buffer["dims"] else buffer for buffer in kept]
 
 
 def _parameters(
     shapes: Iterable[Sequence[int]], dtype: torch.dtype
 ) -> tuple[list[torch.nn.Parameter], Groups]:
-    made = [torch.nn.Parameter(torch.randn(tuple(shape), dtype=dtype)) for shape in shapes]
-    named = [(f"weight_{index}", one) for index, one in enumerate(made)]
-    return made, [{"params": named, "weight_decay": 0.0}]
+    weights = [torch.nn.Parameter(torch.randn(tuple(shape), dtype=dtype)) for shape in shapes]
+    named = [(f"weight_{index}", weight) for index, weight in enumerate(weights)]
+    return weights, [{"params": named, "weight_decay": 0.0}]
 
 
 def _stepped(
@@ -311,16 +322,16 @@ def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> li
 
 
 def _kept_of(state: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype, name: str) -> list[Kept]:
-    found = []
+    tensors = []
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            found.append(_described(value, shape, dtype))
+            tensors.append(_described(value, shape, dtype))
         elif value is not None and not isinstance(value, bool | int | float):
             raise InputError(
                 f"optimizer '{name}' keeps '{key}', a {type(value).__name__}: only tensors and numbers can be planned and "
                 "stored"
             )
-    return found
+    return tensors
 
 
 def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Kept:
@@ -391,29 +402,31 @@ class _Step(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
-        aliases = [one.alias_info for one in schema.returns]
-        if any(one is not None and not one.is_write for one in aliases):
+        aliases = [output.alias_info for output in schema.returns]
+        if any(alias is not None and not alias.is_write for alias in aliases):
             return result  # a view
-        given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
+        given = dict(zip((parameter.name for parameter in schema.arguments), args, strict=False)) | (
+            kwargs or {}
+        )
         moved: list[int] = []
         for argument in schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             times = 2 if is_written and argument.name != "grads" else 1
             moved += times * [tensor.nbytes for tensor in _tensors(given.get(argument.name))]
         if not any(aliases):
-            made = _tensors(result)
-            moved += [tensor.nbytes for tensor in made]
-            for storage in (tensor.untyped_storage() for tensor in made):
+            outputs = _tensors(result)
+            moved += [tensor.nbytes for tensor in outputs]
+            for storage in (tensor.untyped_storage() for tensor in outputs):
                 self._alive[id(storage)] = weakref.ref(storage), storage.nbytes()
         self._moved += sum(moved)
         self.calls += bool(moved) and max(moved) >= self.num_bytes
-        self._alive = {key: one for key, one in self._alive.items() if one[0]() is not None}
+        self._alive = {key: entry for key, entry in self._alive.items() if entry[0]() is not None}
         self._most = max(self._most, sum(size for _, size in self._alive.values()))
         return result
 
 
-def _tensors(found: Any) -> list[torch.Tensor]:
-    return [one for one in tree_iter(found) if isinstance(one, torch.Tensor)]
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
 
 
 def _products(make: Make, dtype: torch.dtype) -> tuple[float, float]:

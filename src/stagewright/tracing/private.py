@@ -81,24 +81,28 @@ def converting_in_place() -> Iterator[None]:
     PyTorch would swap their contents, which it refuses where something refers weakly to them.
     """
     convert = torch.nn.Module._apply
-    known: dict[
+    done: dict[
         tuple[int, int], tuple[Any, ...]
     ] = {}  # with what the numbers identify, so that it stays alive
 
     def converted(
         fn: Callable[[torch.Tensor], torch.Tensor], whole: torch.nn.Parameter
     ) -> torch.nn.Parameter:
-        if (id(fn), id(whole)) not in known:  # what is tied stays so
+        if (id(fn), id(whole)) not in done:  # what is tied stays so
             with torch.no_grad():
-                made = fn(whole)
-            parameter = whole if made is whole else torch.nn.Parameter(made, whole.requires_grad)
-            known[id(fn), id(whole)] = (parameter, fn, whole)
-        return known[id(fn), id(whole)][0]
+                result = fn(whole)
+            parameter = whole if result is whole else torch.nn.Parameter(result, whole.requires_grad)
+            done[id(fn), id(whole)] = (parameter, fn, whole)
+        return done[id(fn), id(whole)][0]
 
     def apply(
         self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
-        held = {name: one for name, one in self._parameters.items() if isinstance(one, FakeTensor)}
+        held = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if isinstance(parameter, FakeTensor)
+        }
         for name in held:
             self._parameters[name] = None
         convert(self, fn, recurse)

@@ -80,14 +80,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node = self.graph.call_function(func, *tree_map_only(torch.Tensor, self.node, (args, kwargs)))
-        made = node.meta["val"] = func(*args, **kwargs)
-        if isinstance(made, torch.Tensor):
-            self._nodes[id(made)] = node, made
-        elif isinstance(made, list | tuple):
-            for index, item in enumerate(made):
+        result = node.meta["val"] = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self._nodes[id(result)] = node, result
+        elif isinstance(result, list | tuple):
+            for index, item in enumerate(result):
                 if isinstance(item, torch.Tensor):
                     self._nodes[id(item)] = self.graph.call_function(getitem, (node, index)), item
-        return made
+        return result
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """What made a tensor; of one that nothing made, a constant."""
@@ -154,8 +154,8 @@ def backward_recipe(
         step = steps[index]
         args, kwargs = renumbered((step.args, step.kwargs), places.__getitem__)
         places.update((number, next(following)) for number in step.outputs if number is not None)
-        made = tuple(None if number is None else places[number] for number in step.outputs)
-        parts[index in for_inputs].append(Step(step.op, args, kwargs, made))
+        outputs_there = tuple(None if number is None else places[number] for number in step.outputs)
+        parts[index in for_inputs].append(Step(step.op, args, kwargs, outputs_there))
     by_argument: list[int | None] = [None] * num_arguments
     for index, number in zip(activations + weights, gradients, strict=True):
         by_argument[index] = None if number is None else places[number]
@@ -252,8 +252,8 @@ def _number_outputs(
     outputs: list[int | None] = [None] * len(node.meta["val"])
     for item in items:
         index = cast(int, item.args[1])
-        found = outputs[index]
-        numbers[item] = outputs[index] = next(following) if found is None else found
+        number = outputs[index]
+        numbers[item] = outputs[index] = next(following) if number is None else number
     return tuple(outputs)
 
 
@@ -269,8 +269,8 @@ def _places(
     places = {index: index for index in range(num_arguments)}
     for index in range(num_cotangents):
         places[num_arguments + index] = num_arguments + num_outputs + index
-    for made in (*(step.outputs for step in forward), outputs):
-        for index, number in enumerate(made):
+    for numbers in (*(step.outputs for step in forward), outputs):
+        for index, number in enumerate(numbers):
             if number is not None:
                 places.setdefault(number, num_arguments + index)
     return places
@@ -279,16 +279,16 @@ def _places(
 def _needed(steps: Sequence[Step], targets: Iterable[int | None], given: Container[int]) -> set[int]:
     """Places of the steps that make `targets`, directly or through each other, from what is `given`."""
     producers = {number: place for place, step in enumerate(steps) for number in step.outputs}
-    found: set[int] = set()
+    needed: set[int] = set()
     stack = [number for number in targets if number is not None]
     while stack:
         number = stack.pop()
         place = producers.get(number)
-        if number in given or place is None or place in found:
+        if number in given or place is None or place in needed:
             continue
-        found.add(place)
+        needed.add(place)
         stack.extend(references((steps[place].args, steps[place].kwargs)))
-    return found
+    return needed
 
 
 def _merge_equal(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], dict[int, int]]:

@@ -1,4 +1,4 @@
-"""What single operators do, learnt from torch itself on fake tensors and remembered by signature.
+"""Rules of single operators, learnt from torch itself on fake tensors and cached by signature.
 
 Three questions are asked of an operator with given layouts of its arguments, and each is answered once:
 
@@ -286,14 +286,14 @@ class Rules:
             result = self._apply(call, arguments)
             outputs = list(result) if isinstance(result, list | tuple) else [result]
             selected = [outputs[index] for index in cotangents]
-            found: list[Any] = []
+            gradients: list[Any] = []
             for group in (activations, weights):
                 if group:
                     with_respect_to = [arguments[index] for index in group]
-                    found += torch.autograd.grad(
+                    gradients += torch.autograd.grad(
                         selected, with_respect_to, seeds, retain_graph=True, allow_unused=True
                     )
-            return outputs + found
+            return outputs + gradients
 
         graph = self._graph(joint, tensors + tangents)
         counts = len(tensors), len(outcomes), len(cotangents)

@@ -115,8 +115,8 @@ def pure_function(
             lines.append(f"    g{parameter} = {gradients[parameter]} + {gradient}")
             gradient = f"g{parameter}"
         gradients[parameter] = gradient
-    made = [*(f"v{value}" for value in function.outputs), *gradients.values()]
-    lines.append(f"    return ({''.join(f'{name}, ' for name in made)})")
+    results = [*(f"v{value}" for value in function.outputs), *gradients.values()]
+    lines.append(f"    return ({''.join(f'{name}, ' for name in results)})")
     scope = dict(names)
     exec(compile("\n".join(lines), f"<stagewright {name}>", "exec"), scope)
     return Pure(scope[name], read, tuple(gradients))
@@ -135,10 +135,10 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
     targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
     is_list = node.op == ARRIVED or (node.op not in MOVES and returns_list(operator(node.op)))
-    left = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
+    bound = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
     statement = f"{function}({', '.join(arguments)})"
-    return f"{seeded}{left} = {statement}" if targets else statement
+    return f"{seeded}{bound} = {statement}" if targets else statement
 
 
 def _called(op: str) -> str:

@@ -1,4 +1,4 @@
-"""What the tensors of a model with adapters are called: in it, in the model without, and in peft's files."""
+"""Names of the tensors of a model with adapters: in it, in the plain model, and in peft's files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def adapter_names_of(name: str) -> tuple[str, str] | None:
     >>> adapter_names_of("net.model.layers.0.self_attn.q_proj.base_layer.weight")[1]
     'net.model.layers.0.self_attn.q_proj.lora_B.default'
     """
-    layer, found, rest = name.partition(f".{BASE}.")
-    return (f"{layer}.{INTO}", f"{layer}.{OUT_OF}") if found and rest == "weight" else None
+    layer, separator, rest = name.partition(f".{BASE}.")
+    return (f"{layer}.{INTO}", f"{layer}.{OUT_OF}") if separator and rest == "weight" else None
 
 
 def is_adapter(name: str) -> bool:

@@ -45,8 +45,10 @@ class Job:
         check_count(self.microbatch_size, MOST_SAMPLES, "microbatch_size", "give another number of samples")
         check_count(self.sequence_length, MOST_TOKENS, "sequence_length", "give another number of tokens")
         if self.dtype not in _DTYPES:
-            known = ", ".join(_DTYPES)
-            raise InputError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, _DTYPES)}: one of {known}")
+            supported = ", ".join(_DTYPES)
+            raise InputError(
+                f"unknown dtype '{self.dtype}'{nearest(self.dtype, _DTYPES)}: one of {supported}"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:

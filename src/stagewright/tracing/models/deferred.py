@@ -96,7 +96,7 @@ class _Call:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[_Layout | None, ...]
+    outputs: tuple[_Layout | None, ...]
     draw: int | None
     state: Tensor | None
     """Of the generator, where what it draws is not said by the place of the call."""
@@ -141,9 +141,9 @@ class Tape(TorchDispatchMode):
             _advance(func, args, kwargs)
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, list | tuple) else (result,)
-        made = tuple(self._note(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves)
-        call = _Call(func, met[0], met[1], made, draw, state, torch.get_default_dtype())
-        for storage in {layout.storage for layout in made if layout} | _changed(func, *met):
+        outputs = tuple(self._note(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves)
+        call = _Call(func, met[0], met[1], outputs, draw, state, torch.get_default_dtype())
+        for storage in {layout.storage for layout in outputs if layout} | _changed(func, *met):
             self.writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
         return result
@@ -165,14 +165,14 @@ class Tape(TorchDispatchMode):
         Raises:
             NotOnTape: one of them cannot be made from what was noted.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         for name, tensor in wanted.items():
             layout = _Layout.of(tensor.detach())
             if layout.storage not in storages:
                 storages[layout.storage] = self._make(layout.storage)
-            found[name] = layout.on(storages[layout.storage])
-        return found
+            tensors[name] = layout.on(storages[layout.storage])
+        return tensors
 
     def _make(self, storage: int) -> torch.UntypedStorage:
         storages: dict[int, torch.UntypedStorage] = {}
@@ -218,7 +218,7 @@ class Tape(TorchDispatchMode):
             self.reseed(call.draw)
         result = call.func(*args, **kwargs)
         results = result if isinstance(result, list | tuple) else (result,)
-        for layout, tensor in zip(call.made, results, strict=True):
+        for layout, tensor in zip(call.outputs, results, strict=True):
             if layout is not None:
                 if tensor.is_meta:  # what torch.load makes under a fake tensor mode
                     raise NotOnTape

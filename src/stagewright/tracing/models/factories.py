@@ -87,8 +87,12 @@ def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
     module = load_module(name, text)
     function = getattr(module, name.function, None)
     if function is None:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"module '{name.module}' has no '{name.function}'{nearest(name.function, known)}")
+        functions = [
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        ]
+        raise InputError(
+            f"module '{name.module}' has no '{name.function}'{nearest(name.function, functions)}"
+        )
     if not callable(function):
         raise InputError(
             f"'{text}' is a {type(function).__name__}, not a function: name a function that can {_SHAPE}"

@@ -131,10 +131,10 @@ def _refuse_unknown(reference: ModelReference, config_class: type[PretrainedConf
     if not reference.unconfirmed:
         return
     mentioned = set(reference.config or ()) - reference.unconfirmed
-    known = {*config_class().to_dict(), *config_class.attribute_map, *_ACCEPTED, *mentioned, DROPOUT}
-    for key in sorted(reference.unconfirmed - known):
+    keys = {*config_class().to_dict(), *config_class.attribute_map, *_ACCEPTED, *mentioned, DROPOUT}
+    for key in sorted(reference.unconfirmed - keys):
         raise InputError(
-            f"a {config_class.model_type} config has no key '{key}'{nearest(key, known)}: "
+            f"a {config_class.model_type} config has no key '{key}'{nearest(key, keys)}: "
             "an override replaces a key of the model's config"
         )
 
@@ -240,12 +240,13 @@ def _image_inputs(reference: ModelReference, config: PretrainedConfig, job: Job)
 
 def _classes(reference: ModelReference, config: PretrainedConfig, job: Job) -> Tensor:
     """A class for each sample."""
-    if config.num_labels < 2 or getattr(config, "problem_type", None) in _NO_CLASSES:
+    num_labels = config.num_labels or 0
+    if num_labels < 2 or getattr(config, "problem_type", None) in _NO_CLASSES:
         raise InputError(
-            f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={config.num_labels}), and "
+            f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={num_labels}), and "
             "only on one class per sample here: hand it in as package.module:factory with its own loss"
         )
-    return torch.randint(0, config.num_labels, (job.microbatch_size,))
+    return torch.randint(0, num_labels, (job.microbatch_size,))
 
 
 _NO_CLASSES = ("regression", "multi_label_classification")

@@ -1,4 +1,4 @@
-"""What of a model is trained by low-rank adapters: the choice alone, without torch or peft."""
+"""Options of low-rank adapters (LoRA), without torch or peft."""
 
 from __future__ import annotations
 

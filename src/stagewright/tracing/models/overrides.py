@@ -78,7 +78,7 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _sizes(value)
         elif value is not None and (key in _NEEDED or _SIZE.fullmatch(key)):
-            yield from ((key, one) for one in (value if isinstance(value, list) else [value]))
+            yield from ((key, item) for item in (value if isinstance(value, list) else [value]))
 
 
 def _shown(value: Any) -> str:
@@ -139,7 +139,7 @@ def narrow(config: Mapping[str, Any], keeps_heads: bool = False) -> dict[str, An
     {'num_key_value_heads': 2, 'num_attention_heads': 8, 'hidden_size': 128}
     """
     text = of_text(config)
-    found: dict[str, Any] = {}
+    reduced: dict[str, Any] = {}
     heads = next((text[key] for key in _HEADS if isinstance(text.get(key), int)), None)
     hidden = next((key for key in _SYNONYMS[1] if isinstance(text.get(key), int)), None)
     if heads and hidden and not keeps_heads:
@@ -148,22 +148,22 @@ def narrow(config: Mapping[str, Any], keeps_heads: bool = False) -> dict[str, An
         pairs = 2 if shared > 1 and 2 * heads // shared <= _MOST_HEADS else 1
         fewer = pairs * (heads // shared) if shared != heads else min(heads, 4)
         if isinstance(text.get("num_key_value_heads"), int):
-            found["num_key_value_heads"] = min(shared, pairs) if shared != heads else fewer
-        found |= {key: fewer for key in _HEADS if isinstance(text.get(key), int)}
+            reduced["num_key_value_heads"] = min(shared, pairs) if shared != heads else fewer
+        reduced |= {key: fewer for key in _HEADS if isinstance(text.get(key), int)}
         width = fewer * _NARROW_HEAD
-        found |= {key: width for key in (hidden, "word_embed_proj_dim") if text.get(key) == text[hidden]}
-        found |= {key: _NARROW_HEAD for key in ("head_dim", "d_kv") if isinstance(text.get(key), int)}
-        found |= {key: least for key, least in _NARROW_LATENT.items() if isinstance(text.get(key), int)}
+        reduced |= {key: width for key in (hidden, "word_embed_proj_dim") if text.get(key) == text[hidden]}
+        reduced |= {key: _NARROW_HEAD for key in ("head_dim", "d_kv") if isinstance(text.get(key), int)}
+        reduced |= {key: least for key, least in _NARROW_LATENT.items() if isinstance(text.get(key), int)}
     for key, value in text.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
         if _INTERMEDIATE.fullmatch(key):
-            found[key] = min(value, _NARROW_INTERMEDIATE)
+            reduced[key] = min(value, _NARROW_INTERMEDIATE)
         elif key == "vocab_size":
-            found[key] = min(value, _NARROW_VOCABULARY)
+            reduced[key] = min(value, _NARROW_VOCABULARY)
         elif key.endswith("token_id"):
-            found[key] = min(value, _NARROW_VOCABULARY - 1)
-    return {key: value for key, value in found.items() if text.get(key) != value}
+            reduced[key] = min(value, _NARROW_VOCABULARY - 1)
+    return {key: value for key, value in reduced.items() if text.get(key) != value}
 
 
 def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a MODEL argument refers to: a bundled config, a `config.json`, a Hugging Face id or a factory.
+"""MODEL arguments: a bundled config, a `config.json`, a Hugging Face id or a factory.
 
 Nothing here imports torch or transformers, so a plan that is already traced is found again in milliseconds.
 """

@@ -1,4 +1,4 @@
-"""Where the source of a model factory lies, found without running it."""
+"""The source of a model factory, located without running it."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def factory_source(text: str) -> str:
             )
         return read_text(path, "factory")
     try:
-        found = _spec_of(name.module)
+        spec = _spec_of(name.module)
     except (ImportError, ValueError, AttributeError, OSError) as error:
         raise InputError(f"module '{name.module}' cannot be found ({error}): {_fix(name)}") from None
-    if found is None:
+    if spec is None:
         raise InputError(f"module '{name.module}' cannot be found: {_fix(name)}")
-    return read_text(found.origin, "factory") if found.origin and found.origin.endswith(".py") else ""
+    return read_text(spec.origin, "factory") if spec.origin and spec.origin.endswith(".py") else ""
 
 
 def factory_file(text: str) -> Path | None:
@@ -96,28 +96,28 @@ def factory_file(text: str) -> Path | None:
     if name.is_file:
         return Path(os.path.expanduser(name.module)).resolve()
     try:
-        found = _spec_of(name.module)
+        spec = _spec_of(name.module)
     except (ImportError, ValueError, AttributeError, OSError):
         return None
-    return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
     """Where `module` is. Unlike `importlib.util.find_spec`, this imports no package on the way, which would run its code."""
-    found, name = None, ""
+    spec, name = None, ""
     with searching_last(os.getcwd()):
         for part in module.split("."):
-            if found is not None and found.submodule_search_locations is None:
+            if spec is not None and spec.submodule_search_locations is None:
                 return None  # a module that is no package
-            if found is not None and found.origin is None:
+            if spec is not None and spec.origin is None:
                 importlib.import_module(name)  # a namespace has no code, and must be known to look into it
             name = f"{name}.{part}" if name else part
-            path = None if found is None else found.submodule_search_locations
+            path = None if spec is None else spec.submodule_search_locations
             finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            found = next((spec for find in finders if (spec := find(name, path)) is not None), None)
-            if found is None:
+            spec = next((match for find in finders if (match := find(name, path)) is not None), None)
+            if spec is None:
                 return None
-    return found
+    return spec
 
 
 def _fix(name: FactoryName) -> str:

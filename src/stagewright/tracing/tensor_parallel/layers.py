@@ -52,10 +52,10 @@ class ColumnLinear(nn.Module):
             x = enter(x, GROUP, self.size)
         elif self.source == "sequence":
             x = all_gather(x, SEQUENCE, GROUP, self.size, sums=True)
-        made = functional.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
+        product = functional.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
         if not self.gathers:
-            return made
-        gathered = all_gather(made, made.dim() - 1, GROUP, self.size, sums=False)
+            return product
+        gathered = all_gather(product, product.dim() - 1, GROUP, self.size, sums=False)
         return gathered if self.num_features is None else gathered[..., : self.num_features]
 
 
@@ -108,13 +108,13 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         row, is_here = own_rows(input, self.weight.shape[0])
-        found = functional.embedding(row, self.weight)
-        zero = found.new_zeros(())
+        rows = functional.embedding(row, self.weight)
+        zero = rows.new_zeros(())
         if self.padding_idx is None:
-            return all_reduce(torch.where(is_here.unsqueeze(-1), found, zero), GROUP, self.width)
+            return all_reduce(torch.where(is_here.unsqueeze(-1), rows, zero), GROUP, self.width)
         is_padding = input == self.padding_idx
-        part = torch.where((is_here & ~is_padding).unsqueeze(-1), found, zero)
-        fixed = torch.where((is_here & is_padding).unsqueeze(-1), found.detach(), zero)
+        part = torch.where((is_here & ~is_padding).unsqueeze(-1), rows, zero)
+        fixed = torch.where((is_here & is_padding).unsqueeze(-1), rows.detach(), zero)
         return all_reduce(part + fixed, GROUP, self.width)
 
 
