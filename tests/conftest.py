@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not (torture.TORTURE and item.get_closest_marker("torture")):
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
 
 

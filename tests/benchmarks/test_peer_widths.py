@@ -39,7 +39,9 @@ def ours() -> Plan:
     return search(gpt(), CLUSTER, JOB, space=Space(largest_cp=1, zero=(0, 1)), keep=1).plans[0]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "amp")) for name in STRATEGIES]
+)
 def test_a_choice_fits_and_is_no_faster_than_ours(name: str) -> None:
     made = made_by(name).plans
     assert all(plan.predictions.reserved_peak_bytes <= 8 * 2**30 for plan in made)

@@ -231,7 +231,7 @@ def test_divided_sequences_are_estimated_with_as_many_tokens_and_less_memory() -
     assert again.predictions.step_seconds == pytest.approx(two.step_seconds)
 
 
-@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("splits", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_that_share_layers_may_divide_sequences_that_attention_has_whole_on_each(splits: bool) -> None:
     def traced(tp: int, cp: int) -> OperatorGraph:
         return trace(

@@ -150,7 +150,7 @@ def wait(watch: Adaptation) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("which", ["plan", "saving"])
+@pytest.mark.parametrize("which", ["plan", pytest.param("saving", marks=pytest.mark.slow)])
 def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

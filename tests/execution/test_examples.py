@@ -57,6 +57,7 @@ def test_a_loop_of_ones_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert torch.load(out / "best.pt")["model.embed_tokens.weight"].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_llama_is_pretrained(started: Any, tmp_path: Path) -> None:
     said = started("pretrain_llama.py", "--layers", 2, "--steps", 6, "--out", tmp_path)
     before, after = map(float, re.findall(r"\d+\.\d+", said.splitlines()[0]))
@@ -100,6 +101,7 @@ def test_a_module_has_two_losses(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert min(before) > 5 and max(after) < 4.5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_fewer_processes(started: Any, tmp_path: Path) -> None:
     said = started("fewer_processes.py", "--layers", 2, "--steps", 6, "--out", tmp_path)
     first, then = said.splitlines()

@@ -98,7 +98,7 @@ def test_ranks_finish_while_the_launcher_is_halted(tmp_path: Path) -> None:
         assert run.end(ENDS_WITHIN_S)[0] == 0
 
 
-@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("received", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_is_asked_to_stop_can_go_on(received: signal.Signals, tmp_path: Path) -> None:
     make_plan(tmp_path / "plan.json")
     words = ["--device", "cpu", "--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "kept")]
@@ -120,6 +120,7 @@ def test_a_run_that_is_asked_to_stop_can_go_on(received: signal.Signals, tmp_pat
             assert run.end(120)[0] == 0, run.said
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(run: StartedRun) -> None:
     run.wait_for_step(2)
     os.kill(run.rank(0), signal.SIGSTOP)  # so that the step cannot end

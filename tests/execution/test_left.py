@@ -96,6 +96,7 @@ def test_replan_needs_a_folder_for_checkpoints(plan: Plan, tmp_path: Path) -> No
         launch.run(tmp_path / "plan.json", replan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_run_goes_on_without_a_rank_that_is_killed(plan: Plan, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import resolve
 
-NUM_MODELS, PER_TEST = (2000, 20) if torture.FUZZES else (32, 16)
+NUM_MODELS, PER_TEST = (2000, 20) if torture.FUZZES else (16, 16)
 SETTINGS: dict[str, int] = {} if torture.FUZZES else {"most": 1}
 REFUSES = ("wrong", "fault", "dead")
 NUM_STEPS, SIZE, RATE = 3, 3, 0.05

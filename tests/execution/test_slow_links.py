@@ -146,6 +146,7 @@ def test_a_search_for_a_link_that_is_quick_again_is_over(plan: Plan, tmp_path: P
     adaptation.close()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_with_a_slow_link_goes_on_under_another_plan(plan: Plan, tmp_path: Path) -> None:
     """Messages are slow from the seventh step on; that no rank computes longer is so by the pace that the test says. The

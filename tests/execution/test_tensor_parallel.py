@@ -68,9 +68,7 @@ SOME = Lora(rank=4, alpha=8, targets=("q_proj", "o_proj", "up_proj"), is_drawn=T
 
 TWO = [
     Case("tiny-gpt2", 2, overrides=GPT2, sequence_parallel=True),
-    Case("tiny-bert", 2, overrides=BERT),
     Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, sequence_parallel=True),
-    Case("tiny-gpt2", 2, overrides=GPT2, lora=DRAWN),
     Case("tiny-llama", 2, overrides=LLAMA, lora=SOME, sequence_parallel=True),
 ]
 ADAPTED = [
@@ -86,6 +84,8 @@ MORE = [
     Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL),
     Case("tiny-llama", 2, overrides=LLAMA, sequence_parallel=True),
     Case("tiny-bert", 2, overrides=BERT, sequence_parallel=True),
+    Case("tiny-bert", 2, overrides=BERT),
+    Case("tiny-gpt2", 2, overrides=GPT2, lora=DRAWN),
 ]
 FOUR = [
     Case("tiny-llama", 4, overrides=(*LLAMA, ("num_key_value_heads", 4), ("vocab_size", 97))),

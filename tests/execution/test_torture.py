@@ -88,6 +88,7 @@ def started(folder: Path, plan: Path, *more: str) -> AbstractContextManager[Star
     return started_run(log, str(plan), *words, *more, **places)
 
 
+@pytest.mark.slow
 def test_a_run_under_fire_comes_to_the_same_bytes(
     unbroken: Unbroken, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

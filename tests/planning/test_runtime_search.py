@@ -105,6 +105,7 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
         assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runtime", "name"),
     [
@@ -284,6 +285,7 @@ def test_a_precision_that_a_runtime_does_not_train_in_is_refused(dtype: str) -> 
         search(model(), CLUSTER, JOB.model_copy(update={"dtype": dtype}))
 
 
+@pytest.mark.slow
 def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
     def ways(runtime: str) -> set[bool]:
         job = Job(global_batch=16, sequence_length=512, dtype="fp16", runtime=runtime)

@@ -96,6 +96,7 @@ def test_pieces_with_recomputation_equal_the_whole(name: str, split: bool) -> No
         check(name, cuts, split, policies)
 
 
+@pytest.mark.slow
 def test_pieces_equal_the_whole_under_autocast() -> None:
     """The head is cast once, and the backward of the cast runs for every piece."""
     model = built("tiny-llama", "float32")

@@ -15,8 +15,11 @@ from stagewright.tracing.cache import trace
 
 SHARED = {"target": "cuda", "attention": "fused", "dtype": "bfloat16"}
 MODELS = [
-    "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-gemma", "tiny-t5", "tiny-vit", "tiny-mixtral", "tiny-nemotron-h",
-    "tiny-deepseek-v3",
+    "tiny-llama", "tiny-mixtral", "tiny-vit",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("tiny-gpt2", "tiny-bert", "tiny-gemma", "tiny-t5", "tiny-nemotron-h", "tiny-deepseek-v3")
+    ),
 ]  # fmt: skip
 
 

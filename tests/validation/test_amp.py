@@ -13,6 +13,7 @@ def test_every_prediction_of_amp_is_reproduced() -> None:
     assert abs(summary("all", found).worst.error) < amp.BAR
 
 
+@pytest.mark.slow
 def test_trials_of_equal_devices_are_ordered_as_measured_and_the_best_is_picked() -> None:
     found = ranking.verdict(list(ranking.rows("amp_homogeneous.csv")))
     assert found["spearman"] >= ranking.BARS["amp_homogeneous.csv"]

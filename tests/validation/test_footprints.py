@@ -12,7 +12,10 @@ from verdict import summary
 
 @pytest.mark.parametrize(
     ("name", "mean", "worst", "num_left_out"),
-    [("korthikanti_memory_fig1_fig7.csv", 0.005, 0.015, 1), ("mist_tuned_configs.csv", 0.01, 0.02, 13)],
+    [
+        pytest.param("korthikanti_memory_fig1_fig7.csv", 0.005, 0.015, 1, marks=pytest.mark.slow),
+        ("mist_tuned_configs.csv", 0.01, 0.02, 13),
+    ],
 )
 def test_published_footprints_stay_within_their_bounds(
     name: str, mean: float, worst: float, num_left_out: int

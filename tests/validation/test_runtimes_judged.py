@@ -16,11 +16,11 @@ from verdict import summary
     [
         ("megatron_core_b200.csv", 5, ("time", "allocated")),
         ("zero_bubble_measured.csv", 9, ("memory",)),
-        ("mpt_fsdp_llmfoundry.csv", 20, ("time",)),
+        pytest.param("mpt_fsdp_llmfoundry.csv", 20, ("time",), marks=pytest.mark.slow),
         ("torchtitan_benchmarks.csv", 5, ("reserved",)),
-        ("megatron_bridge_performance.csv", 13, ("time",)),
-        ("megatron_moe_zoo.csv", 3, ("time",)),
-        ("megatron_a100_single_node.csv", 150, ("time",)),
+        pytest.param("megatron_bridge_performance.csv", 13, ("time",), marks=pytest.mark.slow),
+        pytest.param("megatron_moe_zoo.csv", 3, ("time",), marks=pytest.mark.slow),
+        pytest.param("megatron_a100_single_node.csv", 150, ("time",), marks=pytest.mark.slow),
     ],
 )
 def test_published_runs_stay_near_their_bars(name: str, every: int, figures: tuple[str, ...]) -> None:
