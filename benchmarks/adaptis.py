@@ -1,10 +1,9 @@
 """The joint search on the layer costs of AdaPtis' table, beside every other method, in simulation.
 
-    python benchmarks/adaptis.py [--part cells|tuner|speed|scaling|optimum|kernel] [--seconds 10] [--seed 0] [--only NAME]
+    python benchmarks/adaptis.py [--part cells|speed|scaling|optimum|kernel] [--seconds 10] [--seed 0] [--only NAME]
         [--json]
 
 `cells`: 18 cells, four microbatches per rank; ours with the memory peak of AdaPtis' tuner as its limit.
-`tuner`: the cells by twelve rounds of search, as `plan` has them, that start from AdaPtis' tuner too or do not.
 `speed`: large batches in limited time. `scaling`: one model on more and more ranks. `optimum`: small random
 instances beside their true optimum. `kernel`: what one action of a list schedule takes.
 """
@@ -21,6 +20,7 @@ import numpy as np
 
 from adaptis_costs import FAMILIES, SIZES, cell, cells
 from peers.exact.joint import optimum
+from peers.plans.adaptis import tune
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import stages_of
 from stagewright.planning.joint.plan import JointPlan, judged
@@ -28,7 +28,6 @@ from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even
-from stagewright.planning.joint.tuner import tune
 from stagewright.schedule import build
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
@@ -36,7 +35,6 @@ from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import linear, loop
 
 Row = dict[str, Any]
-_ROUNDS, _GAP = 12, 0.002
 _SCHEDULES = 200
 """List schedules per round of `kernel`."""
 METHODS = ("1F1B", "I-1F1B", "ZB", "Mist", "AdaPtis", "ours")
@@ -103,21 +101,6 @@ def cell_part(seconds: float, seed: int, only: str = "") -> list[Row]:
     worst |= {key: min(row[key] for row in rows) for key in ("share", "gain", "over AdaPtis")}
     worst |= {"peak": max(row["peak"] for row in rows), "seconds": max(row["seconds"] for row in rows)}
     return [*rows, mean, worst]
-
-
-def tuner_part(_: float, seed: int) -> list[Row]:
-    """Shares of the bound with the tuner among the starts, and without."""
-    rows: list[Row] = []
-    for each in cells():
-        limit = tune(cell(*each)).best.peak_bytes
-        row: Row = {"cell": cell_name(*each)}
-        for name, has_tuner in (("with", True), ("without", False)):
-            effort = Effort(rounds=_ROUNDS, gap=_GAP, has_tuner=has_tuner)
-            found = search(cell(*each, memory_bytes=limit), effort, seed=seed)
-            row |= {name: found.bound.seconds / found.best.makespan_s, f"seconds {name}": found.seconds}
-        rows.append(row)
-    keys = ("with", "seconds with", "without", "seconds without")
-    return [*rows, {"cell": "mean", **{key: float(np.mean([row[key] for row in rows])) for key in keys}}]
 
 
 def speed_part(seconds: float, seed: int) -> list[Row]:
@@ -213,7 +196,6 @@ def kernel_part(seconds: float, seed: int) -> list[Row]:
 
 PARTS: dict[str, Callable[[float, int], list[Row]]] = {
     "cells": cell_part,
-    "tuner": tuner_part,
     "speed": speed_part,
     "scaling": scaling_part,
     "optimum": optimum_part,

@@ -33,15 +33,11 @@ def test_the_document_and_the_program_agree(table, tmp_path):
         str(table), "--ranks", "2", "--microbatches", "3", "--seconds", "0.1", "--json", "-o", str(output)
     )  # fmt: skip
     document = json.loads(done.stdout)
-    assert (
-        document["lower_bound_seconds"]
-        <= document["makespan_seconds"]
-        <= document["ablation"][0]["makespan_seconds"]
-    )
+    even = next(each for each in document["baselines"] if each["schedule"] == "1f1b, even")
+    assert document["lower_bound_seconds"] <= document["makespan_seconds"] <= even["makespan_seconds"]
     written = json.loads(output.read_text())
     assert written["cuts"] == document["cuts"]
     assert verify(Program.from_document(written)).placement.rank_of_stage == tuple(document["rank_of_stage"])
-    assert {"1f1b, even", "AdaPtis' tuner"} <= {each["schedule"] for each in document["baselines"]}
 
 
 def test_what_is_missing_is_named(table):

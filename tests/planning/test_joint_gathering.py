@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from peers.plans.adaptis import ADAPTIS
 from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.gathers import MARGIN, count, gather
-from stagewright.planning.joint.policy import ADAPTIS
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from stagewright.errors import PlanError
@@ -88,8 +87,3 @@ def _shifted(column: str, by: float) -> LayerTable:
 def test_thrift_must_cost_time_and_save_bytes_on_every_layer(thrifty: LayerTable) -> None:
     with pytest.raises(PlanError, match="thrifty"):
         Problem.of(LEAN, 2, 4, thrifty=(thrifty,))
-
-
-def test_errors_of_costs_reach_every_table() -> None:
-    scaled = problem(20.0).scaled(np.full(8, 2.0))
-    assert scaled.thrifty[0].input_grad_s.tolist() == [5.0] * 8

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,9 +49,6 @@ class Request:
         Path | None, typer.Option("--record", metavar="RECORD", help="Speeds of the ranks from a run's record.json.")] = None
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="How long to search.")] = 10.0
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the search.")] = 0
-    robust: Annotated[
-        float, typer.Option("--robust", min=0.0, max=90.0, metavar="PERCENT",
-            help="Shortest at worst for such errors.")] = 0.0
 # fmt: on
 
 
@@ -67,7 +66,6 @@ def plan_costs(
     Example:
         stagewright plan-costs layers.csv --ranks 4 --microbatches 16
     """
-    from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
     from stagewright.planning.joint.promise import promise_of
     from stagewright.planning.joint.search import Effort, search
     from stagewright.planning.promises import check_transfers
@@ -83,21 +81,22 @@ def plan_costs(
             progress(f"best {format_seconds(best_s)}, nothing below {format_seconds(bound_s)}")
 
         found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
-    plan = most_robust(found, request.robust / 100) if request.robust else found.best
+    plan = found.best
     check_transfers(verify(plan.program), chain(plan.program.num_stages), on_lanes=True)
     promise = promise_of(plan, found.bound.seconds, bandwidth)
-    steps, errors = ablation(found), sensitivity(plan)
     if output is not None:
         write_whole(output, program_text(output, plan.program, promise))
         warn([lost] if (lost := lost_in(output)) else [])
     if as_json:
         assumed = promise.assumptions.model_dump(mode="json")
-        print_document(report.joint_document(found, plan, steps, errors, output) | {"assumptions": assumed})
+        print_document(report.joint_document(found, output) | {"assumptions": assumed})
         return
     show(
-        report.joint_heading(found, plan), report.assumptions_text(promise.assumptions), report.ranks_table(plan),
-        report.ablation_table(steps), report.runners_up_table(found, plan), report.sensitivity_table(errors, steps[0]),
-    )  # fmt: skip
+        report.joint_heading(found),
+        report.assumptions_text(promise.assumptions),
+        report.ranks_table(plan),
+        report.runners_up_table(found),
+    )
     if output is not None:
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
@@ -181,7 +180,6 @@ def _memory(text: str | None, num_ranks: int) -> list[float]:
 def _observed(request: Request) -> list[float]:
     """Speeds of the ranks, from what the slowest replica of each measured and what was planned for it."""
     from stagewright.execution.record import load_record
-    from stagewright.planning.joint.explain import relative_speeds
     from stagewright.planning.plan import load_plan
 
     if request.ran is None or request.record is None or request.speeds is not None:
@@ -198,4 +196,15 @@ def _observed(request: Request) -> list[float]:
     if not plan.predictions.ranks:
         raise InputError(f"{request.ran} says nothing of its ranks' times: give the speeds with --speeds")
     planned = [rank.busy_seconds for rank in plan.predictions.ranks]
-    return relative_speeds(planned, [measured[rank] for rank in range(plan.pp)]).tolist()
+    return _relative_speeds(planned, [measured[rank] for rank in range(plan.pp)])
+
+
+def _relative_speeds(planned_s: Sequence[float], measured_s: Sequence[float]) -> list[float]:
+    """The speed of every rank relative to the median rank: a factor that all ranks share is an error of the plan.
+
+    >>> [round(speed, 6) for speed in _relative_speeds([1, 2, 2], [1.1, 2.2, 4.4])]
+    [1.0, 1.0, 0.5]
+    """
+    speeds = [planned / measured for planned, measured in zip(planned_s, measured_s, strict=True)]
+    middle = median(speeds)
+    return [speed / middle for speed in speeds]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stagewright.planning.joint.explain import Sensitivity, Step
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import Found
 from stagewright.report.tables import Table, plural, table
@@ -15,16 +14,15 @@ from stagewright.units import GIGA, format_bytes, format_seconds
 _SHOWN = 6
 
 
-def joint_document(
-    found: Found, plan: JointPlan, steps: tuple[Step, ...], errors: tuple[Sensitivity, ...], path: Path | None
-) -> dict[str, Any]:
-    """Of `plan-costs --json`: the plan, the bound, what it was compared with and why it is good."""
+def joint_document(found: Found, path: Path | None) -> dict[str, Any]:
+    """Of `plan-costs --json`: the best plan, the bound, and what it was compared with."""
+    plan = found.best
     return {
         "path": None if path is None else str(path),
         "makespan_seconds": plan.makespan_s,
         "lower_bound_seconds": found.bound.seconds,
         "lower_bound": found.bound.why,
-        "gap": found.bound.gap(plan.makespan_s),
+        "gap": found.gap,
         "num_stages": plan.layout.num_stages,
         "cuts": list(plan.layout.cuts),
         "rank_of_stage": list(plan.layout.rank_of_stage),
@@ -36,13 +34,6 @@ def joint_document(
             for busy, idle, peak in zip(
                 plan.timeline.busy_s.tolist(), plan.timeline.idle_s.tolist(), plan.timeline.peak_bytes.tolist(), strict=True
             )
-        ],
-        "ablation": [
-            {"decision": step.decision, "makespan_seconds": step.makespan_s, "fits": step.fits} for step in steps
-        ],
-        "sensitivity": [
-            {"error": each.error, "mean": each.mean, "worst": each.worst, "worst_to_even_1f1b": each.worst_to_even}
-            for each in errors
         ],
         "runners_up": [_summary(each) for each in found.runners_up[:_SHOWN]],
         "baselines": [_summary(each) for each in found.baselines],
@@ -57,13 +48,13 @@ def _summary(plan: JointPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def joint_heading(found: Found, plan: JointPlan) -> str:
+def joint_heading(found: Found) -> str:
     """What the best plan takes, and how far from the bound it is at most."""
-    problem = plan.problem
+    problem = found.best.problem
     return (
         f"{plural(problem.layers.num_layers, 'layer')} on {plural(problem.num_ranks, 'rank')}, "
-        f"{problem.num_microbatches} microbatches: {format_seconds(plan.makespan_s)} per batch, at most "
-        f"{found.bound.gap(plan.makespan_s):.1%} above what any plan can reach "
+        f"{problem.num_microbatches} microbatches: {format_seconds(found.best.makespan_s)} per batch, at most "
+        f"{found.gap:.1%} above what any plan can reach "
         f"({format_seconds(found.bound.seconds)}: {found.bound.why})"
     )
 
@@ -107,40 +98,13 @@ def _span(start: int, end: int) -> str:
     return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
 
 
-def ablation_table(steps: tuple[Step, ...]) -> Table:
-    """What each decision adds to the ones before it."""
-    rows, before = [], steps[0].makespan_s
-    for step in steps:
-        gain = "" if step is steps[0] else f"{before / step.makespan_s - 1:+.1%}"
-        whole = f"{steps[0].makespan_s / step.makespan_s:.2f}x"
-        rows.append((_marked(step.decision, step), format_seconds(step.makespan_s), gain, whole))
-        before = step.makespan_s
-    return table("Where the gain comes from", ("decision", "batch", "faster by", "in all"), rows)
-
-
-def _marked(text: str, step: Step) -> str:
-    return text if step.fits else f"{text} (needs more memory than there is)"
-
-
-def runners_up_table(found: Found, plan: JointPlan) -> Table:
+def runners_up_table(found: Found) -> Table:
     """The next best plans of each kind and what they lose."""
     rows = []
-    seen = {plan.name}
+    seen = {found.best.name}
     for each in found.runners_up:
         if each.name not in seen and len(rows) < _SHOWN:
             seen.add(each.name)
-            loss = each.makespan_s / plan.makespan_s - 1
+            loss = each.makespan_s / found.best.makespan_s - 1
             rows.append((each.name, each.layout.num_stages, format_seconds(each.makespan_s), f"{loss:+.1%}"))
     return table("Runners-up", ("plan", "stages", "batch", "slower by"), rows)
-
-
-def sensitivity_table(errors: tuple[Sensitivity, ...], even: Step) -> Table:
-    """What wrong costs do to the plan, and to what it gains over `even` 1F1B."""
-    rows = [
-        (f"{each.error:.0%}", f"{each.mean - 1:+.1%}", f"{each.worst - 1:+.1%}", f"{1 / each.worst_to_even:.2f}x")
-        for each in errors
-    ]  # fmt: skip
-    return table(
-        "With wrong costs",
-        ("each layer off by up to", "batch, mean", "worst", _marked("least gain over even 1F1B", even)), rows,
-    )  # fmt: skip

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
 from stagewright.schedule.list_scheduler.terms import Floats, Rule
-
-ADAPTIS = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
-"""AdaPtis' list scheduler. Source: github.com/guojihu-hana/SimPipe."""
 
 
 @dataclass(frozen=True, eq=False)

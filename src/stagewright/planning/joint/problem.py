@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -95,16 +95,6 @@ class LayerTable:
             self.held_bytes,
         )
         return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in rows])
-
-    def scaled(self, factors: ArrayLike) -> LayerTable:
-        """The same layers with the seconds of each multiplied."""
-        by = np.asarray(factors, np.float64)
-        return replace(
-            self,
-            forward_s=self.forward_s * by,
-            input_grad_s=self.input_grad_s * by,
-            weight_grad_s=self.weight_grad_s * by,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +192,6 @@ class Problem:
     def sums(self) -> Floats:
         """Of `layers`, then of every thrifty table: see `LayerTable.sums`."""
         return np.array([table.sums for table in (self.layers, *self.thrifty)])
-
-    def scaled(self, factors: ArrayLike) -> Problem:
-        """The problem with the seconds of each layer multiplied."""
-        thrifty = tuple(table.scaled(factors) for table in self.thrifty)
-        return replace(self, layers=self.layers.scaled(factors), thrifty=thrifty)
 
 
 def _is_thriftier(more: LayerTable, less: LayerTable) -> bool:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -26,7 +25,6 @@ from stagewright.planning.joint.plan import JointPlan, encode_order, judged, sch
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
-from stagewright.planning.joint.tuner import tune
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
 from stagewright.schedule.list_scheduler.terms import Ints, Order, Rule, Stages
@@ -46,8 +44,6 @@ _CALL = 200
 """Actions that take as long as what every schedule costs besides."""
 _SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
-_SHARE_OF_TUNER = 0.15
-"""Of the time, for AdaPtis' tuner."""
 _JUDGED = 4
 """How many of the plans found are simulated at the end."""
 _STRETCHES = (0.0, 1.5, 3.0, 5.0)
@@ -74,8 +70,6 @@ class Effort:
     rounds: int | None = None
     pool: int = 6
     gap: float = 0.0
-    has_tuner: bool = True
-    """Whether AdaPtis' tuner is among what a search starts from."""
     num_workers: int = field(default_factory=lambda: min(_TASKS_PER_ROUND, os.cpu_count() or 1))
 
 
@@ -178,7 +172,7 @@ class _Search:
     def run(self) -> Found:
         with ThreadPoolExecutor(self.effort.num_workers) as workers:
             packing = workers.submit(pack, self.problem)
-            self.baselines = self._compared()
+            self.baselines = tuple(sorted(baselines(self.problem), key=lambda each: each.makespan_s))
             self.packing = packing.result()
             self.bound = lower_bound(self.problem, self.packing)
             try:
@@ -192,15 +186,6 @@ class _Search:
                 shortest = [each for each in self.pool if each.makespan_s <= self._best_s() * (1 + MARGIN)]
                 self._gather(shortest[:_TASKS_PER_ROUND], workers)
         return self._found()
-
-    def _compared(self) -> tuple[JointPlan, ...]:
-        """Every family, and what AdaPtis' tuner makes of the problem, shortest first."""
-        plans = list(baselines(self.problem))
-        seconds = np.inf if self.effort.rounds is not None else _SHARE_OF_TUNER * self.effort.seconds
-        with suppress(PlanError):
-            if self.effort.has_tuner:
-                plans.append(tune(self.problem, max_seconds=seconds).best)
-        return tuple(sorted(plans, key=lambda each: each.makespan_s))
 
     def _open(self, workers: ThreadPoolExecutor) -> None:
         """Fill the pool with the starts under all rules."""

@@ -21,11 +21,15 @@ import numpy as np
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import JointPlan, scheduled
-from stagewright.planning.joint.policy import ADAPTIS, Policy
+from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import balanced, even
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
 from stagewright.schedule.list_scheduler.terms import Floats, Rule
 from stagewright.schedule.placement import Placement, linear, loop
+
+ADAPTIS = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
+"""AdaPtis' list scheduler. Source: github.com/guojihu-hana/SimPipe."""
 
 PARTITION, PLACEMENT, SCHEDULE = "partition", "placement", "schedule"
 
