@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import amp
+import pytest
 import ranking
 from verdict import summary
 
