@@ -12,7 +12,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.operators import Kernel, work
 from stagewright.estimation.runtime import Runtime, load_runtime, runtime_names
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.execution.preflight import refuse_what_is_not_run
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.carving import Carving
 from stagewright.graph.fusion import FusionRule, fuse, is_kernel

@@ -12,7 +12,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.operators import work
-from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.execution.preflight import refuse_what_is_not_run
 from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, CONTEXT_GROUP, GROUP, group_of

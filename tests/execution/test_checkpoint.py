@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from multiprocess import run_ranks, watch_ranks
 from stagewright.cli.app import app
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import Checkpointing, check_start, identity, newest
+from stagewright.execution.checkpoint_folder import check_start, identity, newest
 from stagewright.execution.data_identity import identity_of
 from stagewright.execution.manifest import FileRecord, Manifest, write_manifest
+from stagewright.execution.options import RunOptions
 from stagewright.planning.plan import Plan, load_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -225,42 +226,41 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
     plan = small(tmp_path / "plan.json")
     used = tmp_path / "used"
     pretend(used / "step-000002", plan)
-    resumed = Checkpointing(used, is_resumed=True)
-    check_start(resumed, plan, 4)
+    resumed = RunOptions(checkpoint=used, resume=True)
+    check_start(resumed, plan)
     more = plan.model_copy(
         update={"job": plan.job.model_copy(update={"num_steps": 90, "memory_limit": 2**30})}
     )
-    check_start(resumed, more, 90)
+    check_start(resumed, more)
     with pytest.raises(InputError, match=r"no checkpoint in .* without --resume"):
-        check_start(Checkpointing(tmp_path / "fresh", is_resumed=True), plan, 4)
+        check_start(RunOptions(checkpoint=tmp_path / "fresh", resume=True), plan)
     with pytest.raises(InputError, match=r"newest is step-000002.*with --resume, or give another folder"):
-        check_start(Checkpointing(used), plan, 4)
+        check_start(RunOptions(checkpoint=used), plan)
     with pytest.raises(InputError, match="give --steps more than 2"):
-        check_start(resumed, plan, 2)
-    check_start(resumed, small(tmp_path / "other.json", dp=2, num_microbatches=1, sharding=1), 4)
+        check_start(resumed, small(tmp_path / "other.json", num_steps=2))
+    check_start(resumed, small(tmp_path / "other.json", dp=2, num_microbatches=1, sharding=1))
     with pytest.raises(InputError, match=r'another model or type \(job.dtype was "fp32", is "bf16"'):
-        check_start(resumed, small(tmp_path / "other.json", dtype="bf16"), 4)
+        check_start(resumed, small(tmp_path / "other.json", dtype="bf16"))
     other = small(tmp_path / "other.json", num_microbatches=3)
     with pytest.raises(
         InputError, match=r"other samples in each step \(job.global_batch was 2, is 3\).*--other-data"
     ):
-        check_start(resumed, other, 4)
+        check_start(resumed, other)
     with pytest.warns(
         StagewrightWarning, match="another job: job.global_batch was 2, is 3; job.clip_norm was 1.0, is null"
     ):
         check_start(
-            Checkpointing(used, is_resumed=True, is_other_data=True),
+            RunOptions(checkpoint=used, resume=True, other_data=True),
             small(tmp_path / "other.json", num_microbatches=3, clip_norm=None),
-            4,
         )
     other = small_gpt2(tmp_path / "other.json")
     with pytest.raises(InputError, match=r'model.name was "tiny-llama", is "tiny-gpt2"'):
-        check_start(resumed, other, 4)
+        check_start(resumed, other)
     (used / "step-000002" / "rank-00000.safetensors").write_bytes(b"cut o")
     with pytest.raises(
         InputError, match=r"'rank-00000.safetensors' has 5 bytes, and 7 were .*no whole one before it"
     ):
-        check_start(resumed, plan, 4)
+        check_start(resumed, plan)
     for options, fault in ((["--resume"], "--resume"), (["--checkpoint-every", "2"], "--checkpoint-every")):
         done = CliRunner().invoke(app, ["run", str(tmp_path / "plan.json"), *options])
         assert done.exit_code == 2 and f"{fault} needs --checkpoint" in " ".join(done.stderr.split())

@@ -27,9 +27,10 @@ from multiprocess import run_ranks
 from stagewright.cli.app import app
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint import write_tensors
-from stagewright.execution.checkpoint_folder import Checkpointing, Verified, check_start, newest
+from stagewright.execution.checkpoint_folder import Verified, check_start, newest
 from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import MANIFEST, SEAL, FileRecord, read_checkpoint
+from stagewright.execution.options import RunOptions
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve
@@ -169,17 +170,17 @@ def failure_of_agreeing(rank: int, num_ranks: int, folder: str) -> str:
 
 def test_resuming_names_what_is_missing_and_the_one_before(run_folder: Path) -> None:
     checkpoints, plan = run_folder / "checkpoints", load_plan(run_folder / "plan.json")
-    asked = Checkpointing(checkpoints, is_resumed=True)
-    check_start(asked, plan, 4, run_folder / "text")
+    options = RunOptions(checkpoint=checkpoints, resume=True)
+    check_start(options, plan, run_folder / "text")
     newer = checkpoints / "step-000002"
     (newer / "rank-00000.safetensors").unlink()
     with pytest.raises(InputError, match=r"'rank-00000.safetensors' is missing; .*go on from step-000001"):
-        check_start(asked, plan, 4, run_folder / "text")
+        check_start(options, plan, run_folder / "text")
     shutil.rmtree(checkpoints / "step-000001")
     with pytest.raises(
         InputError, match="no whole one before it: start afresh without --resume, with another folder"
     ):
-        check_start(asked, plan, 4, run_folder / "text")
+        check_start(options, plan, run_folder / "text")
 
 
 def seal(checkpoint: Path, **changed: Any) -> None:
@@ -371,7 +372,7 @@ def test_what_a_run_left_unfinished_is_removed_by_the_next(run_folder: Path) -> 
     (checkpoints / ".step-000003.writing").mkdir()
     (checkpoints / ".step-000003.writing" / "rank-00000.safetensors").write_bytes(b"half")
     plan = load_plan(run_folder / "plan.json")
-    check_start(Checkpointing(checkpoints, is_resumed=True), plan, 4, run_folder / "text")
+    check_start(RunOptions(checkpoint=checkpoints, resume=True), plan, run_folder / "text")
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000002"]
 
 
@@ -380,28 +381,28 @@ def test_what_a_run_left_unfinished_is_removed_by_the_next(run_folder: Path) -> 
 
 def test_other_data_is_refused_and_taken_when_asked_for(run_folder: Path) -> None:
     checkpoints, plan = run_folder / "checkpoints", load_plan(run_folder / "plan.json")
-    asked = Checkpointing(checkpoints, is_resumed=True)
+    options = RunOptions(checkpoint=checkpoints, resume=True)
     found = newest(checkpoints)
     assert found is not None and found.manifest.data.num_tokens == 256 and found.manifest.data.kind == "text"
     same = run_folder / "renamed"
     (run_folder / "text").rename(same)
-    check_start(asked, plan, 4, same)
+    check_start(options, plan, same)
     other = run_folder / "other"
     other.write_bytes(bytes(range(63, -1, -1)) * 4)  # as many tokens
     for data, named in ((other, r"'other' \(256 tokens of uint8"), (None, "synthetic")):
         with pytest.raises(
             InputError, match=rf"was 'text' \(256 tokens .*and this is {named}.* with --other-data"
         ):
-            check_start(asked, plan, 4, data)
-        check_start(Checkpointing(checkpoints, is_resumed=True, is_other_data=True), plan, 4, data)
+            check_start(options, plan, data)
+        check_start(RunOptions(checkpoint=checkpoints, resume=True, other_data=True), plan, data)
     with pytest.raises(InputError, match="--other-data needs --resume"):
-        check_start(Checkpointing(checkpoints, is_other_data=True), plan, 4)
+        check_start(RunOptions(checkpoint=checkpoints, other_data=True), plan)
     checkpoint = checkpoints / "step-000002"
     seal(checkpoint, data=found.manifest.data.model_dump() | {"order": 0})
     with pytest.raises(InputError, match=r"was 'text' .*, in order 0\), and this is 'renamed'"):
-        check_start(asked, plan, 4, same)
+        check_start(options, plan, same)
     seal(checkpoint, data={"kind": "synthetic"})
-    check_start(asked, plan, 4, None)
+    check_start(options, plan, None)
 
 
 def test_the_command_goes_on_with_other_data_when_told_to(

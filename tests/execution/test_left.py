@@ -20,6 +20,7 @@ from stagewright.cluster import MeasuredBandwidth, load_cluster, without
 from stagewright.errors import InputError, RunError
 from stagewright.execution import launch, left
 from stagewright.execution.board import Seal, StoreBoard
+from stagewright.execution.options import RunOptions
 from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import resolve
 
@@ -50,19 +51,19 @@ def test_a_launcher_with_fewer_processes_has_another_plan(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its first rank makes it, and another finds it; with as many as ranks the plan stays."""
-    asked = (plan, True, tmp_path, "cpu", 0.1)
+    options = RunOptions(plan, device="cpu", start_timeout=0.1, checkpoint=tmp_path, replan=True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    assert left.plan_to_run(*asked) == left.PlanToRun(plan, None)
+    assert left.plan_to_run(options) == left.PlanToRun(plan, None)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    made = left.plan_to_run(*asked)
+    made = left.plan_to_run(options)
     assert made.is_replanned and made.plan.num_ranks == 3
     assert re.search(r"3 of 4 ranks are left: planned again in .*: pp \d, dp \d, ", capsys.readouterr().err)
     monkeypatch.setenv("RANK", "2")
-    assert left.plan_to_run(*asked) == made and made.path is not None
+    assert left.plan_to_run(options) == made and made.path is not None
     made.path.unlink()
     with pytest.raises(RunError, match="file system that all machines share"):
-        left.plan_to_run(*asked)
+        left.plan_to_run(options)
 
 
 def test_a_plan_of_an_earlier_start_is_not_taken(
@@ -73,21 +74,21 @@ def test_a_plan_of_an_earlier_start_is_not_taken(
     monkeypatch.setattr(left, "_board", lambda wait_s: board)
     stale = left._place(plan, 3, tmp_path)
     plan.save(stale)
-    asked = (plan, True, tmp_path, "cpu", 0.1)
+    options = RunOptions(plan, device="cpu", start_timeout=0.1, checkpoint=tmp_path, replan=True)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RunError, match="is not what it has written"):
-        left.plan_to_run(*asked)
+        left.plan_to_run(options)
     monkeypatch.setattr(
         left, "plan_without", lambda *_: left.PlanToRun(plan, stale, plan.save(stale) is None)
     )
     monkeypatch.setenv("RANK", "0")
-    begun = left.plan_to_run(*asked)
+    begun = left.plan_to_run(options)
     monkeypatch.setenv("RANK", "2")
-    assert left.plan_to_run(*asked).path == begun.path == stale
+    assert left.plan_to_run(options).path == begun.path == stale
     stale.write_bytes(stale.read_bytes() + b"\n")
     with pytest.raises(RunError, match="is not what it has written"):
-        left.plan_to_run(*asked)
+        left.plan_to_run(options)
 
 
 def test_replan_needs_a_folder_for_checkpoints(plan: Plan, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from plans import make_plan
 
 from stagewright.errors import InputError
 from stagewright.execution import launch
-from stagewright.execution.launch import refuse_without_room
+from stagewright.execution.preflight import refuse_without_room
 from stagewright.machine import machine_bytes
 from stagewright.planning.plan import Plan
 from stagewright.planning.predictions import RankPrediction

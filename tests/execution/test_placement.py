@@ -122,10 +122,12 @@ def test_training_is_the_same_wherever_the_ranks_are(tmp_path: Path) -> None:
 
 
 def work_as(rank: int, num_ranks: int, path: str, devices: list[int]) -> dict | None:
+    from stagewright.execution.options import RunOptions
     from stagewright.execution.record import load_record
     from stagewright.execution.worker import work
 
-    work(path, str(Path(path).parent), None, 2, "cpu", True, 60.0, devices=devices)
+    out = Path(path).parent
+    work(RunOptions(path, None, 2, out, "cpu", True, 60.0, ranks=devices, is_checked=True))
     return load_record(Path(path).with_name("record.json")).model_dump() if rank == 0 else None
 
 

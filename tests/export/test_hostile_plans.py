@@ -23,7 +23,7 @@ import yaml
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError
-from stagewright.execution.launch import default_folder
+from stagewright.execution.preflight import default_folder
 from stagewright.export import deepspeed, megatron, torchtitan
 from stagewright.export.expressed import Expressed
 from stagewright.export.launch_files import launch_file

@@ -43,7 +43,8 @@ def evaluate(
     from stagewright.execution.data.prepared import prepared
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.device import kind_of
-    from stagewright.execution.launch import refuse_what_is_not_run, start_plan
+    from stagewright.execution.launch import start_plan
+    from stagewright.execution.preflight import refuse_what_is_not_run
     from stagewright.execution.weight_files import base_model_of, check_weights
     from stagewright.files import make_writable
     from stagewright.planning.plan import load_plan

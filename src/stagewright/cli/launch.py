@@ -29,7 +29,8 @@ def launch(
         stagewright launch plan.json train.py
     """
     from stagewright.execution.joining import PLAN, START_TIMEOUT
-    from stagewright.execution.launch import refuse_what_is_not_run, start_plan
+    from stagewright.execution.launch import start_plan
+    from stagewright.execution.preflight import refuse_what_is_not_run
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)

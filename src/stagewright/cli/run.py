@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,27 +22,97 @@ from stagewright.files import write_whole
 from stagewright.text import say
 
 if TYPE_CHECKING:
-    from stagewright.execution.no_number import OnNan
+    from stagewright.execution.data.request import DataRequest
     from stagewright.execution.record import Record
 
 
 # fmt: off
 @dataclass(frozen=True)
-class RateOptions:
-    """Learning rate: what is not given is as the plan's job says."""
+class DataOptions:
+    """Data."""
 
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", metavar="RATE", help="The highest.")] = None
+    data: Annotated[
+        list[str] | None, typer.Option(metavar="PATH[=WEIGHT]",
+            help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright tokenize), package.module:factory "
+            "or moby-dick, a bundled text; several are mixed by weight. Default: random samples.")] = None
+    tokenizer: TokenizerPath = None
+    text_field: TextField = None
+    held_out: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="Data to evaluate at the end, each sample once.")] = None
+    evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And after every N steps.")] = None
+
+    def requests(self) -> dict[str, DataRequest | None]:
+        """What to train on and what to evaluate, whose text is tokenised in the same way."""
+        from stagewright.execution.data.request import DataRequest
+
+        data = DataRequest.of(self.data, self.tokenizer, self.text_field)
+        held_out = DataRequest.of(self.held_out, self.tokenizer, self.text_field) if self.held_out else None
+        return {"data": data, "held_out": held_out}
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Checkpoints."""
+
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep only the newest N; default all.")] = None
+    keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And those after every N-th step.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in that folder.")] = False
+    other_data: Annotated[bool, typer.Option("--other-data", help="Resume even if the data changed.")] = False
+
+
+@dataclass(frozen=True)
+class RateOptions:
+    """Learning rate: default as the plan's job says."""
+
+    learning_rate: Annotated[float | None, typer.Option(metavar="RATE", help="The highest.")] = None
     lr_schedule: Annotated[
-        str | None, typer.Option("--lr-schedule", metavar="NAME",
-            help="How it falls: constant, linear, cosine, or wsd (only in the last steps).")] = None
-    warmup_steps: Annotated[
-        int | None, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps in which it rises.")] = None
+        str | None, typer.Option(metavar="NAME", help="How it falls: constant, linear, cosine, or wsd (only at the end).")
+    ] = None
+    warmup_steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Steps in which it rises.")] = None
     decay_steps: Annotated[
-        int | None, typer.Option("--decay-steps", min=1, metavar="N",
-            help="The last steps, in which wsd falls; default a tenth of all.")] = None
+        int | None, typer.Option(min=1, metavar="N", help="Last steps, in which wsd falls; default a tenth of all.")] = None
     final_fraction: Annotated[
-        float | None, typer.Option("--final-fraction", min=0, max=1, metavar="PART",
-            help="What is left of it behind the last step; default 0.")] = None
+        float | None, typer.Option(min=0, max=1, metavar="PART", help="Fraction of it after the last step; default 0.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """Processes."""
+
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto"
+    ranks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0
+    start_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")] = 300.0
+
+
+@dataclass(frozen=True)
+class TroubleOptions:
+    """When something goes wrong."""
+
+    on_nan: Annotated[
+        str, typer.Option(metavar="WHAT", help="When loss or gradients are NaN or Inf: warn, skip, stop, or rollback.")
+    ] = "warn"
+    adapt: Annotated[bool, typer.Option("--adapt", help="Change to another plan if ranks or links stay slow.")] = False
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and go on.")] = False
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Whether to compare the model with its traced graph before the "
+            "first run; without, errors of the trace are trained.")] = True
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Logs of every step."""
+
+    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For TensorBoard.")] = None
+    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="For Weights & Biases.")] = None
 # fmt: on
 
 
@@ -52,64 +122,25 @@ class RateOptions:
 @grouped
 def run(
     plan: PlanFile,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH[=WEIGHT]", help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright "
-                     "tokenize), package.module:factory or moby-dick, a text that comes along; several are mixed by "
-                     "weight. Default: random samples."),
-    ] = None,
-    tokenizer: TokenizerPath = None,
-    text_field: TextField = None,
+    data: DataOptions,
+    checkpoints: CheckpointOptions,
+    rates: RateOptions,
+    processes: ProcessOptions,
+    trouble: TroubleOptions,
+    logs: LogOptions,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")] = False,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
-    start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")] = 300.0,
-    ranks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the newest N of them only; default all.")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="And those after every N-th step.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
-    other_data: Annotated[
-        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
-    held_out: Annotated[
-        list[str] | None, typer.Option("--held-out", metavar="PATH", help="Data to evaluate at the end, each sample once.")
-    ] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option("--evaluate-every", min=1, metavar="N", help="And after every N steps.")] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Figures of every step for TensorBoard.")] = None,
-    wandb: Annotated[
-        str | None, typer.Option(metavar="PROJECT", help="And for Weights & Biases.")] = None,
-    adapt: Annotated[
-        bool, typer.Option("--adapt", help="Go on under another plan where ranks or links stay slow.")] = False,
-    replan: Annotated[
-        bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and go on.")] = False,
-    on_nan: Annotated[
-        str, typer.Option("--on-nan", metavar="WHAT",
-            help="A step whose loss or gradients are no finite numbers: warn, skip, stop, or rollback.")] = "warn",
-    no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="Do not compare the model with its traced graph before the first run: what "
-                           "tracing got wrong is then trained.")] = False,
+        bool, typer.Option("--random-weights", help="Start from the seed even if there are weights.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Afterwards, predicted and measured as one page.")] = None,
     as_json: Json = False,
-    *,
-    rates: RateOptions,
 ) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
-    behind the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
+    after the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
 
     Example:
         stagewright run plan.json --data texts.jsonl --tokenizer tokenizer.json \\
@@ -117,30 +148,27 @@ def run(
     """
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
-    from stagewright.execution.data.request import DataRequest
     from stagewright.execution.machine_use import watch_others
+    from stagewright.execution.preflight import default_folder
     from stagewright.planning.plan import load_plan
 
     with _said_when_ended():
         check_writable(html)
         loaded = load_plan(plan)
-        request = DataRequest.of(data, tokenizer, text_field)
+        requests = data.requests()
+        request = requests["data"]
         if os.environ.get("RANK", "0") == "0":
             say_what_runs(loaded.model.text)
             say_what_runs(loaded.job.optimizer)
             for source in request.sources if request is not None else ():
                 say_what_runs(source.path)
-        folder = out or launch.default_folder(loaded)
+        folder = out or default_folder(loaded)
         others = watch_others()
-        with _last_checkpoint_told(checkpoint):
+        with _last_checkpoint_told(checkpoints.checkpoint):
             record = launch.run(
-                plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
-                start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-                resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
-                held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)),
-                evaluate_every=evaluate_every, tensorboard=tensorboard, wandb=wandb,
-                adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
-                compare=not no_compare,
+                plan, steps=steps, out=folder, random_weights=random_weights, rates=vars(rates),
+                evaluate_every=data.evaluate_every, **requests, **vars(checkpoints), **vars(processes), **vars(trouble),
+                **vars(logs),
             )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
@@ -166,7 +194,7 @@ def run(
     else:
         show(report.run_summary(document), f"Wrote {path}.")
     if record.stopped_by is not None:
-        print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
+        print(_stopped(record, steps or loaded.job.num_steps, checkpoints.checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
 
 
@@ -203,13 +231,6 @@ def _last_checkpoint_told(folder: Path | None) -> Iterator[None]:
         if folder is not None and (found := steps_of(folder)):
             say(f"the newest checkpoint is '{found[0]}': the same command with --resume goes on from there")
         raise
-
-
-def _as_trained(
-    held_out: list[str] | None, tokenizer: Path | None, field: str | None
-) -> tuple[Path | None, str | None]:
-    """How held-out text becomes tokens: as what is trained on."""
-    return (tokenizer, field) if held_out else (None, None)
 
 
 def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagewright.cluster.strict import validated
 from stagewright.errors import InputError, StagewrightWarning
@@ -22,6 +22,9 @@ from stagewright.execution.weight_files import base_model_of
 from stagewright.files import UNFINISHED, make_writable
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from stagewright.execution.options import RunOptions
 
 _STEP = re.compile(r"step-(\d{6,})")
 _SHOWN_LENGTH = 60
@@ -166,65 +169,39 @@ class Kept:
             shutil.rmtree(leaving, ignore_errors=True)
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """What was asked for: the `folder` for checkpoints, None if none are written; one more `every` so many steps; whether to
-    go on from the newest there, and if so with whatever data; which are kept, None all."""
+def check_start(options: RunOptions, plan: Plan, data: DataIdentity | str | Path | None = None) -> None:
+    """Check the folder for checkpoints before any process is started.
 
-    folder: Path | None = None
-    every: int | None = None
-    is_resumed: bool = False
-    is_other_data: bool = False
-    kept: Kept | None = None
-
-    def check(self) -> None:
-        """Raises `InputError` where the options do not go together."""
-        given = {"--resume": self.is_resumed, "--checkpoint-every": self.every, "--keep-last": self.kept}
-        if self.folder is None and any(given.values()):
-            option = next(option for option, value in given.items() if value)
-            raise InputError(f"{option} needs --checkpoint FOLDER, where the checkpoints are")
-        if self.is_other_data and not self.is_resumed:
-            raise InputError("--other-data needs --resume: a run that starts afresh takes any data")
-        if self.every is not None and self.every < 1:
-            raise InputError(f"checkpoints every {self.every} steps: give a whole number of at least 1")
-
-
-def check_start(
-    asked: Checkpointing,
-    plan: Plan,
-    num_steps: int,
-    data: DataIdentity | str | Path | None = None,
-    random_weights: bool = False,
-) -> None:
-    """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
-    from, or it is damaged, of another model or data, or of as many steps as are asked for; or a run that starts afresh
-    would mix its checkpoints with those of another."""
-    asked.check()
-    if asked.folder is None:
+    Raises:
+        InputError: there is no checkpoint to resume from, or it is damaged, of another model or data, or of as many steps
+            as the plan's; or a new run would mix its checkpoints with those of another.
+    """
+    folder = options.checkpoint_folder
+    if folder is None:
         return
-    make_writable(asked.folder, "--checkpoint")
-    for left in asked.folder.glob(f".step-*{UNFINISHED}"):  # by a run that was ended in the middle
-        shutil.rmtree(left, ignore_errors=True)
-    if not asked.is_resumed:
-        if found := steps_of(asked.folder):
+    make_writable(folder, "--checkpoint")
+    for unfinished in folder.glob(f".step-*{UNFINISHED}"):  # by a run that was ended in the middle
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if not options.resume:
+        if steps := steps_of(folder):
             raise InputError(
-                f"folder '{asked.folder}' holds the checkpoints of a run (the newest is {found[0].name}): go on from it "
+                f"folder '{folder}' holds the checkpoints of a run (the newest is {steps[0].name}): go on from it "
                 "with --resume, or give another folder"
             )
         return
-    found = newest(asked.folder)
-    if found is None:
+    checkpoint = newest(folder)
+    if checkpoint is None:
         raise InputError(
-            f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
+            f"there is no checkpoint in '{folder}', so nothing to resume: check the path, or start without --resume"
         )
-    _check_plan(found, plan, num_steps, asked.is_other_data)
-    check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
-    was = found.manifest.data
+    _check_plan(checkpoint, plan, options.other_data)
+    check_base(checkpoint, base_model_of(plan.model.resolved(), plan.job.seed, options.random_weights))
+    was = checkpoint.manifest.data
     is_known = was.kind != "elsewhere"
-    if is_known and not asked.is_other_data and not was.is_same(now := identity_of(data)):
+    if is_known and not options.other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
-            f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {now}: give the same data, or "
-            "go on with this with --other-data"
+            f"checkpoint '{checkpoint.path}' is of a run on other data: it was {was}, and this is {now}: give the same "
+            "data, or go on with this with --other-data"
         )
 
 
@@ -238,7 +215,7 @@ def check_base(found: Checkpoint, now: BaseModelIdentity | None) -> None:
         )
 
 
-def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bool) -> None:
+def _check_plan(found: Checkpoint, plan: Plan, is_other_data: bool) -> None:
     was, now = found.manifest.plan, identity(plan)
     was_job, now_job = was.get("job", {}), now["job"]
     if changed := [
@@ -256,7 +233,7 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
             f"checkpoint '{found.path}' is of a run that takes other samples in each step ({'; '.join(moved)}): plan for "
             "the same, or go on with these with --other-data"
         )
-    if found.manifest.step >= num_steps:
+    if found.manifest.step >= (num_steps := plan.job.num_steps):
         raise InputError(
             f"checkpoint '{found.path}' is of {found.manifest.step} steps, and {num_steps} are asked for: steps are counted "
             f"from the start of the first run; give --steps more than {found.manifest.step}"

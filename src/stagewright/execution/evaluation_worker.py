@@ -33,7 +33,7 @@ def work(
     prepared = PreparedData(**data)
     with Trainer(
         plan, prepared, out=Path(outcome).parent, device=device, checkpoint=checkpoint, resume=checkpoint is not None,
-        held_out=prepared, start_timeout=start_timeout, _is_checked=True,
+        held_out=prepared, start_timeout=start_timeout, is_checked=True,
     ) as trainer:  # fmt: skip
         found = trainer.evaluate(wants_tokens=log_probabilities is not None, most_samples=most_samples)
         if trainer.is_first:

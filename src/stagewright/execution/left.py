@@ -9,8 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import RunError
 from stagewright.execution.board import Board, StoreBoard
+from stagewright.execution.joining import plan_of, start_timeout_s
+from stagewright.execution.options import RunOptions
 from stagewright.execution.rendezvous import has_own_store, own_seal, own_store
 from stagewright.files import digest_of
 from stagewright.planning.plan import Plan, load_plan
@@ -30,29 +32,26 @@ class PlanToRun:
     is_replanned: bool = False
 
 
-def plan_to_run(
-    given: Plan | str | Path, replans: bool, checkpoints: Path | None, device: str, wait_s: float
-) -> PlanToRun:
-    """The plan that is `given`; if the run `replans`, and there are fewer processes of a launcher, or GPUs of this machine,
-    than that has ranks, one for those. The launcher's first rank makes it, and the others wait for it.
+def plan_to_run(options: RunOptions) -> PlanToRun:
+    """Return the plan of the options; with `replan`, and fewer processes of a launcher, or GPUs of this machine, than that
+    has ranks, one for those. The launcher's first rank makes it, and the others wait for it.
 
     Raises:
-        InputError: the plan cannot be read, or there is no folder to keep another in.
-        PlanError: nothing fits what is left.
-        RunError: the first rank has made none in `wait_s` seconds.
+        InputError: the plan cannot be read.
+        PlanError: nothing fits the devices that are left.
+        RunError: the first rank has made no plan within the start timeout.
     """
-    plan = given if isinstance(given, Plan) else load_plan(given)
-    path = None if isinstance(given, Plan) else Path(given).resolve()
-    if not replans:
+    source = plan_of(options.plan)
+    plan = source if isinstance(source, Plan) else load_plan(source)
+    path = None if isinstance(source, Plan) else Path(source).resolve()
+    checkpoints = options.checkpoint_folder
+    if not options.replan or checkpoints is None:
         return PlanToRun(plan, path)
-    if checkpoints is None:
-        raise InputError(
-            "--replan needs --checkpoint FOLDER: what is left goes on from the newest checkpoint"
-        )
-    num_left = _num_left(plan, device)
+    num_left = _num_left(plan, options.device)
     if num_left >= plan.num_ranks:
         return PlanToRun(plan, path)
     place = _place(plan, num_left, checkpoints)
+    wait_s = start_timeout_s(options.start_timeout)
     board = _board(wait_s)
     if int(os.environ.get("RANK", "0")) == 0:
         place.unlink(missing_ok=True)  # of an earlier start

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from stagewright.execution.checkpoint import Saver, restore, save
-from stagewright.execution.checkpoint_folder import Checkpointing, folder_name, steps_of
+from stagewright.execution.checkpoint_folder import Kept, folder_name, steps_of
 from stagewright.execution.collectives import exchange
+from stagewright.execution.options import RunOptions
 from stagewright.execution.session import Session
 
 
 class Saving:
-    """Writes checkpoints as it was `asked`, of the session that it has at the time; every rank calls the same methods in the
-    same order. Without a folder it writes none."""
+    """Writes checkpoints as the options say, of the session that it has at the time; every rank calls the same methods in
+    the same order. Without a folder it writes none."""
 
-    def __init__(self, asked: Checkpointing, session: Session) -> None:
-        self._asked = asked
+    def __init__(self, options: RunOptions, session: Session) -> None:
+        self._folder = options.checkpoint_folder
+        self._every = options.checkpoint_every
+        self._kept = None if options.keep_last is None else Kept(options.keep_last, options.keep_every)
         self._saved: int | None = None
         """Steps of the newest checkpoint of this run."""
         self.saver: Saver | None = None
@@ -29,25 +32,21 @@ class Saving:
     @property
     def can_go_back(self) -> bool:
         """Whether there is a checkpoint to go back to."""
-        return self._asked.folder is not None and bool(steps_of(self._asked.folder))
+        return self._folder is not None and bool(steps_of(self._folder))
 
     def enter(self, session: Session) -> None:
         """Write the state of this session from now on."""
-        if self._asked.folder is not None:
-            self.saver = Saver(session, self._asked.folder, self._asked.kept)
+        if self._folder is not None:
+            self.saver = Saver(session, self._folder, self._kept)
 
     def leave(self) -> None:
         """Let go of the session; the next is to `enter`."""
         self.saver = None
 
-    def begin(self, session: Session) -> int:
-        """Put `session` where the newest checkpoint is if it is to go on from there; returns the steps that are done."""
-        return self.restore(session) if self._asked.is_resumed else 0
-
     def restore(self, session: Session) -> int:
         """Put `session` where the newest checkpoint is; returns the steps that are done there."""
-        assert self._asked.folder is not None, "there is a checkpoint"
-        self._saved = restore(session, self._asked.folder)
+        assert self._folder is not None, "there is a checkpoint"
+        self._saved = restore(session, self._folder)
         return self._saved
 
     def after(self, step: int, is_last: bool, is_writing: bool) -> None:
@@ -56,8 +55,7 @@ class Saving:
             return
         if self.saver.is_open and not is_writing:
             self.saver.finish()
-        every = self._asked.every
-        if (is_last or (every and step % every == 0)) and self._saved != step:
+        if (is_last or (self._every and step % self._every == 0)) and self._saved != step:
             self._start(self.saver, step)
 
     def finish(self) -> None:
@@ -75,12 +73,13 @@ class Saving:
         """Write a checkpoint of so many steps now, to `folder` in place of the run's own where one is given, unless it is
         there; returns where it is."""
         self.finish()
-        found, kept = (self._asked.folder, self._asked.kept) if folder is None else (folder, None)
-        assert found is not None, "there is a folder"
-        there = found / folder_name(step)
-        if any(exchange(there.is_dir())):
-            return there
-        return save(session, found, step, kept)
+        kept = self._kept if folder is None else None
+        folder = folder or self._folder
+        assert folder is not None, "there is a folder"
+        path = folder / folder_name(step)
+        if any(exchange(path.is_dir())):
+            return path
+        return save(session, folder, step, kept)
 
     def _start(self, saver: Saver, step: int) -> None:
         self._saved = step

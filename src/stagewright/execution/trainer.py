@@ -6,37 +6,25 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import (
-    Checkpointing,
-    Kept,
-    changed_state,
-    check_start,
-    has_same_stages,
-)
-from stagewright.execution.data.prepared import Data, PreparedData, ready, ready_beside
+from stagewright.execution.checkpoint_folder import changed_state, check_start, has_same_stages
+from stagewright.execution.data.prepared import PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.history import History
-from stagewright.execution.joining import check_launcher, kind_of_device, launched, plan_of, start_timeout_s
-from stagewright.execution.launch import (
-    check_options,
-    default_folder,
-    goes_on,
-    refuse_what_is_not_run,
-)
-from stagewright.execution.left import plan_to_run
+from stagewright.execution.joining import kind_of_device, launched, start_timeout_s
 from stagewright.execution.logs import Callback, StepLog, figures_sent
 from stagewright.execution.member import member
-from stagewright.execution.no_number import MOST_RETURNS, OnNan, no_number, passed_over
+from stagewright.execution.no_number import MOST_RETURNS, no_number, passed_over
+from stagewright.execution.options import RunOptions, options_as_keywords
 from stagewright.execution.planned_device import measured_pace, num_threads, probed_reference
+from stagewright.execution.preflight import prepare
 from stagewright.execution.record import Record
 from stagewright.execution.watch import Limits
-from stagewright.execution.weight_files import check_weights
 from stagewright.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -63,35 +51,7 @@ class Trainer:
     >>> record = trainer.fit()  # doctest: +SKIP
 
     Args:
-        plan: a plan, or the path of a ``plan.json``; None takes the one that ``stagewright launch`` was given.
-        data: what `stagewright.run` takes; None makes synthetic samples.
-        steps: number of optimizer steps `fit` goes up to, counted from the first of all; None takes the job's.
-        out: folder for ``record.json`` and ``steps.jsonl``; None makes ``runs/<model>-<time>``.
-        device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
-        random_weights: start from the seed even where weights lie beside the model's config.
-        checkpoint: folder for checkpoints, of which `fit` writes one after the last step.
-        checkpoint_every: steps after which it writes one more each time.
-        keep_last: how many of the newest checkpoints to keep; None keeps all.
-        keep_every: keep those after a multiple of so many steps besides.
-        resume: go on from the newest one in that folder.
-        other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
-        timeout: seconds a rank may stay at one action.
-        start_timeout: seconds until every rank must have joined the others; None takes those that ``stagewright launch`` was
-            given, else 300.
-        held_out: data that `evaluate` takes every sample of once, of the same kinds of records as `data`.
-        evaluate_every: steps after which `fit` evaluates it each time, and at the end.
-        adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be, or links
-            slower, and that is worth more than it costs: another order of passes, or other cuts.
-        replan: where a launcher has started fewer processes than the plan has ranks, or this machine has fewer GPUs, plan
-            again for those that are left, and go on from the newest checkpoint, as ``stagewright run --replan`` does.
-        rates: keys of the job that say the learning rate, in place of those of the plan's.
-        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
-            (``skip``), end the run (``stop``), or go back to the newest checkpoint and on with later data (``rollback``).
-        tensorboard: folder for the figures of every step, for TensorBoard.
-        wandb: project of Weights & Biases that they go to.
-        callbacks: called on the first rank with every `Step` that is done.
-        compare: compare the traced graph with the model, before the first run of it; without, what a trace got wrong is
-            trained.
+        options: the fields of a `RunOptions`, as arguments of their own.
 
     Raises:
         InputError: the plan is one that is predicted only, or something that was given cannot be used.
@@ -99,91 +59,45 @@ class Trainer:
         RunError: other than the plan's number of processes, or a rank is lost.
     """
 
-    def __init__(
-        self,
-        plan: Plan | str | Path | None = None,
-        data: Data = None,
-        *,
-        steps: int | None = None,
-        out: str | Path | None = None,
-        device: str = "auto",
-        random_weights: bool = False,
-        checkpoint: str | Path | None = None,
-        checkpoint_every: int | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        resume: bool = False,
-        other_data: bool = False,
-        timeout: float = 1800.0,
-        start_timeout: float | None = None,
-        held_out: Data = None,
-        evaluate_every: int | None = None,
-        adapt: bool = False,
-        replan: bool = False,
-        rates: Mapping[str, Any] | None = None,
-        on_nan: OnNan = "warn",
-        tensorboard: str | Path | None = None,
-        wandb: str | None = None,
-        callbacks: Iterable[Callback] = (),
-        devices: Sequence[int] | None = None,
-        compare: bool = True,
-        _is_checked: bool = False,
-    ) -> None:
-        checkpoints = None if checkpoint is None else Path(checkpoint)
-        check_launcher()
-        start_s = start_timeout_s(start_timeout)
-        begun = plan_to_run(plan_of(plan), replan, checkpoints, device, start_s)
-        loaded, self._path = begun.plan, begun.path
-        if devices is not None:
-            loaded = loaded.model_copy(update={"devices": tuple(devices)})
-        loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
-        self.plan = loaded
-        self.num_steps = loaded.job.num_steps
-        self._on_nan: OnNan = on_nan
-        self.out = default_folder(loaded) if out is None else Path(out)
-        check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
-        resume = resume or goes_on(checkpoints, begun.is_replanned)
-        kept = None if keep_last is None else Kept(keep_last, keep_every)
-        self._asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
-        self._tensorboard, self._wandb = tensorboard, wandb
-        self._adapts = adapt
+    @options_as_keywords.method
+    def __init__(self, options: RunOptions) -> None:
+        plan, options = prepare(options)
+        self.plan, self.options = plan, options
+        assert options.out is not None, "it is filled in"
+        self.out = Path(options.out)
+        self._path = options.plan if isinstance(options.plan, Path) else None
+        self.num_steps = plan.job.num_steps
         self._stack = ExitStack()
         self._behind = self._stack.enter_context(ExitStack())
         """What may take its time, once the others know how this rank ended."""
         self._is_open = True
-        found = ready(data, loaded)
-        self._held_out = ready_beside(held_out, found, loaded)
-        self._evaluate_every = evaluate_every
-        if not _is_checked:
+        data = ready(options.data, plan)
+        self._held_out = ready_beside(options.held_out, data, plan)
+        if not options.is_checked:
             try:
-                self._check(found, random_weights)
+                self._check(data)
             except InputError:
                 self._stack.close()
                 raise
-        self._place, self._timeout = int(os.environ["RANK"]), timeout
-        limits = Limits(timeout, start_s)
+        self._place = int(os.environ["RANK"])
+        limits = Limits(options.timeout, start_timeout_s(options.start_timeout))
         self._watch, self.device = self._stack.enter_context(
-            member(kind_of_device(device, loaded), limits, loaded.rank_on(self._place))
+            member(kind_of_device(options.device, plan), limits, plan.rank_on(self._place))
         )
         self.rank, self.num_ranks = self._watch.rank, self._watch.num_ranks
         self.is_first = self._place == 0
         """Whether this process writes what a run leaves."""
         with self._at_work():
-            self._set_up(found, random_weights, callbacks, compare)
+            self._set_up(data)
 
-    def _check(self, data: PreparedData | None, random_weights: bool) -> None:
-        """What `stagewright.run` looks at before it starts processes."""
-        refuse_what_is_not_run(self.plan, "the plan")
-        check_weights(self.plan, random_weights, self._asked.is_resumed)
+    def _check(self, data: PreparedData | None) -> None:
+        """Check what `stagewright.run` does before it starts processes."""
         self._stack.enter_context(launched(self.plan))
-        self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        identity = None if data is None else data.identity
-        check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
+        self._stack.enter_context(in_use(self.options.checkpoint, "checkpoint"))
+        check_start(self.options, self.plan, None if data is None else data.identity)
         self._stack.enter_context(in_use(self.out, "out"))
 
-    def _set_up(
-        self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback], compare: bool
-    ) -> None:
+    def _set_up(self, data: PreparedData | None) -> None:
         import torch
 
         from stagewright.execution.adapting import Adaptation
@@ -200,19 +114,21 @@ class Trainer:
         warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
         if (threads := num_threads(self.plan, self._place)) is not None:
             torch.set_num_threads(threads)
-        watch, reader = self._watch, Reader()
-        if compare and self.is_first:  # the others wait for it
+        options, watch, reader = self.options, self._watch, Reader()
+        if options.compare and self.is_first:  # the others wait for it
             compare_once(self.plan, watch.at, apart=self.device.type == "cpu")
         self._behind.callback(reader.close)
         self._new_session = lambda plan: Session(
-            plan, self.device, data, random_weights, watch.at, watch.at, self._on_nan, reader
+            plan, self.device, data, options.random_weights, watch.at, watch.at, options.on_nan, reader
         )
         began = time.monotonic()
         self.session = self._new_session(self.plan)
         watch.device_position = lambda: self.session.runner.device_position()
         set_up_s = time.monotonic() - began  # and so it is for other cuts, in processes that are there
-        self._saving = Saving(self._asked, self.session)
-        self.step_number = watch.num_steps = first = self._saving.begin(self.session)
+        self._saving = Saving(options, self.session)
+        self.step_number = watch.num_steps = first = (
+            self._saving.restore(self.session) if options.resume else 0
+        )
         """Steps that are done."""
         metered = metered_steps(self.plan.job, self.num_steps, first)
         self._history = History(first, self.num_steps, metered)
@@ -220,7 +136,7 @@ class Trainer:
         """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
         self._recorded = time.monotonic()
         self._adaptation: Adaptation | None = None
-        if self._adapts and self.is_first:
+        if options.adapt and self.is_first:
             self._adaptation = Adaptation(self.plan, self.out / "adapting", set_up_s)
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()
@@ -234,8 +150,8 @@ class Trainer:
         self._log: StepLog | None = None
         if self.is_first:
             self._log = StepLog(self.out, first)
-            sent = self._stack.enter_context(figures_sent(self._tensorboard, self._wandb, self.out))
-            self._callbacks = [self._log, *callbacks, *sent]
+            sent = self._stack.enter_context(figures_sent(options.tensorboard, options.wandb, self.out))
+            self._callbacks = [self._log, *options.callbacks, *sent]
 
     def _ask_ranks(self) -> None:
         """What every rank says after each step."""
@@ -298,7 +214,7 @@ class Trainer:
 
     def _is_due(self, is_last: bool) -> bool:
         """Whether held-out data is evaluated behind this step."""
-        every = self._evaluate_every
+        every = self.options.evaluate_every
         return is_last or (every is not None and self.step_number % every == 0)
 
     def step(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
@@ -318,7 +234,7 @@ class Trainer:
             history.results.append(result)
             self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
-            if self._on_nan in ("stop", "rollback") and not result.is_finite:
+            if self.options.on_nan in ("stop", "rollback") and not result.is_finite:
                 self._go_back(number, result)
                 return result
             self._speed.after(number - history.first_step, result.seconds, waited_s() - waited)
@@ -339,7 +255,7 @@ class Trainer:
         is wanted; raises `RunError` where it is not, or was done too often."""
         history, count = self._history, len(self._history.returns)
         self._saving.finish()
-        if self._on_nan == "stop" or count == MOST_RETURNS or not self._saving.can_go_back:
+        if self.options.on_nan == "stop" or count == MOST_RETURNS or not self._saving.can_go_back:
             raise no_number(number, result.loss, result.gradient_norm, self._saving.saver, count)
         if self.is_first:
             for callback in self._callbacks:
@@ -463,7 +379,7 @@ class Trainer:
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is there."""
-        if folder is None and self._asked.folder is None:
+        if folder is None and self.options.checkpoint is None:
             raise InputError("save() needs a folder: give one, or the trainer its checkpoint folder")
         with self._at_work():
             return self._saving.write(
@@ -527,7 +443,7 @@ class Trainer:
         watch, plan, history = self._watch, self.plan, self._history
         self._recorded = time.monotonic()
         watch.at("comparing clocks")
-        offset = clock_offset(watch.rank, watch.num_ranks, self._timeout)
+        offset = clock_offset(watch.rank, watch.num_ranks, self.options.timeout)
         own = self.session.rank_record(offset).model_copy(
             update={
                 "slowdowns": tuple(self._speed.slowdowns),

@@ -26,7 +26,7 @@ from stagewright.estimation.memory import stage_edges
 from stagewright.execution import first_comparison
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.device import kind_of
-from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.execution.preflight import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
 from stagewright.graph import OperatorGraph
