@@ -45,6 +45,7 @@ HYBRID = {
     "config",
     [
         {"model_type": "bart", **BART},
+        {"model_type": "bart", "architectures": ["BartForCausalLM"], **BART},
         {"model_type": "mbart", **BART},
         {"model_type": "marian", **BART},
         {"model_type": "blenderbot", **BART},

@@ -268,6 +268,10 @@ def _numbers(block: torch.nn.Module) -> tuple[int, ...]:
     return tuple(value for name, value in members if _is_number(name, value))
 
 
+class CalledDifferently(TraceError):
+    """Code around a block asks whether it is being exported, so that stubs cannot stand in for blocks."""
+
+
 class _Stub(torch.nn.Module):
     """Stands in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
 
@@ -292,7 +296,9 @@ class _Stub(torch.nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = next(kinds, None)
         if kind is None or not kind.is_call(leaves, spec):
-            raise TraceError(f"module '{path}' is called differently when it is exported than when it is run")
+            raise CalledDifferently(
+                f"module '{path}' is called differently when it is exported than when it is run"
+            )
         _ACTIVE[kind.key] = kind
         tensors = [leaves[index] for index in kind.tensors]
         return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors), leaves)

@@ -21,7 +21,16 @@ from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
 from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls
-from stagewright.tracing.blocks import BLOCK, BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
+from stagewright.tracing.blocks import (
+    BLOCK,
+    BlockBody,
+    Blocks,
+    CalledDifferently,
+    Kind,
+    find_blocks,
+    rehearsing,
+    stubbed,
+)
 from stagewright.tracing.depth import left_out
 from stagewright.tracing.effects import (
     HOOK,
@@ -98,6 +107,20 @@ def capture(
     """
     report("rehearsing the model on fake tensors")
     blocks = _rehearsed(model, inputs, mode)
+    try:
+        return _captured(model, inputs, mode, blocks, report, whole)
+    except CalledDifferently:
+        return _captured(model, inputs, mode, Blocks(()), report, whole)
+
+
+def _captured(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    mode: FakeTensorMode,
+    blocks: Blocks,
+    report: Callable[[str], None],
+    whole: bool,
+) -> Captured:
     report("exporting the model")
     marks = _Marks(Regions(), FunctionCalls(mode), TensorHooks())
     with (
