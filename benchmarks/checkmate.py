@@ -93,7 +93,7 @@ class Optimum:
 
 
 def problem_of(stage: Stage, costing: Costing) -> Problem:
-    """The problem of a stage that was carved to keep everything and waits for no other."""
+    """The problem of a stage that was split to keep everything and waits for no other."""
     resident = stage.resident | set(stage.inputs)
     made: dict[int, int] = {}
     operators: list[Operator] = []

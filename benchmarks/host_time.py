@@ -175,7 +175,7 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
 
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import Weights
-    from stagewright.graph.carving import carve
+    from stagewright.graph.split import split_graph
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
     from stagewright.tracing.cache import trace
@@ -183,7 +183,9 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
     from stagewright.tracing.models.reference import resolve
 
     graph = trace(model, 1, LENGTH, "float32", SIZES[model])
-    stages = carve(graph, [len(graph.body) * index // num_stages for index in range(1, num_stages)])
+    stages = split_graph(
+        graph, [len(graph.forward_ids) * index // num_stages for index in range(1, num_stages)]
+    )
     program = build_schedule("breadth-first", 1, count, num_stages)
     program = insert_communication(program, stage_edges(stages))
     module = build(resolve(model, SIZES[model]), 1, LENGTH, "float32", seed=0).module

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
@@ -71,7 +71,7 @@ class SlowedRank(RankRunner):
 def layer_cuts(graph: OperatorGraph) -> list[int]:
     """Legal cuts nearest to where a layer, or what comes behind the last, begins."""
     legal = find_cuts(graph).positions
-    layers = [re.search(r"\.layers\.(\d+)\.", graph.nodes[node].name) for node in graph.body]
+    layers = [re.search(r"\.layers\.(\d+)\.", graph.nodes[node].name) for node in graph.forward_ids]
     numbered = [(position, found.group(1)) for position, found in enumerate(layers) if found]
     starts = [now for (_, a), (now, b) in itertools.pairwise(numbered) if a != b]
     return sorted({int(legal[abs(legal - at).argmin()]) for at in (*starts, numbered[-1][0] + 1)})
@@ -165,7 +165,7 @@ class Trainer:
     def __init__(
         self, graph: OperatorGraph, cuts: Sequence[int], program: Program, tensors: Any, rank: int, ranks: int
     ) -> None:
-        stages = carve(graph, cuts)
+        stages = split_graph(graph, cuts)
         lowered = insert_communication(program, stage_edges(stages))
         own: list[Stage] = [s for s in stages if program.placement.rank_of_stage[s.index] == rank]
         weights = Weights(own, {name: tensor.clone() for name, tensor in tensors.items()}, CPU)
@@ -226,7 +226,7 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
             ]
         ]
     dist.broadcast_object_list(found, 0)
-    ends = [0, *cuts, len(graph.body)]
+    ends = [0, *cuts, len(graph.forward_ids)]
     trainers = [
         Trainer(graph, [ends[cut] for cut in own], program, tensors, rank, ranks)
         for own, program, *_ in found[0]

@@ -2,7 +2,7 @@
 
 BERT with 48 layers, GPT-2 XL, T5-large and AmoebaNet-D on pipelines of 4 and 8 devices like V100-16GB, V100-32GB and RTX
 2080 Ti, fp32 with AdamW, four microbatches per device. Every planner (`benchmarks/peers/plans`) chooses
-cuts and what is recomputed (ours also what is offloaded); what it chooses is carved from the same traced graph, replayed for
+cuts and what is recomputed (ours also what is offloaded); what it chooses is split from the same traced graph, replayed for
 memory and simulated for time, so that only the choices differ. PipeDream and vPipe are asynchronous, with as many versions
 of the weights as that takes; they are compared with our choices under the same asynchronous schedule (`own-async`), the
 others with those under 1F1B (`own-1f1b`). Sizes tried are two per power of two. Steps of the optimizer are left out of the

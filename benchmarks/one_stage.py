@@ -81,12 +81,12 @@ class Saved:
     @property
     def again(self) -> tuple[Node, ...]:
         """Operators of the forward that run again."""
-        return (*self.stage.rebuild.nodes, *self.stage.remade.nodes)
+        return (*self.stage.rebuild.nodes, *self.stage.recomputed.nodes)
 
     @property
     def added_seconds(self) -> float:
         summary = self.line.summaries[0]
-        return summary.rebuild_s + summary.remade_s
+        return summary.rebuild_s + summary.recompute_s
 
     @cached_property
     def recomputed(self) -> Recomputed:

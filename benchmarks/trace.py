@@ -25,7 +25,7 @@ from stagewright.tracing.cache import trace
 graph = trace(sys.argv[1], 1, int(sys.argv[2]), "bfloat16", json.loads(sys.argv[3]))
 seconds = time.perf_counter() - began
 print(json.dumps({
-    "seconds": seconds, "nodes": len(graph.nodes), "forward": len(graph.body), "parameters": graph.num_parameters,
+    "seconds": seconds, "nodes": len(graph.nodes), "forward": len(graph.forward_ids), "parameters": graph.num_parameters,
     "kinds_of_operators": len({node.signature for node in graph.nodes}), "imported_torch": "torch" in sys.modules,
 }))
 """

@@ -87,7 +87,7 @@ def block_ends(body: BodyCosts, num_layers: int) -> list[int]:
         for part in ("attention.output", "output"):
             name = f"net.bert.encoder.layer.{layer}.{part}.LayerNorm:0"
             found.append(
-                next(place for place, node in enumerate(graph.body) if graph.nodes[node].name == name)
+                next(place for place, node in enumerate(graph.forward_ids) if graph.nodes[node].name == name)
             )
     return [*found, body.size]
 

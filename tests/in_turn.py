@@ -19,9 +19,9 @@ from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph, Origin
-from stagewright.graph.carving import carve
-from stagewright.graph.payload import Message, messages
+from stagewright.graph.messages import Message, messages
 from stagewright.graph.policy import Policy
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Function, Stage, Transfer
 from stagewright.graph.verify import verify_stages
 from stagewright.tracing.arguments import from_contents
@@ -132,7 +132,7 @@ class Pipeline:
         is_compiled: bool = False,
     ) -> None:
         self.graph = graph
-        self.stages = carve(graph, cuts, policies)
+        self.stages = split_graph(graph, cuts, policies)
         verify_stages(self.stages)
         tensors = {**_named(model.named_parameters), **_named(model.named_buffers), **_constants(graph)}
         device, scale = torch.device("cpu"), 1.0 / num_microbatches
@@ -195,13 +195,15 @@ class Pipeline:
                 function, run = (
                     (stage.input_grad, runner.input_grad) if split else (stage.backward, runner.backward)
                 )
-                with self._watched(stage, microbatch, function, arrived, stage.relayed if split else ()):
+                with self._watched(
+                    stage, microbatch, function, arrived, stage.saved_for_weight_grad if split else ()
+                ):
                     sent = run(microbatch, arrived)
             self._take_loss(sent)
             travelling += _sent(stage, stage.grad_sends, sent)
             del sent
             if split:
-                self._check(stage, microbatch, "I", stage.held_bytes(stage.relayed))
+                self._check(stage, microbatch, "I", stage.held_bytes(stage.saved_for_weight_grad))
                 with (
                     self.meter.scope((stage.index, microbatch)),
                     self._watched(stage, microbatch, stage.weight_grad, {}),

@@ -8,7 +8,7 @@ from stagewright.cluster import Device
 from stagewright.estimation.operators import work
 from stagewright.estimation.time import cost
 from stagewright.graph import Node, Origin, Part, Ref, Value
-from stagewright.graph.added import ACCUMULATE
+from stagewright.graph.added_nodes import ACCUMULATE
 from stagewright.graph.tensor import contiguous
 
 

@@ -112,13 +112,13 @@ def names(setting: Setting, model: str) -> Results:
     differences = unlike(planned, here)
     judged = f"{len(differences)} DIFFERENT" if differences else "equal"
     layouts = sum(one.meta != other.meta for one, other in zip(planned.values, here.values, strict=False))
-    yield f"{model}: {len(planned.body)} forward operators, names and kinds {judged}; {layouts} layouts differ"
+    yield f"{model}: {len(planned.forward_ids)} forward operators, names and kinds {judged}; {layouts} layouts differ"
     yield from (f"{model}: {difference}" for difference in differences[:3])
 
 
 def unlike(planned: OperatorGraph, here: OperatorGraph) -> list[str]:
     """Forward operators that have another name or kind, or that only one of the graphs has."""
-    of_plan, of_run = ({g.nodes[n].name: g.nodes[n].op for n in g.body} for g in (planned, here))
+    of_plan, of_run = ({g.nodes[n].name: g.nodes[n].op for n in g.forward_ids} for g in (planned, here))
     return [
         f"{name}: {of_plan.get(name, 'nothing')} in the plan, {of_run.get(name, 'nothing')} here"
         for name in dict.fromkeys([*of_plan, *of_run])

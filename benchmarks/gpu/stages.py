@@ -21,7 +21,7 @@ from stagewright.execution.collectives import backend_of
 from stagewright.execution.random import keyed
 from stagewright.execution.session import Session
 from stagewright.execution.verification import largest_difference
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
@@ -73,7 +73,7 @@ def saving(plan: Plan, name: str) -> Plan:
     if name == "keep":
         return plan
     graph = graph_of(plan)
-    stages = carve(graph, stage_cuts(plan, graph))
+    stages = split_graph(graph, stage_cuts(plan, graph))
     policies = [
         "layers" if name == "recompute" else _offloading(stage, name == "offload attention")
         for stage in stages

@@ -9,7 +9,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import graph_of, line_of
 from stagewright.planning.plan import Plan, StagePolicy, load_plan
@@ -35,7 +35,7 @@ def planned(path: Path, *words: str) -> Plan:
 def offloading(plan: Plan) -> Plan:
     """`plan`, with half of what the stages save on the host in the meantime."""
     graph = graph_of(plan)
-    stages = carve(graph, stage_cuts(plan, graph))
+    stages = split_graph(graph, stage_cuts(plan, graph))
     program = insert_recomputation(stage_program(plan), range(len(stages)))
     policies = tuple(StagePolicy(offload=_saved_names(stage)[::2]) for stage in stages)
     return plan.model_copy(update={"program": tuple(map(_texts, program.ranks)), "memory_policy": policies})

@@ -32,7 +32,7 @@ from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import Channel, _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import Origin
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, build, insert_communication
 from stagewright.tracing.arguments import DTYPES, from_contents
@@ -143,7 +143,7 @@ def traced(name: str, dtype: str = "float32") -> tuple[Any, Any]:
 
 
 def predicted(graph: Any, cuts: list[int], program: Program) -> list[RankMemory]:
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     memories = [StageMemory(stage) for stage in stages]
     lowered = insert_communication(program, stage_edges(stages))
     ranks = range(program.num_ranks)
@@ -155,7 +155,7 @@ def measured(
     built: Any, graph: Any, cuts: list[int], program: Program, gradient: torch.dtype | None
 ) -> Measured:
     """The second optimizer step of every rank, each with tensors of its own."""
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     lowered = insert_communication(program, stage_edges(stages))
     tensors = dict(built.module.named_parameters(remove_duplicate=False))
     tensors |= dict(built.module.named_buffers(remove_duplicate=False))
@@ -240,7 +240,7 @@ def compare(built: Any, graph: Any, cuts: list[int], program: Program, gradient:
 
 def check(name: str, program: Program, dtype: str = "float32", gradient: torch.dtype | None = None) -> None:
     built, graph = traced(name, dtype)
-    size, num_stages = len(graph.body), program.num_stages
+    size, num_stages = len(graph.forward_ids), program.num_stages
     cuts = [size * index // num_stages + index % 3 for index in range(1, num_stages)]
     compare(built, graph, cuts, program, gradient)
 

@@ -14,9 +14,9 @@ from stagewright.estimation.runtime import Runtime, load_runtime, runtime_names
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.execution.preflight import refuse_what_is_not_run
 from stagewright.graph import OperatorGraph, Part
-from stagewright.graph.carving import Carving
 from stagewright.graph.fusion import FusionRule, fuse, is_kernel
 from stagewright.graph.layers import even_layers, layer_begins, layer_cuts
+from stagewright.graph.split import SplitGraph
 from stagewright.graph.verify import verify_graph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -86,7 +86,7 @@ def test_layers_of_megatron_keep_what_was_published(tp: int, splits: bool, how: 
         graph = load_runtime("megatron-lm").rewrite(traced("gpt2", "megatron-lm", tp, splits, num_layers))
         ways = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}
         policy = ways[how](graph)
-        return StageMemory(Carving(graph, []).stages([policy])[0]).saved_bytes
+        return StageMemory(SplitGraph(graph, []).stages([policy])[0]).saved_bytes
 
     row, scores = TOKENS * SIZE * HIDDEN, 5 * HEADS * TOKENS * TOKENS * SIZE
     statistics = 16 * TOKENS * SIZE // (tp if splits else 1)
@@ -114,7 +114,7 @@ def test_layers_of_megatron_core_keep_what_their_modules_save() -> None:
     each = 2 * (4 * hidden + 2 * queries + 3 * keys + queries + 3 * inner) + 2 * 4 + 4 * heads
     begins = layer_begins(graph)
     cuts = [begins[1], begins[2]]
-    middle = StageMemory(Carving(graph, cuts).stages()[1])
+    middle = StageMemory(SplitGraph(graph, cuts).stages()[1])
     received = 2 * hidden * SIZE * TOKENS  # the residual that enters belongs to the stage before
     assert middle.saved_bytes == each * SIZE * TOKENS - received
     assert all(
@@ -156,7 +156,7 @@ def test_stages_of_so_many_layers() -> None:
     assert num_layers == 6 and even_layers(graph, 4) == (2, 2, 1, 1)
     assert layer_cuts(graph, (0, num_layers)) == (layer_begins(graph)[0],)
     last = layer_cuts(graph, (num_layers, 0))[0]
-    assert not graph.nodes[graph.body[last]].module.startswith("net.model.layers")
+    assert not graph.nodes[graph.forward_ids[last]].module.startswith("net.model.layers")
     with pytest.raises(PlanError, match="add up"):
         layer_cuts(graph, (1, num_layers))
     with pytest.raises(PlanError, match="cannot fill"):

@@ -43,7 +43,7 @@ def changed(folder: Path, text: str) -> str:
 def test_every_layer_is_gathered_and_reduced_on_its_own() -> None:
     found = estimated(zero=3)
     graph = trace("tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused")
-    names = [layer_of(graph.nodes[node].module) for node in graph.body]
+    names = [layer_of(graph.nodes[node].module) for node in graph.forward_ids]
     units = [one for index, one in enumerate(names) if index == 0 or names[index - 1] != one]
     assert found.num_stages == len(units) == len(set(names) - {""}) + 2
     (actions,) = found.program
@@ -141,7 +141,7 @@ FACTORIES = """
 import torch
 from torch import nn
 
-class Flat(nn.Module):
+class FlatLayout(nn.Module):
     def __init__(self, empty):
         super().__init__()
         self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -152,10 +152,10 @@ class Flat(nn.Module):
         return y if self.empty is None else y + self.empty.sum().to(y.dtype)
 
 def flat():
-    return Flat(False), (torch.zeros(2, 8),)
+    return FlatLayout(False), (torch.zeros(2, 8),)
 
 def empty():
-    return Flat(True), (torch.zeros(2, 8),)
+    return FlatLayout(True), (torch.zeros(2, 8),)
 """
 
 

@@ -13,7 +13,7 @@ from plans import make_plan
 
 from stagewright.cluster import load_cluster
 from stagewright.execution.collectives import Traffic
-from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import line_of
 from stagewright.planning.plan import Plan, load_plan

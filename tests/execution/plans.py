@@ -8,7 +8,7 @@ from pathlib import Path
 from stagewright.cluster import load_cluster
 from stagewright.execution.launch import run
 from stagewright.execution.record import Record
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import line_of
 from stagewright.planning.job import load_job
@@ -97,14 +97,14 @@ def make_plan(
     whole = program or build_schedule(schedule, pp, num_microbatches, num_chunks)
     program = subdivided(whole, (num_units,) * whole.num_stages)
     stages = program.num_stages
-    cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
-    carved = carve(graph, cuts)
-    policies = [_policy(stage, policy) for stage in carved]
+    cuts = [len(graph.forward_ids) * stage // stages for stage in range(1, stages)]
+    split_stages = split_graph(graph, cuts)
+    policies = [_policy(stage, policy) for stage in split_stages]
     if policy != "keep":
         program = insert_recomputation(program, range(stages))
     levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
     if sharding is not None:
-        program = sharded_program(program, carved, levels)
+        program = sharded_program(program, split_stages, levels)
     plan = Plan(
         stagewright=__version__,
         model=ModelSection.of(reference),

@@ -31,8 +31,8 @@ def place(
     from stagewright.execution.collectives import ProcessGroups
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import TiedGroups, Weights
-    from stagewright.graph.carving import carve
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
+    from stagewright.graph.split import split_graph
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
     from stagewright.schedule.saving import insert_recomputation
@@ -40,14 +40,14 @@ def place(
     family, _, policy = schedule.partition("+")
     program = build_schedule(family, num_ranks, num_microbatches, num_chunks)
     cuts = even_cuts(graph, program.num_stages)
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     if policy == "o":
         program = insert_recomputation(program, range(len(stages)))
-        stages = carve(graph, cuts, [Policy(offload=frozenset(stage.saved)) for stage in stages])
+        stages = split_graph(graph, cuts, [Policy(offload=frozenset(stage.saved)) for stage in stages])
     elif policy:
         program = insert_recomputation(program, range(len(stages)))
         some = [Policy(recompute=frozenset(stage.saved[::2])) for stage in stages]
-        stages = carve(graph, cuts, some if policy == "r" else [RECOMPUTE_ALL] * len(stages))
+        stages = split_graph(graph, cuts, some if policy == "r" else [RECOMPUTE_ALL] * len(stages))
     program = insert_communication(program, stage_edges(stages))
     placed, cpu, everyone = program.placement.rank_of_stage, torch.device("cpu"), list(range(num_ranks))
     own = [stage for stage in stages if placed[stage.index] == rank]
@@ -71,7 +71,7 @@ def even_cuts(graph: Any, num_stages: int) -> list[int]:
     from stagewright.graph.cuts import find_cuts
 
     legal = [int(cut) for cut in find_cuts(graph).legal.nonzero()[0]]
-    count, found = len(graph.body), []
+    count, found = len(graph.forward_ids), []
     for stage in range(1, num_stages):
         left = [cut for cut in legal if cut > (found[-1] if found else 0)]
         left = left[: len(left) - (num_stages - 1 - stage)]  # one for each cut to come

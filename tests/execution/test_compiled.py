@@ -80,7 +80,7 @@ def test_functions_are_compiled_and_compared_before_the_first_batch(
     from stagewright.execution import compiled
     from stagewright.execution.stage_runner import StageRunner
     from stagewright.execution.weights import Weights
-    from stagewright.graph.carving import carve
+    from stagewright.graph.split import split_graph
     from stagewright.schedule.action import Kind
     from stagewright.tracing.trace import trace_module
 
@@ -91,7 +91,7 @@ def test_functions_are_compiled_and_compared_before_the_first_batch(
     torch.manual_seed(0)
     case = NASTY["BatchNorm"]
     model, batch = case.model(), case.batch()
-    (stage,) = carve(trace_module(model, batch), [])
+    (stage,) = split_graph(trace_module(model, batch), [])
     tensors = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     cpu = torch.device("cpu")
     weights = Weights([stage], tensors, cpu)

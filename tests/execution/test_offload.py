@@ -31,7 +31,7 @@ def test_an_offloading_plan_uses_the_memory_that_was_predicted(pp: int, tmp_path
     line = line_of(kept, cluster)
     names = tuple(
         line.stages[0].graph.nodes[node].name
-        for node in line.stages[0].graph.body[line.stages[0].start : line.stages[0].stop]
+        for node in line.stages[0].graph.forward_ids[line.stages[0].start : line.stages[0].stop]
     )
     program = insert_recomputation(line.program, [0])
     plan = kept.model_copy(

@@ -7,7 +7,7 @@ import torch
 
 from stagewright.execution.transport import _pack, _unpack
 from stagewright.graph import Origin, Value
-from stagewright.graph.payload import messages, num_bytes
+from stagewright.graph.messages import messages, num_bytes
 from stagewright.tracing.arguments import meta_of
 
 BASE = torch.arange(120, dtype=torch.float64).reshape(4, 5, 6)

@@ -14,7 +14,7 @@ from attending import ATTENDING, microbatch
 from stagewright.errors import PlanError, RunError
 from stagewright.execution import collectives
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.plan import GraphSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, graph_section, stage_cuts, stage_policies
 from stagewright.tracing.trace import trace_module
@@ -49,7 +49,7 @@ def plan_of(graph: OperatorGraph, section: GraphSection | None = None) -> Plan:
 
 def with_other_operator(graph: OperatorGraph, place: int) -> OperatorGraph:
     nodes = list(graph.nodes)
-    nodes[graph.body[place]] = replace(nodes[graph.body[place]], op="aten.sin.default")
+    nodes[graph.forward_ids[place]] = replace(nodes[graph.forward_ids[place]], op="aten.sin.default")
     return replace(graph, nodes=tuple(nodes))
 
 
@@ -57,14 +57,14 @@ def test_a_plan_says_which_operators_it_names(graph: OperatorGraph) -> None:
     section = plan_of(graph).graph
     assert section is not None
     assert "stagewright.attention.default" in section.operators.values()
-    assert section.operators[plan_of(graph).cuts[0]] == graph.nodes[graph.body[CUT]].op
+    assert section.operators[plan_of(graph).cuts[0]] == graph.nodes[graph.forward_ids[CUT]].op
     assert section.digest == graph_section(traced("cuda"), (), ()).digest
     assert set(section.packages) == {"torch", "transformers"}
 
 
 def test_a_name_that_is_another_operator_here_is_refused_with_both(graph: OperatorGraph) -> None:
     plan = plan_of(graph)
-    name, planned = plan.cuts[0], graph.nodes[graph.body[CUT]].op
+    name, planned = plan.cuts[0], graph.nodes[graph.forward_ids[CUT]].op
     assert stage_cuts(plan, graph) == [CUT]
     with pytest.raises(
         PlanError, match=rf"'{name}', which is {planned} in the plan's graph and aten.sin.default in"
@@ -100,7 +100,7 @@ def test_ranks_with_other_graphs_are_named_with_the_operator(
     graph: OperatorGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks in turn: the first sends what it has, and the second answers."""
-    stages, others = (carve(one, [CUT]) for one in (graph, with_other_operator(graph, 5)))
+    stages, others = (split_graph(one, [CUT]) for one in (graph, with_other_operator(graph, 5)))
     sent: list[Any] = []
 
     def alone(document: Any) -> list[Any]:
@@ -118,7 +118,7 @@ def test_ranks_with_other_graphs_are_named_with_the_operator(
         collectives.check_same_graphs(stages)
     first = iter(sent)
     monkeypatch.setattr(collectives, "exchange", lambda document: [next(first), document])
-    planned = graph.nodes[graph.body[5]]
+    planned = graph.nodes[graph.forward_ids[5]]
     wanted = f"on rank 0 operator '{planned.name}' is {planned.op}, and on rank 1 '{planned.name}' is aten.sin.default"
     with pytest.raises(RunError, match=wanted):
         collectives.check_same_graphs(others)
@@ -131,7 +131,7 @@ def test_ranks_with_the_same_graph_exchange_one_digest(
     monkeypatch.setattr(
         collectives, "exchange", lambda document: sent.append(document) or [document, document]
     )
-    collectives.check_same_graphs(carve(graph, [CUT]))
+    collectives.check_same_graphs(split_graph(graph, [CUT]))
     assert len(sent) == 1
 
 

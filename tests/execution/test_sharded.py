@@ -18,8 +18,8 @@ from stagewright.execution.loading import StartingTensors
 from stagewright.execution.metering import StorageMeter
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import Weights
-from stagewright.graph.carving import carve
-from stagewright.graph.flat import flats
+from stagewright.graph.flat_buffers import flats
+from stagewright.graph.split import split_graph
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -158,8 +158,8 @@ def test_a_start_takes_no_more_of_the_device_than_stays_there(level: int) -> Non
     is torch's meta device, whose tensors have sizes and no contents."""
     reference = resolve("tiny-llama", dict(SMALL_LLAMA))
     graph = trace(reference, 1, 16)
-    num_operators = len(graph.body)
-    stages = carve(graph, [num_operators // 3, 2 * num_operators // 3])
+    num_operators = len(graph.forward_ids)
+    stages = split_graph(graph, [num_operators // 3, 2 * num_operators // 3])
     layout = flats(stages, [level] * len(stages), num_shards=4)
     sizes = [flat.num_elements * ITEM_BYTES[flat.dtype] for flat in layout]
     parameters = [

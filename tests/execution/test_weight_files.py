@@ -20,7 +20,7 @@ from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.loading import StartingTensors, StoredWeights
 from stagewright.execution.quantised import refuse_quantised
 from stagewright.execution.weight_files import INDEX, WeightFiles, check_weights
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.plan import ModelSection, Plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel, build
@@ -83,7 +83,7 @@ def starting(folder: Path, dtype: str = "float32") -> dict[str, torch.Tensor]:
     reference = resolve(str(folder))
     assert reference.weights is not None
     model = DeferredModel(reference, 1, 8, dtype)
-    stages = carve(trace(reference, 1, 8, dtype), [])
+    stages = split_graph(trace(reference, 1, 8, dtype), [])
     stored = StoredWeights(reference.weights, model.module, reference.config or {})
     return dict(StartingTensors(model, stages, stored))
 

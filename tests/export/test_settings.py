@@ -30,7 +30,7 @@ from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
 from stagewright.export.torchtitan import STACK as TITAN_STACK
 from stagewright.export.torchtitan import known_keys
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
@@ -369,10 +369,11 @@ def test_a_plan_with_one_thing_otherwise_is_the_plan_of_that(
 def test_tensors_are_recomputed_by_the_stage_that_has_them_then() -> None:
     whole = plan(layers_per_stage=(1, 3, 3, 1), recompute="full")
     graph = graph_of(whole)
-    stages = carve(graph, stage_cuts(whole, graph))
+    stages = split_graph(graph, stage_cuts(whole, graph))
     names = [[graph.nodes[graph.values[value].node].name for value in stage.saved][:4] for stage in stages]
     names = [
-        [name for name in own if name in {graph.nodes[node].name for node in graph.body}] for own in names
+        [name for name in own if name in {graph.nodes[node].name for node in graph.forward_ids}]
+        for own in names
     ]
     policies = tuple(StagePolicy(recompute=tuple(own)) for own in names)
     found = with_layers(whole.model_copy(update={"memory_policy": policies}), graph, LAYERS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from in_turn import Batch, Outcome, Pipeline, assert_equal, bytes_kept_by_autograd, run_plain
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
@@ -64,7 +64,7 @@ def example(like: Tensor, generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_stages_equal_plain_autograd(family: str, split: bool) -> None:
     model, graph, batches, plain = prepared(family)
-    size = len(graph.body)
+    size = len(graph.forward_ids)
     # Odd places, different ones for the two ways to run the backward: nothing but the graph says where layers end.
     cuts = [size // 3 + 1, 2 * size // 3 + 2] if split else [size // 7, size - size // 11]
     outcome = Pipeline(graph, model, cuts, NUM_MICROBATCHES).step(batches, split)
@@ -74,7 +74,7 @@ def test_three_stages_equal_plain_autograd(family: str, split: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_more_is_held_than_autograd_holds(family: str) -> None:
     model, graph, batches, _ = prepared(family)
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     assert stage.held_bytes(stage.saved) <= bytes_kept_by_autograd(copy.deepcopy(model), batches[0])
 
 

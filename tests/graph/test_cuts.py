@@ -1,4 +1,4 @@
-"""What is said of a cut is what carving there does."""
+"""What is said of a cut is what splitting there does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from nasty import NASTY
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
+from stagewright.graph.split import split_graph
 from stagewright.tracing.cache import trace
 from stagewright.tracing.trace import trace_module
 
@@ -23,15 +23,15 @@ def _mixtral() -> OperatorGraph:
 
 
 @pytest.mark.parametrize("make", [_changing_buffer, _mixtral])
-def test_a_cut_is_what_carving_makes_of_it(make: object) -> None:
+def test_a_cut_is_what_splitting_makes_of_it(make: object) -> None:
     graph = make()  # type: ignore[operator]
     cuts = find_cuts(graph)
-    size = len(graph.body)
+    size = len(graph.forward_ids)
     assert len(cuts.legal) == len(cuts.value_bytes) == size + 1
     assert not cuts.legal[0] and not cuts.legal[size]
     for position in range(1, size, 1 if size < 50 else 7):
         try:
-            stages = carve(graph, [position])
+            stages = split_graph(graph, [position])
         except PlanError:
             assert not cuts.legal[position]
             continue
@@ -52,4 +52,4 @@ def test_a_buffer_that_changes_bars_the_cuts_between_its_users() -> None:
     legal = find_cuts(graph).legal
     low, high = sorted((reader, maker))
     assert low < high and not legal[low + 1 : high + 1].any()
-    assert legal[1 : len(graph.body)].any()
+    assert legal[1 : len(graph.forward_ids)].any()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stagewright.graph import Node, Origin, Part, Ref, TensorMeta, Value
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Function
 from stagewright.graph.tensor import contiguous
 from stagewright.graph.views import issued, not_issued
@@ -84,7 +84,7 @@ def test_rows_with_gaps_between_them_are_viewed_step_by_step() -> None:
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
 def test_what_is_predicted_is_what_a_stage_leaves_out(model: str) -> None:
     graph = trace(model, 1, 16, "float32")
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     functions = (stage.forward, stage.backward)
     calls = [call for function in functions for call in issued(function, stage.value).nodes]
     assert len(not_issued(graph)) == calls.count(None) > 0

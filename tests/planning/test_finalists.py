@@ -10,7 +10,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.candidate import Choice
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
@@ -59,7 +59,7 @@ def test_the_joint_plan_is_complete() -> None:
     body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
     line: Pipeline = pipeline(body, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph))
     assert run_timeline(line).bubble_fraction == pytest.approx(best.predictions.bubble_fraction)
-    assert len(carve(graph, cuts)) == best.num_stages
+    assert len(split_graph(graph, cuts)) == best.num_stages
 
 
 def test_finalists_are_pipelines_that_could_still_win() -> None:

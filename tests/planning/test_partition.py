@@ -16,7 +16,7 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, summarise
 from stagewright.estimation.time import Costing
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.tracing.cache import trace
 
@@ -101,7 +101,7 @@ def test_ranges_of_a_real_body_are_what_its_stages_take() -> None:
     cuts = partition([costs] * 4, 0.1)
     assert cuts is not None
     ends = [0, *cuts, costs.size]
-    summaries = [summarise(StageMemory(stage), costing) for stage in carve(graph, cuts)]
+    summaries = [summarise(StageMemory(stage), costing) for stage in split_graph(graph, cuts)]
     seconds = [s.forward_s + s.input_grad_s + s.weight_grad_s for s in summaries]
     assert np.diff(costs.seconds[ends]) == pytest.approx(seconds, rel=0.1)
     assert np.diff(costs.forward_seconds[ends]) == pytest.approx([s.forward_s for s in summaries], rel=0.1)

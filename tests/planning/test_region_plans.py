@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.estimate import estimate, graph_of, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
@@ -40,13 +40,13 @@ def test_what_a_plan_names_is_what_was_predicted(pp: int) -> None:
     found = estimate(model(), CLUSTER, JOB, pp=pp, dp=1)
     graph = graph_of(found)
     cuts = stage_cuts(found, graph)
-    assert carve(graph, cuts, stage_policies(found, graph)) == carve(
+    assert split_graph(graph, cuts, stage_policies(found, graph)) == split_graph(
         graph, cuts, default_policies(graph, cuts)
     )
     assert peaks(estimate(found, CLUSTER)) == peaks(found)
     line = line_of(found, CLUSTER)
     assert [stage.recompute_seconds for stage in found.predictions.stages] == [
-        summary.rebuild_s + summary.remade_s for summary in line.summaries
+        summary.rebuild_s + summary.recompute_s for summary in line.summaries
     ]
 
 
@@ -94,7 +94,7 @@ def test_sharded_units_and_split_backwards_recompute_what_the_model_says() -> No
         graph = graph_of(found)
         cuts = stage_cuts(found, graph)
         named = stage_policies(found, graph)
-        assert carve(graph, cuts, named) == carve(graph, cuts, default_policies(graph, cuts))
+        assert split_graph(graph, cuts, named) == split_graph(graph, cuts, default_policies(graph, cuts))
         assert peaks(estimate(found, CLUSTER)) == peaks(found)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.graph.depth import REPEATS
+from stagewright.graph.repeat import REPEATS
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
@@ -158,10 +158,10 @@ def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: 
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
     whole = body_costs(graph, CLUSTER, JOB)
-    carved = make_candidate(
+    candidate = make_candidate(
         whole, Choice(1, 1, 1, 1, "1f1b", recompute=how == "full", selective=how == "selective"), CLUSTER, JOB
     )
-    stage = carved.line.summaries[0]
+    stage = candidate.line.summaries[0]
     costs = Layers(graph, CLUSTER, JOB).costs(CLUSTER.device, how)
     assert costs.num_layers == 8
     forward, backward = stage_seconds([costs], None)

@@ -14,7 +14,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import resident_bytes
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
@@ -177,8 +177,8 @@ def test_a_fixed_microbatch_must_divide() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
     graph = trace("tiny-llama", 1, 32, "float32")
-    size = len(graph.body)
-    stages = carve(graph, [size * i // num_ranks for i in range(1, num_ranks)])
+    size = len(graph.forward_ids)
+    stages = split_graph(graph, [size * i // num_ranks for i in range(1, num_ranks)])
     memories = [StageMemory(stage) for stage in stages]
     program = build("1f1b", num_ranks, 20)
     short = shortened(program)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from stagewright.cluster import all_reduce_seconds, load_cluster, reduce_scatter_seconds
 from stagewright.errors import InputError
-from stagewright.graph.flat import Flat
+from stagewright.graph.flat_buffers import FlatLayout
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -34,7 +34,7 @@ def plans() -> dict[int | None, Plan]:
 
 def test_gathers_within_a_node_are_faster() -> None:
     cluster = load_cluster("16x-v100-32")
-    flat = Flat((0,), "bfloat16", True, 3, 8, (), 1 << 20, num_copies=2)
+    flat = FlatLayout((0,), "bfloat16", True, 3, 8, (), 1 << 20, num_copies=2)
     of_all = replace(flat, num_shards=16, num_copies=1)
     found = Collectives(cluster, range(16))
     assert found.gather([flat]) < 0.8 * found.gather([of_all])

@@ -1,4 +1,4 @@
-"""Reports on graphs: boundaries agree with what carving sends, layers and shared parameters are found."""
+"""Reports on graphs: boundaries agree with what splitting sends, layers and shared parameters are found."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
+from stagewright.graph.split import split_graph
 from stagewright.report.graphs import find_layers, graph_document, graph_summary, listing
 from stagewright.tracing.trace import trace_module
 
@@ -49,12 +49,12 @@ def graph() -> OperatorGraph:
     return trace_module(Skipping(), {"x": torch.randn(4, 8)}, "skipping")
 
 
-def test_boundaries_are_what_carving_sends(graph: OperatorGraph) -> None:
+def test_boundaries_are_what_splitting_sends(graph: OperatorGraph) -> None:
     cuts = find_cuts(graph)
     positions = set(cuts.positions.tolist())
-    for position in range(1, len(graph.body)):
+    for position in range(1, len(graph.forward_ids)):
         try:
-            stages = carve(graph, [position])
+            stages = split_graph(graph, [position])
         except PlanError:
             assert position not in positions
             continue

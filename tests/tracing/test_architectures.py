@@ -68,7 +68,7 @@ def test_a_family_is_traced_from_its_config(config: dict, tmp_path: Path) -> Non
     """Layers called with None or a list, no padding token, settings of the text alone, a range without an end."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     graph = trace(str(tmp_path), 1, 32, "float32", use_cache=False)
-    assert graph.body and any("layers.1" in node.module for node in graph.nodes)
+    assert graph.forward_ids and any("layers.1" in node.module for node in graph.nodes)
 
 
 def graph_of(config: dict, folder: Path, **overrides: Any) -> OperatorGraph:

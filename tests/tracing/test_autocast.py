@@ -137,7 +137,7 @@ def test_a_graph_for_a_gpu_runs_as_the_model_would_there() -> None:
     } <= kept
     with autocast_of("cuda"):
         plain = run_plain(copy.deepcopy(model), batches)
-    for cut in range(2, len(graph.body), 3):
+    for cut in range(2, len(graph.forward_ids), 3):
         assert_equal(plain, Pipeline(graph, model, [cut], len(batches)).step(batches, True), 1e-6)
 
 

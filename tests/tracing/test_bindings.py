@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stagewright.graph import Node, Origin, Part, Ref, TensorMeta, Value
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.tensor import contiguous
 from stagewright.tracing import bindings
 from stagewright.tracing.arguments import operator
@@ -79,7 +79,7 @@ def test_torch_generates_functions_and_methods() -> None:
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
 def test_a_forward_gives_the_same_to_the_last_bit(model: str) -> None:
     graph = trace(model, 2, 8, "float32")
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
 
     def tensor(number: int) -> torch.Tensor:

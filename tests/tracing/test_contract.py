@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Part, Value
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.verify import verify_graph, verify_stages
 from stagewright.tracing.trace import trace_module
@@ -216,7 +216,7 @@ def test_a_broken_graph_is_refused(broken: Callable[[], OperatorGraph], said: st
 
 
 def stages() -> list[Stage]:
-    return carve(small(), [2])
+    return split_graph(small(), [2])
 
 
 def saving_a_parameter() -> Stage:
@@ -227,7 +227,7 @@ def saving_a_parameter() -> Stage:
 def saving_a_view_of_a_parameter() -> Stage:
     stage = stages()[1]
     transposed = next(value for value in find("aten.t.default", Part.DERIVED).outputs if value is not None)
-    return replace(stage, relayed=(*stage.relayed, transposed))
+    return replace(stage, saved_for_weight_grad=(*stage.saved_for_weight_grad, transposed))
 
 
 def sending_nothing() -> Stage:
@@ -255,7 +255,7 @@ BROKEN_STAGES: list[tuple[Callable[[], Stage], str]] = [
     (saving_a_parameter, r"stage 0: value \d+ \('conv\.weight'\) is saved, but is part of a parameter"),
     (
         saving_a_view_of_a_parameter,
-        r"operator aten\.t\.default of module 'head'.* is relayed, but is part of a param",
+        r"operator aten\.t\.default of module 'head'.* is saved for weight gradients, but is part of a param",
     ),
     (sending_nothing, r"stage 0 sends \(\) and stage 1 receives"),
     (using_what_is_not_there, r"stage 0: F uses value \d+ \('x'\) and does not have it"),

@@ -72,7 +72,7 @@ def write(folder: Path, package: str = "") -> None:
 
 def factors(graph: OperatorGraph) -> set[float]:
     """The numbers that operators of the forward are called with."""
-    arguments = (argument for node in graph.body for argument in graph.nodes[node].args)
+    arguments = (argument for node in graph.forward_ids for argument in graph.nodes[node].args)
     return {argument for argument in arguments if type(argument) is float}
 
 

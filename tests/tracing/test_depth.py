@@ -17,8 +17,8 @@ from stagewright.estimation.runtime import load_runtime, runtime_names
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
-from stagewright.graph.depth import REPEATS, IrregularLayers, Repeat, copies_of, expanded, is_pattern
 from stagewright.graph.document import graph_from_bytes, graph_to_bytes
+from stagewright.graph.repeat import REPEATS, IrregularLayers, Repeat, copies_of, expanded, is_pattern
 from stagewright.planning.partition.ranges import ranges_of
 from stagewright.tracing import capture
 from stagewright.tracing.cache import trace
@@ -159,7 +159,7 @@ def test_layers_are_left_out_only_where_they_are_a_pattern(
 def test_layers_that_differ_are_no_pattern() -> None:
     few = trace("gpt2", 1, 64, "bfloat16", target="cuda", expand=False)
     (repeat,) = few.facts[REPEATS]
-    wrong = Repeat(repeat.path, ("0", "0", "1", "3"), repeat.missing, repeat.behind)
+    wrong = Repeat(repeat.path, ("0", "0", "1", "3"), repeat.missing, repeat.after)
     few.facts[REPEATS] = (wrong,)
     assert not is_pattern(few)
     with pytest.raises(IrregularLayers, match="not alike"):

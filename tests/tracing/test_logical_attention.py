@@ -114,7 +114,7 @@ def test_training_through_the_logical_operator_is_plain_autograd(name: str) -> N
     graph = graph_of(name, model)
     batches = [microbatch() for _ in range(2)]
     plain = run_plain(copy.deepcopy(model), batches)
-    for cut in range(1, len(graph.body), 4):
+    for cut in range(1, len(graph.forward_ids), 4):
         for policies in ([KEEP, KEEP], [RECOMPUTE_ALL, RECOMPUTE_ALL]):
             stages = Pipeline(graph, model, [cut], len(batches), policies)
             assert_equal(plain, stages.step(batches, split=policies[0] is KEEP), 1e-12)
@@ -129,7 +129,7 @@ def test_attention_is_one_operator_whatever_kernels_the_device_has_that_traces(n
         for_cpu = graph_of(name, model, "cpu")
     assert without.nodes == graph.nodes and without.values == graph.values
     assert [node.op for node in graph.nodes if "scaled_dot" in node.op or "softmax" in node.op] == []
-    assert [graph.nodes[node].op for node in graph.body].count(ATTENTION) == 2
+    assert [graph.nodes[node].op for node in graph.forward_ids].count(ATTENTION) == 2
     assert [node.op for node in for_cpu.nodes if "softmax" in node.op]
 
 

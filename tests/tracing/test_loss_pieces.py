@@ -14,9 +14,9 @@ from torch import nn
 from in_turn import Batch, Outcome, Pipeline, run_plain
 from stagewright.errors import InputError, PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.split import split_graph
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import BuiltModel, build
 from stagewright.tracing.models.pieces import evaluate_in_pieces
@@ -90,7 +90,7 @@ def test_pieces_with_recomputation_equal_the_whole(name: str, split: bool) -> No
             frozenset(v for v in stage.saved if draw.random() < 0.5),
             frozenset(v for v in stage.saved if draw.random() < 0.3),
         )
-        for stage in carve(graph, cuts)
+        for stage in split_graph(graph, cuts)
     ]
     for policies in ([RECOMPUTE_ALL] * 2, some):
         check(name, cuts, split, policies)
@@ -110,7 +110,7 @@ def test_pieces_equal_the_whole_under_autocast() -> None:
     for name, wanted in plain.gradients.items():
         difference = (found.gradients[name] - wanted).abs().max().item()
         assert difference <= 2.0**-6 * wanted.abs().max().item(), f"gradient of {name}"
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     head = graph.parameters["net.lm_head.weight"]
     finished = [node for node in stage.backward.nodes if node.kwargs == (("parameter", head),)]
     assert len(finished) == ODD_PIECES
@@ -135,7 +135,7 @@ def test_soft_capped_and_scaled_logits_are_the_models_own() -> None:
         graph = trace_module(model, net)
         assert any(
             graph.nodes[node].op.startswith(("aten.tanh", "aten.mul", "aten.div"))
-            for node in graph.body[graph.late : -2]
+            for node in graph.forward_ids[graph.late : -2]
         )
 
 
@@ -152,7 +152,7 @@ def _of_config(config: dict[str, object]) -> tuple[nn.Module, dict[str, torch.Te
 
 def test_nothing_of_the_logits_is_saved() -> None:
     graph = prepared("tiny-llama")[1]
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     assert graph.loss not in stage.forward.outputs
     assert graph.loss in stage.backward.outputs and graph.loss in stage.input_grad.outputs
     shapes = [stage.value(value).meta.shape for value in stage.saved]
@@ -167,8 +167,8 @@ def test_a_cut_among_the_pieces_is_refused() -> None:
     legal = find_cuts(graph).legal
     assert legal[graph.late] and not legal[graph.late + 1 :].any()
     with pytest.raises(PlanError, match="separates the pieces of the loss"):
-        carve(graph, [graph.late + 1])
-    assert len(carve(graph, [graph.late], [KEEP, KEEP])) == 2
+        split_graph(graph, [graph.late + 1])
+    assert len(split_graph(graph, [graph.late], [KEEP, KEEP])) == 2
 
 
 @pytest.mark.parametrize(

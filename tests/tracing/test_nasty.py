@@ -15,7 +15,7 @@ from in_turn import Batch, Outcome, Pipeline, assert_equal, bytes_kept_by_autogr
 from nasty import NASTY
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.tracing.trace import trace_module
 
 NUM_MICROBATCHES = 2
@@ -35,9 +35,9 @@ def prepared(name: str) -> tuple[nn.Module, OperatorGraph, list[Batch], Outcome]
 
 def legal_cuts(graph: OperatorGraph) -> list[int]:
     found = []
-    for cut in range(1, len(graph.body)):
+    for cut in range(1, len(graph.forward_ids)):
         try:
-            carve(graph, [cut])
+            split_graph(graph, [cut])
         except PlanError:
             continue
         found.append(cut)
@@ -71,7 +71,7 @@ def test_fused_backward_and_several_cuts_equal_plain_autograd(name: str) -> None
 @pytest.mark.parametrize("name", NASTY)
 def test_no_more_is_held_than_autograd_holds(name: str) -> None:
     model, graph, batches, _ = prepared(name)
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     changing = sum(graph.values[buffer].meta.storage_bytes for buffer, _ in graph.mutations)
     assert (
         stage.held_bytes(stage.saved) <= bytes_kept_by_autograd(copy.deepcopy(model), batches[0]) + changing
@@ -99,19 +99,19 @@ def test_running_the_forward_again_changes_nothing(name: str) -> None:
 
 def test_a_cut_between_the_users_of_a_changing_buffer_is_refused() -> None:
     graph = prepared("BufferReadTwice")[1]
-    assert set(legal_cuts(graph)) < set(range(1, len(graph.body)))
+    assert set(legal_cuts(graph)) < set(range(1, len(graph.forward_ids)))
     first_use = graph.consumers[graph.buffers["mean"]][0]
     with pytest.raises(PlanError, match="separates the users of buffer 'mean'"):
-        carve(graph, [graph.position[first_use] + 1])
+        split_graph(graph, [graph.position[first_use] + 1])
 
 
 def test_a_counter_that_several_stages_read_is_kept_by_each() -> None:
     graph = prepared("BufferReadTwice")[1]
     counter = graph.buffers["calls"]
-    updating = [stage.index for stage in carve(graph, [1, 2]) if counter in dict(stage.mutations)]
+    updating = [stage.index for stage in split_graph(graph, [1, 2]) if counter in dict(stage.mutations)]
     assert updating == [2]
     last = legal_cuts(graph)[-1]
-    assert [stage.index for stage in carve(graph, [last]) if counter in dict(stage.mutations)] == [1]
+    assert [stage.index for stage in split_graph(graph, [last]) if counter in dict(stage.mutations)] == [1]
 
 
 def leak_one(outputs: list[torch.Tensor], kept: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ def test_a_leaked_tensor_is_noticed(function: str, said: str) -> None:
 def test_a_value_used_after_the_next_forward_is_not_overwritten() -> None:
     """Two microbatches in flight: what the first kept of a changing buffer is a copy."""
     graph = prepared("ViewsOfBuffers")[1]
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     changing = {buffer for buffer, _ in graph.mutations}
     assert not changing & {stage.value(value).storage for value in stage.saved}
 

@@ -15,9 +15,9 @@ from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
 from stagewright.execution import compiled
 from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.added import ARRIVED
-from stagewright.graph.carving import Carving, carve
+from stagewright.graph.added_nodes import FETCHED
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.split import SplitGraph, split_graph
 from stagewright.graph.stage import Stage
 
 
@@ -52,7 +52,7 @@ def test_recomputing_some_values_equals_plain_autograd(name: str) -> None:
     for split in (False, True):
         policies = [
             Policy(recompute=frozenset(value for value in stage.saved if draw.random() < 0.5))
-            for stage in carve(graph, cuts)
+            for stage in split_graph(graph, cuts)
         ]
         check(name, policies, split)
 
@@ -62,7 +62,7 @@ def test_recomputing_between_any_checkpoints_equals_plain_autograd(name: str) ->
     """Any values of the forward may be checkpoints, those that no backward uses too."""
     _, graph, _, _, cuts = prepared(name)
     draw = random.Random(name)
-    made = [value for node in graph.body for value in graph.nodes[node].outputs if value is not None]
+    made = [value for node in graph.forward_ids for value in graph.nodes[node].outputs if value is not None]
     for split in (False, True):
         some = frozenset(value for value in made if draw.random() < 0.25)
         others = frozenset(value for value in made if draw.random() < 0.5)
@@ -76,7 +76,7 @@ def test_recomputing_between_any_checkpoints_equals_plain_autograd(name: str) ->
 def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
     """A third of the values stays, a third is recomputed, a third goes to the host; also all of them to the host."""
     _, graph, _, _, cuts = prepared(name)
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     for split in (False, True):
         mixed = [Policy(frozenset(stage.saved[::3]), frozenset(stage.saved[1::3])) for stage in stages]
         check(name, mixed, split)
@@ -113,14 +113,14 @@ def test_functions_that_move_values_are_compiled_in_parts(
     monkeypatch.setattr(torch, "compile", lambda call, **_: lambda *given: calls.append(call) or call(*given))
     monkeypatch.setattr(compiled, "is_seen_by_modes", lambda: False)
     model, graph, batches, plain, cuts = prepared("ThreeConsumers")
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     policies = [
         Policy(frozenset(stage.saved[::3]), frozenset(stage.saved[1::3]), fetch_ahead=10**6)
         for stage in stages
     ]
     pipeline = Pipeline(graph, copy.deepcopy(model), cuts, len(batches), policies, is_compiled=True)
     assert_equal(plain, pipeline.step(batches, split))
-    assert any(node.op == ARRIVED for stage in pipeline.stages for node in stage.backward.nodes)
+    assert any(node.op == FETCHED for stage in pipeline.stages for node in stage.backward.nodes)
     assert len({*calls}) > 2 * len(stages)
 
 
@@ -128,11 +128,11 @@ def test_functions_that_move_values_are_compiled_in_parts(
 def test_values_are_recomputed_where_they_are_used(policy: str) -> None:
     """Every operator that runs again is followed by those that need it; a stage that waits for nothing has no R."""
     _, graph, *_ = prepared("Convolution")
-    (plain,) = carve(graph, [])
+    (plain,) = split_graph(graph, [])
     chosen = Policy(recompute=frozenset(plain.saved[::2])) if policy == "some" else RECOMPUTE_ALL
-    (stage,) = carve(graph, [], [chosen])
-    assert stage.rebuild.nodes == () and stage.remade.nodes
-    again = {node.id for node in stage.remade.nodes}
+    (stage,) = split_graph(graph, [], [chosen])
+    assert stage.rebuild.nodes == () and stage.recomputed.nodes
+    again = {node.id for node in stage.recomputed.nodes}
     places = [place for place, node in enumerate(stage.backward.nodes) if node.id in again]
     assert len(places) == len(again) and places != list(range(len(places)))
     for place in places:
@@ -143,45 +143,45 @@ def test_values_are_recomputed_where_they_are_used(policy: str) -> None:
 
 def test_a_stage_that_waits_for_a_cotangent_has_something_to_recompute_meanwhile() -> None:
     _, graph, _, _, cuts = prepared("Convolution")
-    first, last = carve(graph, cuts, [RECOMPUTE_ALL] * 2)
+    first, last = split_graph(graph, cuts, [RECOMPUTE_ALL] * 2)
     assert first.rebuild.nodes and not last.rebuild.nodes
     assert {*first.rebuild.inputs} <= {*first.saved} <= {*first.inputs}
-    kept, _ = carve(graph, cuts, [KEEP] * 2)
-    assert kept.rebuild.nodes == kept.remade.nodes == () and {*first.rebuild.outputs} <= {*kept.saved}
+    kept, _ = split_graph(graph, cuts, [KEEP] * 2)
+    assert kept.rebuild.nodes == kept.recomputed.nodes == () and {*first.rebuild.outputs} <= {*kept.saved}
 
 
 def test_nothing_before_a_checkpoint_is_recomputed() -> None:
     """A checkpoint is kept with nothing else, and what is computed again begins behind it."""
     _, graph, *_ = prepared("Convolution")
-    (whole,) = carve(graph, [], [RECOMPUTE_ALL])
-    user = whole.remade.nodes[-1]
+    (whole,) = split_graph(graph, [], [RECOMPUTE_ALL])
+    user = whole.recomputed.nodes[-1]
     maker = next(
         graph.nodes[graph.values[value].node] for value in user.inputs if graph.values[value].node >= 0
     )
     checkpoints = frozenset(value for value in maker.outputs if value is not None)
-    (stage,) = carve(graph, [], [Policy(everything=True, checkpoints=checkpoints)])
+    (stage,) = split_graph(graph, [], [Policy(everything=True, checkpoints=checkpoints)])
     assert {stage.value(value).storage for value in stage.saved} - {*stage.inputs} == checkpoints
-    again = [node.id for node in stage.remade.nodes]
+    again = [node.id for node in stage.recomputed.nodes]
     assert maker.id not in again and user.id in again
-    assert len(again) < len(whole.remade.nodes)
+    assert len(again) < len(whole.recomputed.nodes)
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_a_stage_carved_alone_is_that_of_a_whole_carving(name: str) -> None:
-    """Where values lie depends on the cuts alone, whatever policy a stage was carved under first."""
+def test_a_stage_split_alone_is_that_of_a_whole_split(name: str) -> None:
+    """Where values lie depends on the cuts alone, whatever policy a stage was built under first."""
     _, graph, _, _, cuts = prepared(name)
     draw = random.Random(name)
     some = [
         Policy(frozenset(value for value in stage.saved if draw.random() < 0.5))
-        for stage in carve(graph, cuts)
+        for stage in split_graph(graph, cuts)
     ]
     asked = [KEEP] * len(some), [RECOMPUTE_ALL] * len(some), some
     for first in asked:
-        carving = Carving(graph, cuts)
-        carving.stages(first)
+        split = SplitGraph(graph, cuts)
+        split.stages(first)
         for policies in asked:
-            alone = [carving.stage(index, policy) for index, policy in enumerate(policies)]
-            assert alone == carve(graph, cuts, policies)
+            alone = [split.stage(index, policy) for index, policy in enumerate(policies)]
+            assert alone == split_graph(graph, cuts, policies)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
@@ -190,7 +190,7 @@ def test_any_schedule_of_reruns_equals_plain_autograd(name: str, split: bool) ->
     """Operators of the forward run again in front of any of the backward, several times and without need."""
     _, graph, _, _, cuts = prepared(name)
     draw = random.Random(f"{name} {split}")
-    stages = carve(graph, cuts)
+    stages = split_graph(graph, cuts)
     for share in (0.05, 0.2, 0.5):
         check(name, [Policy(reruns=drawn_reruns(stage, draw, share)) for stage in stages], split)
     moved = [frozenset(value for value in stage.saved if draw.random() < 0.4) for stage in stages]
@@ -210,11 +210,11 @@ def drawn_reruns(stage: Stage, draw: random.Random, share: float) -> tuple[tuple
 def test_what_is_made_again_later_is_kept_until_then() -> None:
     """A value that the backward uses twice is there for the first use, goes, and is made again for the second."""
     _, graph, *_ = prepared("ThreeConsumers")
-    (plain,) = carve(graph, [])
+    (plain,) = split_graph(graph, [])
     node, root, last = used_by_two(plain)
-    (stage,) = carve(graph, [], [Policy(reruns=((last, (node.id,)),))])
+    (stage,) = split_graph(graph, [], [Policy(reruns=((last, (node.id,)),))])
     assert root in {stage.value(value).storage for value in stage.saved}
-    (again,) = stage.remade.nodes
+    (again,) = stage.recomputed.nodes
     assert again.id == node.id and root not in again.outputs
     place = stage.backward.nodes.index(again)
     before, after = stage.backward.nodes[:place], stage.backward.nodes[place + 1 :]

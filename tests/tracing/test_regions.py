@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from in_turn import Outcome, Pipeline, assert_equal, run_plain
 from stagewright.errors import TraceError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
 from stagewright.graph.document import graph_from_bytes, graph_to_bytes
 from stagewright.graph.policy import KEEP, has_regions, region_policy
+from stagewright.graph.split import split_graph
 from stagewright.tracing.regions import without_regions
 from stagewright.tracing.trace import trace_module
 
@@ -277,8 +277,8 @@ def test_cuts_at_the_edges_of_regions_and_inside_equal_autograd_with_its_checkpo
 @pytest.mark.parametrize("name", MODELS)
 def test_regions_recompute_what_is_in_them_and_nothing_else(name: str) -> None:
     _, graph, *_ = prepared(name)
-    (kept,), (stage,) = carve(graph, []), carve(graph, [], [region_policy(graph)])
-    again = [node for node in stage.remade.nodes if node.part == 3]
+    (kept,), (stage,) = split_graph(graph, []), split_graph(graph, [], [region_policy(graph)])
+    again = [node for node in stage.recomputed.nodes if node.part == 3]
     assert again and all(node.region >= 0 and not node.is_kept for node in again)
     assert stage.held_bytes(stage.saved) < kept.held_bytes(kept.saved)
     assert not stage.rebuild.nodes
@@ -303,16 +303,16 @@ def test_regions_in_equal_layers_and_around_them_are_those_of_every_layer() -> N
 def test_a_region_within_another_is_part_of_it() -> None:
     _, graph, *_ = prepared("nested")
     assert num_regions(graph) == 1
-    (stage,) = carve(graph, [], [region_policy(graph)])
-    assert sum(node.draw >= 0 for node in stage.remade.nodes) == 3
+    (stage,) = split_graph(graph, [], [region_policy(graph)])
+    assert sum(node.draw >= 0 for node in stage.recomputed.nodes) == 3
 
 
 def test_selective_checkpointing_keeps_what_its_policy_says() -> None:
     _, graph, *_ = prepared("selective")
     kept = {node.op for node in graph.nodes if node.is_kept}
     assert kept == {"aten.addmm.default", "aten.sin.default"}
-    (stage,) = carve(graph, [], [region_policy(graph)])
-    assert not kept & {node.op for node in stage.remade.nodes}
+    (stage,) = split_graph(graph, [], [region_policy(graph)])
+    assert not kept & {node.op for node in stage.recomputed.nodes}
     _, graph, *_ = prepared("every_second_product")
     assert [node.is_kept for node in graph.nodes if node.region >= 0 and "addmm" in node.op] == [
         False,

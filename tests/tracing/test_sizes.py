@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.graph import OperatorGraph
-from stagewright.graph.sizes import Unlike, at_samples, at_width
+from stagewright.graph.resize import Unlike, at_degree, at_samples
 from stagewright.tracing import trace as tracing
 from stagewright.tracing.cache import trace
 
@@ -75,16 +75,16 @@ def test_what_computes_one_sample_in_another_way_tells_nothing_of_more() -> None
 )
 def test_more_ranks_follow_from_two_and_four(model: str, axis: str, options: dict[str, Any]) -> None:
     two, four, eight = (_traced(model, 2, **{axis: width}, **options, **SHARED) for width in (2, 4, 8))
-    assert _alike(at_width(two, four, (2, 4), 8), eight)
+    assert _alike(at_degree(two, four, (2, 4), 8), eight)
 
 
 def test_a_rank_with_one_head_does_not_follow_from_ranks_with_several() -> None:
     options = {"overrides": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, **SHARED}
     two, four = (_traced("tiny-llama", 1, tp=width, **options) for width in (2, 4))
     with pytest.raises(Unlike, match="at another size"):
-        at_width(two, four, (2, 4), 8)
+        at_degree(two, four, (2, 4), 8)
     with pytest.raises(Unlike, match="would be"):
-        at_width(two, four, (2, 4), 16)
+        at_degree(two, four, (2, 4), 16)
 
 
 def test_larger_sizes_are_not_traced_where_smaller_ones_are_kept(

@@ -50,7 +50,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     device_s, host_s, flop, *_ = costing.arrays
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     moved = _once_per_signature(lambda node: work(node, graph.values.__getitem__).bytes_moved)
-    found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.body}
+    found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.forward_ids}
     for index, node in enumerate(graph.nodes):
         sums = found.setdefault(name(node), [0.0] * 5)
         sums[0] += 1

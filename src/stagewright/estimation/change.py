@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stagewright.errors import ScheduleError
 from stagewright.estimation.liveness import FREED, FunctionMemory
 from stagewright.estimation.stage_memory import Channel, StageMemory
-from stagewright.graph.payload import Message
+from stagewright.graph.messages import Message
 from stagewright.schedule import Kind
 
 Key = int
@@ -198,11 +198,13 @@ class Change:
     def _input_grad(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
         available = self._let_go(stage.index) | self._collect(Kind.SEND_B, stage.index)
-        kept = {value: available[value] for value in stage.relayed if value in available}
+        kept = {value: available[value] for value in stage.saved_for_weight_grad if value in available}
         state.take(kept.values())
         self._hold(stage.index, kept)
         made = self._call(memory.input_grad, available)
-        fresh = {value: made[value] for value in stage.relayed if value in made and value not in kept}
+        fresh = {
+            value: made[value] for value in stage.saved_for_weight_grad if value in made and value not in kept
+        }
         state.take(fresh.values())
         self._hold(stage.index, kept | fresh)
         self._keep_loss(memory, made)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.estimation.state import ResidentBytes
-from stagewright.graph.flat import GRADIENTS, Flat
+from stagewright.graph.flat_buffers import GRADIENTS, FlatLayout
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule.action import Action
 
@@ -26,7 +26,7 @@ class FlatSizes:
     resident: ResidentBytes
     accumulates: bool = False
 
-    def parameter(self, flat: Flat) -> int:
+    def parameter(self, flat: FlatLayout) -> int:
         """Of its parameters, whole."""
         return flat.num_elements * ITEM_BYTES[flat.dtype]
 
@@ -39,28 +39,28 @@ class FlatSizes:
         """The most beside that while it does."""
         return max(self.resident.derived[stage].peak(()).above_entry - self.derived(stage), 0)
 
-    def is_cast(self, flat: Flat) -> bool:
+    def is_cast(self, flat: FlatLayout) -> bool:
         """Whether its gradients are summed in another type."""
         return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
 
-    def whole_gradient(self, flat: Flat) -> int:
+    def whole_gradient(self, flat: FlatLayout) -> int:
         """Of its gradients, whole, as microbatches add to them."""
         wire = self.resident.wire
         if wire is None or not self.accumulates:
             return self.gradient(flat)
         return flat.num_elements * ITEM_BYTES[wire]
 
-    def gradient(self, flat: Flat) -> int:
+    def gradient(self, flat: FlatLayout) -> int:
         """Of its gradients, whole, as the optimizer takes them."""
         return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
 
-    def summed(self, flat: Flat) -> int:
+    def summed(self, flat: FlatLayout) -> int:
         """Of a sum on its way, beyond the gradients that are kept anyway."""
         if self.resident.wire is not None and self.is_cast(flat):
             return flat.num_elements * ITEM_BYTES[self.resident.wire]
         return self.gradient(flat) if flat.level >= GRADIENTS else 0
 
-    def crossing(self, flat: Flat) -> int:
+    def crossing(self, flat: FlatLayout) -> int:
         """Of a sum over copies, which lasts to the end of the batch where it is of another type."""
         if self.resident.wire is None or flat.num_copies == 1 or not self.is_cast(flat):
             return 0
@@ -77,18 +77,18 @@ class FlatBuffers(ABC):
         once = resident.runtime.reduces == "last microbatch"
         self.sizes = FlatSizes(resident, once and _has_several(actions))
         *self._moves, self._last = moves(actions, resident.flats)
-        self._has_shard: set[Flat] = set()
+        self._has_shard: set[FlatLayout] = set()
 
     @abstractmethod
-    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
+    def _make(self, kind: str, of: FlatLayout | int, num_bytes: int, then: str | None = None) -> None:
         """A buffer is made, and `then` one of another kind is dropped."""
 
     @abstractmethod
-    def _drop(self, kind: str, of: Flat | int) -> int:
+    def _drop(self, kind: str, of: FlatLayout | int) -> int:
         """A buffer goes, if it is there; its bytes."""
 
     @abstractmethod
-    def _rename(self, kind: str, of: Flat, other: str) -> None:
+    def _rename(self, kind: str, of: FlatLayout, other: str) -> None:
         """A buffer, if it is there, is one of another kind from now on."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class FlatBuffers(ABC):
                 self._make(DERIVED, stage, sizes.derived(stage))
                 self._take_for_a_moment(sizes.deriving(stage))
 
-    def _settle(self, flat: Flat) -> None:
+    def _settle(self, flat: FlatLayout) -> None:
         if flat.level >= GRADIENTS and flat not in self._has_shard:
             self._has_shard.add(flat)
             self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
@@ -156,24 +156,24 @@ class FlatBytes(FlatBuffers):
     ) -> None:
         super().__init__(resident, actions)
         self._observe = observe
-        self._bytes: dict[tuple[str, Flat | int], int] = {}
+        self._bytes: dict[tuple[str, FlatLayout | int], int] = {}
         self.categories: dict[str, int] = dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0)
         self.total = 0
 
-    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
+    def _make(self, kind: str, of: FlatLayout | int, num_bytes: int, then: str | None = None) -> None:
         dropped = 0 if then is None else self._drop(then, of)
         self._bytes[kind, of] = num_bytes
         self.categories[_CATEGORY.get(kind, kind)] += num_bytes
         self.total += num_bytes
         self._observe(dropped)
 
-    def _drop(self, kind: str, of: Flat | int) -> int:
+    def _drop(self, kind: str, of: FlatLayout | int) -> int:
         num_bytes = self._bytes.pop((kind, of), 0)
         self.categories[_CATEGORY.get(kind, kind)] -= num_bytes
         self.total -= num_bytes
         return num_bytes
 
-    def _rename(self, kind: str, of: Flat, other: str) -> None:
+    def _rename(self, kind: str, of: FlatLayout, other: str) -> None:
         self._make(other, of, self._drop(kind, of))
 
     def _take_for_a_moment(self, num_bytes: int) -> None:

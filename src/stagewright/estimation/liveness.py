@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.graph import Node, Value
-from stagewright.graph.added import ARRIVED
+from stagewright.graph.added_nodes import FETCHED
 from stagewright.graph.stage import Function
 
 Ints = NDArray[np.int64]
@@ -144,7 +144,7 @@ class _Run:
 
     def _make(self, output: int, node: Node, index: int) -> None:
         root = self.value(output).storage
-        if root != output or node.op == ARRIVED:
+        if root != output or node.op == FETCHED:
             beside = (root,) if root in node.outputs else ()  # results of one operator in one storage
             for number in (*node.inputs, *beside):
                 if self.value(number).storage == root:

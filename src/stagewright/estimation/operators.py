@@ -16,7 +16,7 @@ from stagewright.cluster.attention import Scores
 from stagewright.cluster.products import Shape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
-from stagewright.graph.added import ACCUMULATE, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, MOVES
 from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
 

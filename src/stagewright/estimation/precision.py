@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS
 from stagewright.graph.tensor import ITEM_BYTES
 
 

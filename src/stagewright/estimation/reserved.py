@@ -18,7 +18,7 @@ from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes, kept_parameters
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, Flat
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Action, Program
@@ -193,7 +193,7 @@ class _Buffers(FlatBuffers):
     ) -> None:
         super().__init__(resident, actions)
         self.allocator = allocator
-        self._blocks: dict[tuple[str, Flat | int], Block] = {}
+        self._blocks: dict[tuple[str, FlatLayout | int], Block] = {}
 
     def step(self) -> None:
         """The optimizer has used the parts of gradients."""
@@ -201,20 +201,20 @@ class _Buffers(FlatBuffers):
             self._drop(SHARDS, flat)
         self._has_shard.clear()
 
-    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
+    def _make(self, kind: str, of: FlatLayout | int, num_bytes: int, then: str | None = None) -> None:
         if num_bytes:
             self._blocks[kind, of] = self.allocator.allocate(num_bytes)
         if then is not None:
             self._drop(then, of)
 
-    def _drop(self, kind: str, of: Flat | int) -> int:
+    def _drop(self, kind: str, of: FlatLayout | int) -> int:
         block = self._blocks.pop((kind, of), None)
         if block is None:
             return 0
         self.allocator.free(block)
         return block.size
 
-    def _rename(self, kind: str, of: Flat, other: str) -> None:
+    def _rename(self, kind: str, of: FlatLayout, other: str) -> None:
         if (kind, of) in self._blocks:  # parameters without elements have none
             self._blocks[other, of] = self._blocks.pop((kind, of))
 
@@ -223,7 +223,7 @@ class _Buffers(FlatBuffers):
             self.allocator.free(self.allocator.allocate(num_bytes))
 
 
-def _cut(flat: Flat, runtime: Runtime) -> list[int]:
+def _cut(flat: FlatLayout, runtime: Runtime) -> list[int]:
     """Elements of the tensors in which optimizer state of the first shard of a buffer is kept."""
     if runtime.optimizer.gathers_masters:
         return [entry.meta.num_elements // flat.num_shards for entry in flat.entries]

@@ -28,10 +28,10 @@ from stagewright.graph.fusion import (
     INPUTS,
     JOINED,
     FusionRule,
-    adding_in_products,
+    accumulating_in_matmuls,
     fuse,
     holding_logits,
-    summing_once,
+    reducing_once,
 )
 
 STAGEWRIGHT = "stagewright"
@@ -318,9 +318,9 @@ class Runtime(SourcedModel):
         if self.holds_logits:
             fused = holding_logits(fused)
         if self.sums_once:
-            fused = summing_once(fused)
+            fused = reducing_once(fused)
         if self.adds_in_products:
-            fused = adding_in_products(fused)
+            fused = accumulating_in_matmuls(fused)
         return replace(fused, facts=fused.facts | {"runtime": self.name})
 
 

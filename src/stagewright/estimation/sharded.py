@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from stagewright.graph.flat import GRADIENTS, PARAMETERS, Flat
+from stagewright.graph.flat_buffers import GRADIENTS, PARAMETERS, FlatLayout
 from stagewright.schedule.action import COMPUTE, Action, Kind
 
 _ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
@@ -30,37 +30,37 @@ _ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
 class Moves:
     """What one action does with flat buffers before anything else, in the order of these fields."""
 
-    settles: tuple[Flat, ...] = ()
+    settles: tuple[FlatLayout, ...] = ()
     """Sums that are waited for."""
-    crosses: tuple[Flat, ...] = ()
+    crosses: tuple[FlatLayout, ...] = ()
     """Those of `settles` that no REDUCE is left for, if there are copies to sum them over."""
-    releases: tuple[Flat, ...] = ()
-    gathers: tuple[Flat, ...] = ()
+    releases: tuple[FlatLayout, ...] = ()
+    gathers: tuple[FlatLayout, ...] = ()
     uses: tuple[int, ...] = ()
     """Stages whose gathered parameters are waited for."""
     leaves: tuple[int, ...] = ()
     """Stages whose parameters are used no longer."""
-    opens: tuple[Flat, ...] = ()
+    opens: tuple[FlatLayout, ...] = ()
     """Gradients that get a whole buffer."""
-    reduces: tuple[Flat, ...] = ()
+    reduces: tuple[FlatLayout, ...] = ()
 
 
 NOTHING = Moves()
 
 
-def moves(actions: Sequence[Action], flats: Iterable[Flat]) -> list[Moves]:
+def moves(actions: Sequence[Action], flats: Iterable[FlatLayout]) -> list[Moves]:
     """What each of a rank's `actions` does with its `flats`, and as the last entry what the end of the batch does."""
     return list(_moves(tuple(actions), tuple(flats)))
 
 
 @lru_cache(maxsize=32)
-def _moves(actions: tuple[Action, ...], flats: tuple[Flat, ...]) -> tuple[Moves, ...]:
+def _moves(actions: tuple[Action, ...], flats: tuple[FlatLayout, ...]) -> tuple[Moves, ...]:
     """Kept: a rank is replayed under one memory policy after another."""
     account = _Account(flats, actions)
     return (*(account.of(action) for action in actions), account.end())
 
 
-def is_gathered(flats: Iterable[Flat], stage: int) -> bool:
+def is_gathered(flats: Iterable[FlatLayout], stage: int) -> bool:
     """Whether a stage has parameters that are there between GATHER and RELEASE only."""
     return any(flat.level >= PARAMETERS and stage in flat.stages for flat in flats)
 
@@ -69,21 +69,21 @@ def is_gathered(flats: Iterable[Flat], stage: int) -> bool:
 class _Account:
     """Which buffers there are while the actions go by."""
 
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatLayout, ...]
     actions: Sequence[Action]
     gathered: set[int] = field(default_factory=set)
     """Stages between GATHER and RELEASE."""
     unused: set[int] = field(default_factory=set)
     """Those of `gathered` that nothing has used yet."""
-    added: set[Flat] = field(default_factory=set)
+    added: set[FlatLayout] = field(default_factory=set)
     """Flat buffers that have gradients."""
-    open: set[Flat] = field(default_factory=set)
+    open: set[FlatLayout] = field(default_factory=set)
     """Those of `added` with a whole buffer of their own."""
-    summing: tuple[Flat, ...] = ()
-    left: Counter[Flat] = field(default_factory=Counter)
+    summing: tuple[FlatLayout, ...] = ()
+    left: Counter[FlatLayout] = field(default_factory=Counter)
     """REDUCE actions to come that concern each flat buffer."""
-    summed: set[Flat] = field(default_factory=set)
-    of_stage: dict[int, list[Flat]] = field(default_factory=dict)
+    summed: set[FlatLayout] = field(default_factory=set)
+    of_stage: dict[int, list[FlatLayout]] = field(default_factory=dict)
     """The buffers that hold something of a stage."""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,9 @@ class _Account:
         self.open.difference_update(ready)
         return Moves(settles=settled, crosses=self._crossing(settled, ready), reduces=ready)
 
-    def _crossing(self, settled: tuple[Flat, ...], again: tuple[Flat, ...] = ()) -> tuple[Flat, ...]:
+    def _crossing(
+        self, settled: tuple[FlatLayout, ...], again: tuple[FlatLayout, ...] = ()
+    ) -> tuple[FlatLayout, ...]:
         """What is summed for the last time in this batch, unless it is summed again at once."""
         return tuple(
             flat for flat in settled if flat.num_copies > 1 and self.left[flat] == 0 and flat not in again
@@ -149,13 +151,13 @@ class _Account:
         self.open.update(opens)
         return Moves(uses=uses, opens=opens) if uses or opens else NOTHING
 
-    def _sharded(self, stage: int) -> list[Flat]:
+    def _sharded(self, stage: int) -> list[FlatLayout]:
         return [flat for flat in self.of_stage.get(stage, ()) if flat.level >= PARAMETERS]
 
-    def _trained(self, stage: int) -> list[Flat]:
+    def _trained(self, stage: int) -> list[FlatLayout]:
         return [flat for flat in self.of_stage.get(stage, ()) if flat.is_trained]
 
 
-def _is_reduced_often(flat: Flat) -> bool:
+def _is_reduced_often(flat: FlatLayout) -> bool:
     """Whether every REDUCE sums it, so that a batch may have several."""
     return flat.level >= GRADIENTS and len(flat.stages) == 1

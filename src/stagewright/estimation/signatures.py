@@ -11,7 +11,7 @@ from stagewright.graph.tensor import contiguous
 
 def signature_of(node: Node, value: Lookup) -> str | None:
     """Operator, layouts and all other arguments but the device; None for what is neither an operator of ATen nor attention
-    (collectives, fused kernels, what carving adds)."""
+    (collectives, fused kernels, what splitting adds)."""
     if not node.op.startswith(("aten.", "stagewright.attention")):
         return None
     given = [_text(argument, value) for argument in node.args]

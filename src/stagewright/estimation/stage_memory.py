@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
-from stagewright.graph.added import ACCUMULATE, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, MOVES
 from stagewright.graph.graph import Node, made_by
-from stagewright.graph.payload import Message, messages
+from stagewright.graph.messages import Message, messages
 from stagewright.graph.stage import Function, Stage
 from stagewright.schedule import Kind
 
@@ -81,7 +81,7 @@ class StageMemory:
         return replace(function, nodes=tuple(sorted(function.nodes, key=lambda node: node.op == ACCUMULATE)))
 
     def _of_backward(self, function: Function) -> FunctionMemory:
-        nodes = (*self.stage.rebuild.nodes, *self.stage.remade.nodes)
+        nodes = (*self.stage.rebuild.nodes, *self.stage.recomputed.nodes)
         again = frozenset(node.id for node in nodes if node.op not in MOVES)
         return function_memory(function, self.stage.resident, self.stage.value, again)
 

@@ -1,4 +1,4 @@
-"""What any range of the body costs, near enough to search with, and what a carved stage costs."""
+"""What any range of the body costs, near enough to search with, and what a split stage costs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin, Part
-from stagewright.graph.added import ARRIVED, FETCH, LEFT, MOVES, OFFLOAD
+from stagewright.graph.added_nodes import FETCH, FETCHED, MOVES, OFFLOAD, OFFLOADED
 from stagewright.graph.cuts import Cuts, find_cuts
-from stagewright.graph.depth import Copies, expanded
-from stagewright.graph.payload import num_bytes
+from stagewright.graph.messages import num_bytes
+from stagewright.graph.repeat import Copies, expanded
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageSummary:
-    """One carved stage and one microbatch: seconds of its functions, bytes it holds and sends."""
+    """A stage and one microbatch: seconds of its functions, bytes it holds and sends."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class StageSummary:
     weight_grad_s: float
     backward_s: float
     rebuild_s: float
-    remade_s: float
+    recompute_s: float
     """Spent by both `input_grad_s` and `backward_s` on making saved values again."""
     parameter_bytes: int
     num_parameters: int
@@ -56,10 +56,10 @@ class StageSummary:
 
 
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
-    """What the functions of a carved stage take."""
+    """What the functions of a split stage take."""
     stage = memory.stage
     functions = (
-        stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.remade,
+        stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.recomputed,
     )  # fmt: skip
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
     waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
@@ -86,7 +86,7 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
 def _recomputed(stage: Stage) -> list[int]:
     """Values that R and the backward recompute."""
     away = {stage.value(value).storage for value in stage.offloaded}
-    made = (*stage.rebuild.outputs, *stage.remade.outputs)
+    made = (*stage.rebuild.outputs, *stage.recomputed.outputs)
     return [value for value in made if stage.value(value).storage not in away]
 
 
@@ -122,7 +122,7 @@ class BodyCosts:
     def __init__(self, graph: OperatorGraph, costing: Costing, copies: Copies | None = None) -> None:
         self.few = graph
         self.few_costing = costing
-        self.copies = copies or Copies(np.arange(len(graph.body)), np.ones(len(graph.nodes), np.int64))
+        self.copies = copies or Copies(np.arange(len(graph.forward_ids)), np.ones(len(graph.nodes), np.int64))
         self.size = len(self.copies.places)
         self._elsewhere: dict[Device, BodyCosts] = {costing.device: self}
 
@@ -131,7 +131,7 @@ class BodyCosts:
         first = next(iter(self._elsewhere.values()))
         if first is not self:
             return first.graph
-        return expanded(self.few) if self.size > len(self.few.body) else self.few
+        return expanded(self.few) if self.size > len(self.few.forward_ids) else self.few
 
     @cached_property
     def costing(self) -> Costing:
@@ -223,7 +223,7 @@ class BodyCosts:
     @cached_property
     def cuts(self) -> Cuts:
         """Where the graph may be cut, and what crosses there."""
-        return find_cuts(self.few).at([*self.copies.places, len(self.few.body)])
+        return find_cuts(self.few).at([*self.copies.places, len(self.few.forward_ids)])
 
     @cached_property
     def boundary_bytes(self) -> Floats:
@@ -258,7 +258,7 @@ class BodyCosts:
     def _prefix(self, places: NDArray[np.int64], amounts: Floats) -> Floats:
         """Of the whole body, what `amounts` at `places` of the body of `few` sum up to in front of every position."""
         inside = places >= 0
-        totals = np.bincount(places[inside], weights=amounts[inside], minlength=len(self.few.body))
+        totals = np.bincount(places[inside], weights=amounts[inside], minlength=len(self.few.forward_ids))
         return np.concatenate([[0.0], totals[self.copies.places].cumsum()])
 
 
@@ -266,7 +266,7 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
     """Seconds by which `nodes`, run one after the other, take longer because the link to the host is late.
 
     Each direction of the link moves one storage after the other beside the computations, from when the device gets to
-    `OFFLOAD` or `FETCH`; the device waits in front of `LEFT` and `ARRIVED`. A CPU copies in between.
+    `OFFLOAD` or `FETCH`; the device waits in front of `OFFLOADED` and `FETCHED`. A CPU copies in between.
 
     Ignores: transfers between stages and of the optimizer's state over the same link; the bandwidth of memory that the
     copies take; what comes back while a rank waits for other ranks between R and its backward.
@@ -288,8 +288,8 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
                 continue
             free[node.op] = max(free[node.op], now) + num_bytes / device.host_link_bandwidth
             done[node.outputs[0]] = free[node.op]
-        elif node.op in (LEFT, ARRIVED):
-            late = max(0.0, done.get(node.inputs[0 if node.op == LEFT else 1], 0.0) - now)
+        elif node.op in (OFFLOADED, FETCHED):
+            late = max(0.0, done.get(node.inputs[0 if node.op == OFFLOADED else 1], 0.0) - now)
             now, waits = now + late, waits + late
     return waits
 

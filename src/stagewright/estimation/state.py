@@ -13,7 +13,7 @@ from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout, of_stages
 from stagewright.graph.tensor import ITEM_BYTES
 
 
@@ -33,7 +33,7 @@ class ResidentBytes:
     host_bytes: int = 0
     rederived: int = 0
     step_transient: int = 0
-    flats: tuple[Flat, ...] = ()
+    flats: tuple[FlatLayout, ...] = ()
     derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
     wire: str | None = None
     has_slots: bool = False
@@ -53,7 +53,7 @@ class ResidentBytes:
 
 def resident_bytes(
     memories: Sequence[StageMemory],
-    flats: Sequence[Flat] = (),
+    flats: Sequence[FlatLayout] = (),
     wire: str | None = None,
     *,
     host_optimizer: bool = False,
@@ -122,7 +122,7 @@ def resident_bytes(
     )
 
 
-def kept_parameters(flat: Flat, runtime: Runtime) -> int:
+def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
     """Bytes of a shared-out buffer's parameters that one replica keeps from step to step, in their own type."""
     has_master = flat.is_trained and runtime.precision(flat.dtype).has_master
     if flat.level < PARAMETERS:
@@ -134,7 +134,7 @@ def kept_parameters(flat: Flat, runtime: Runtime) -> int:
 
 
 def _add_flat(
-    sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime, kept: OptimizerState
+    sizes: dict[str, dict[object, int]], flat: FlatLayout, runtime: Runtime, kept: OptimizerState
 ) -> None:
     """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
     precision = runtime.precision(flat.dtype)

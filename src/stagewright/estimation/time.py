@@ -247,7 +247,7 @@ class Costing:
         return found
 
     def of(self, node: Node, value: Lookup) -> Cost:
-        """The cost of a node, of the graph or made by carving."""
+        """The cost of a node, of the graph or made by splitting."""
         if node.id in self._not_issued:
             return _NOTHING
         if node.id in self.fusions and self.graph.nodes[node.id] is node:

@@ -265,7 +265,7 @@ def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
     first, second = (
         [f"'{name}' is {op}" for name, op in told]
         for rank, told in enumerate(
-            exchange([(graph.nodes[node].name, graph.nodes[node].op) for node in graph.body])
+            exchange([(graph.nodes[node].name, graph.nodes[node].op) for node in graph.forward_ids])
         )
         if rank in (0, other)
     )

@@ -10,7 +10,7 @@ import torch
 
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.allocation import cause_of
-from stagewright.graph.added import MOVES
+from stagewright.graph.added_nodes import MOVES
 from stagewright.graph.stage import Function, parted
 from stagewright.tracing.private import is_seen_by_modes
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function

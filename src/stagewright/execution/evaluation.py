@@ -12,7 +12,7 @@ from stagewright.execution.collectives import exchange
 from stagewright.execution.data.batches import Batches
 from stagewright.execution.rank_runner import Inputs
 from stagewright.execution.session import Session
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Function, Stage
 from stagewright.planning.plan_stages import stage_cuts
 from stagewright.schedule.action import Action, Kind
@@ -48,7 +48,9 @@ class Evaluator:
         self.session = session
         graph = evaluated(session.graph)
         self.is_by_token = is_by_token(graph)
-        stages = [forward_only(stage) for stage in carve(graph, stage_cuts(session.plan, session.graph))]
+        stages = [
+            forward_only(stage) for stage in split_graph(graph, stage_cuts(session.plan, session.graph))
+        ]
         self.runner = session.runner_of(stages, session.lowered(forwards(session.program), stages))
         self.runner.release()
 
@@ -151,10 +153,10 @@ def forward_only(stage: Stage) -> Stage:
         weight_grad=_NONE,
         backward=_NONE,
         rebuild=_NONE,
-        remade=_NONE,
+        recomputed=_NONE,
         saved=(),
         offloaded=(),
-        relayed=(),
+        saved_for_weight_grad=(),
         mutations=(),
         late=(),
     )

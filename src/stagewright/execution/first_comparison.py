@@ -31,7 +31,7 @@ from stagewright.execution.model_comparison import (
 )
 from stagewright.files import write_whole
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.machine import free_bytes
 from stagewright.planning.plan import Plan
 from stagewright.text import say
@@ -170,7 +170,7 @@ def weight_bytes(graph: OperatorGraph) -> float:
 
 def bytes_of(graph: OperatorGraph) -> float:
     """And its activations."""
-    (stage,) = carve(graph, [])
+    (stage,) = split_graph(graph, [])
     return weight_bytes(graph) + 2.0 * stage.held_bytes(stage.saved)
 
 

@@ -25,7 +25,7 @@ from stagewright.execution.random import keyed
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.tracing.effects import states_outside
 from stagewright.tracing.models.build import BuiltModel, seeded
 from stagewright.tracing.private import functions_behind, hooks_of
@@ -155,7 +155,7 @@ class GraphSteps:
     """Runs a graph as one stage, from the tensors of a module of the same names."""
 
     def __init__(self, graph: OperatorGraph, module: nn.Module, seed: int) -> None:
-        (self.stage,) = carve(graph, [])
+        (self.stage,) = split_graph(graph, [])
         self.graph = graph
         self.names = {name: _all_names(module, name) for name, _ in module.named_parameters()}
         self.buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}

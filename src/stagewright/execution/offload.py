@@ -12,7 +12,7 @@ import torch
 
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.pinned import Piece
-from stagewright.graph.added import ARRIVED, FETCH, LEFT, OFFLOAD
+from stagewright.graph.added_nodes import FETCH, FETCHED, OFFLOAD, OFFLOADED
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HostCopies:
 
     @property
     def moves(self) -> Mapping[str, Callable[..., Any]]:
-        return {OFFLOAD: self.offload, LEFT: self.left, FETCH: self.fetch, ARRIVED: self.arrived}
+        return {OFFLOAD: self.offload, OFFLOADED: self.left, FETCH: self.fetch, FETCHED: self.arrived}
 
     def offload(self, *tensors: torch.Tensor, offset: int, num_bytes: int) -> HostCopy:
         """Start to copy the storage of `tensors`: `num_bytes` from `offset` bytes in front of the first on."""

@@ -24,7 +24,7 @@ from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import Node
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.views import issued
 from stagewright.tracing.trace import trace_module
@@ -132,7 +132,7 @@ class ReferenceNetwork:
         network = _Network(width).to(device)
         self._tokens = torch.randint(_VOCABULARY, (1, length)).to(device)
         graph = trace_module(network, {"tokens": self._tokens}, "reference")
-        (self._stage,) = carve(graph, [])
+        (self._stage,) = split_graph(graph, [])
         self._marks = Marks()
         self._runner = _runner(self._stage, network, self._marks, device)
         self._runner.begin_step(0)

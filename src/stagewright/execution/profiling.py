@@ -30,7 +30,7 @@ from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
+from stagewright.graph.split import split_graph
 from stagewright.planning.job import Job
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
@@ -166,7 +166,7 @@ class _Passes:
         self, reference: ModelReference, job: Job, size: int, device: torch.device, longest_s: float
     ) -> None:
         graph = _graph(reference, job, size, device.type)
-        (self._stage,) = carve(graph, [])
+        (self._stage,) = split_graph(graph, [])
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
         wide = torch.float32 if job.dtype in ("bf16", "fp16") else None
         weights = Weights([self._stage], StartingTensors(model, [self._stage]), device, wide)

@@ -21,7 +21,7 @@ from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport
 from stagewright.execution.weights import Weights
-from stagewright.graph.payload import messages
+from stagewright.graph.messages import messages
 from stagewright.graph.stage import Stage, Transfer
 from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind
 from stagewright.schedule.lanes import Lane

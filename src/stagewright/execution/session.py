@@ -43,8 +43,8 @@ from stagewright.execution.watch import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
-from stagewright.graph.flat import flats, of_stages
+from stagewright.graph.flat_buffers import flats, of_stages
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify import verify_stages
@@ -134,7 +134,7 @@ class Session:
         traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
         self.graph = trace(reference, plan.microbatch_size, device=self._tracer, report=report, **traced)
-        self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
+        self.stages = split_graph(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
         accelerator = accelerator_of(device)
@@ -312,7 +312,7 @@ class Session:
         traced: dict[str, Any] = asked.traced() | self._further
         graph = trace(self.reference, asked.microbatch_size, device=self._tracer, **traced)
         check_same_operators(self.graph, graph, length)
-        stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
+        stages = split_graph(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self.runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:

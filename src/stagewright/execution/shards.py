@@ -15,7 +15,7 @@ from stagewright.errors import RunError
 from stagewright.estimation.sharded import Moves, is_gathered
 from stagewright.execution.collectives import Pending, Replicas
 from stagewright.execution.weights import Weights, starting_tensor
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, Flat
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, FlatLayout
 from stagewright.tracing.arguments import DTYPES
 
 
@@ -29,7 +29,7 @@ class FlatBuffer:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatLayout,
         weights: Weights,
         replicas: Replicas,
         starting: Mapping[str, torch.Tensor],
@@ -226,14 +226,14 @@ class Shards:
 
     def __init__(
         self,
-        flats: Sequence[Flat] = (),
+        flats: Sequence[FlatLayout] = (),
         weights: Weights | None = None,
         replicas: Replicas | None = None,
         starting: Mapping[str, torch.Tensor] = MappingProxyType({}),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.flats = tuple(flats)
-        self.buffers: dict[Flat, FlatBuffer] = {}
+        self.buffers: dict[FlatLayout, FlatBuffer] = {}
         if weights is not None and replicas is not None:
             self.buffers = {
                 flat: FlatBuffer(flat, weights, replicas, starting, reduce_dtype) for flat in self.flats
@@ -302,7 +302,7 @@ class Shards:
             for group, span in zip(flat.groups, spans, strict=True)
         ]
 
-    def flat_of(self, value: int) -> Flat:
+    def flat_of(self, value: int) -> FlatLayout:
         """The flat buffer that `parts` names by its first parameter."""
         return next(flat for flat in self.flats if flat.values[0] == value)
 

@@ -248,11 +248,11 @@ class StageRunner:
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
-        kept = {value: available[value] for value in self.stage.relayed if value in available}
+        kept = {value: available[value] for value in self.stage.saved_for_weight_grad if value in available}
         given = {value: available[value] for value in self.functions["input_grad"].inputs}
         available.clear()
         outputs = self._call("input_grad", microbatch, given)
-        kept.update((value, outputs[value]) for value in self.stage.relayed if value in outputs)
+        kept.update((value, outputs[value]) for value in self.stage.saved_for_weight_grad if value in outputs)
         self._held[microbatch] = kept
         return self._sent(self.stage.grad_sends, outputs)
 

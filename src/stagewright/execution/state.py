@@ -10,7 +10,7 @@ import torch
 
 from stagewright.errors import InputError
 from stagewright.execution.regions import Region, in_whole, stretches
-from stagewright.graph.flat import Entry
+from stagewright.graph.flat_buffers import Entry
 from stagewright.graph.tensor_parallel import parallelism
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from stagewright.errors import RunError
 from stagewright.execution.collectives import Pending, is_ordered
-from stagewright.graph.payload import Message, distinct
+from stagewright.graph.messages import Message, distinct
 from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
 

@@ -30,9 +30,9 @@ from stagewright.execution.preflight import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
-from stagewright.graph.cutting import Cutting
-from stagewright.graph.flat import PARAMETERS
+from stagewright.graph.flat_buffers import PARAMETERS
+from stagewright.graph.partition import Partition
+from stagewright.graph.split import split_graph
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.plan import ModelSection, Plan, shared_layers
@@ -129,7 +129,7 @@ def verify(
         )
         if reduced.cluster.kind == "cuda":
             report("checking that its transfers cannot hang on GPUs")
-            edges = tuple(stage_edges(carve(graph, stage_cuts(reduced, graph))))
+            edges = tuple(stage_edges(split_graph(graph, stage_cuts(reduced, graph))))
             check_transfers(stage_program(reduced), edges, on_lanes=True)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
@@ -356,8 +356,8 @@ def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan
     levels = [level if plan.dp > 1 else 0 for level in plan.sharding]
     if not any(level >= PARAMETERS for level in levels):
         return plan
-    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
-    stages = carve(graph, [position[name] for name in names])
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.forward_ids)}
+    stages = split_graph(graph, [position[name] for name in names])
     resharded = sharded_program(without_sharding(program), stages, levels)
     return plan.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in resharded.ranks)})
 
@@ -368,13 +368,13 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
     if stages:
         return [stage.start / stages[-1].stop for stage in stages[1:]]
     graph = trace(original, plan.microbatch_size, report=report, **plan.traced())
-    return [cut / len(graph.body) for cut in stage_cuts(plan, graph)]
+    return [cut / len(graph.forward_ids) for cut in stage_cuts(plan, graph)]
 
 
 def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
     """Legal, increasing cut indices of `graph`, each as near as can be to its fraction of the operators. Raises `PlanError`
     where there are fewer legal cuts."""
-    size, found = len(graph.body), [0]
+    size, found = len(graph.forward_ids), [0]
     for index, fraction in enumerate(fractions):
         last = size - (len(fractions) - index)  # leaves a place for each cut to come
         places = sorted(range(found[-1] + 1, last + 1), key=lambda place: abs(place - fraction * size))
@@ -389,7 +389,7 @@ def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
 
 def _is_legal(graph: OperatorGraph, cut: int) -> bool:
     try:
-        Cutting(graph, [cut])
+        Partition(graph, [cut])
     except PlanError:
         return False
     return True

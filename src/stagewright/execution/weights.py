@@ -10,7 +10,7 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 from stagewright.execution.collectives import ProcessGroups
 from stagewright.graph import Origin
-from stagewright.graph.flat import OPTIMIZER, Flat
+from stagewright.graph.flat_buffers import OPTIMIZER, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import TensorMeta
 
@@ -33,7 +33,7 @@ class Weights:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         accumulate_dtype: torch.dtype | None = None,
-        flats: Iterable[Flat] = (),
+        flats: Iterable[FlatLayout] = (),
     ) -> None:
         self.device = device
         self.accumulate_dtype = accumulate_dtype

@@ -10,9 +10,9 @@ from typing import Any
 
 from stagewright.errors import StagewrightError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import carve
-from stagewright.graph.flat import PARAMETERS
+from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.graph.layers import layer_begins, layer_end
+from stagewright.graph.split import split_graph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, recomputing_stages, stage_cuts, stage_program
@@ -114,7 +114,7 @@ def _changed(plan: Plan, graph: OperatorGraph, order: Program, **fields: Any) ->
     program = insert_recomputation(order, recomputing_stages(changed))
     if plan.num_holders > 1 and (kinds & SHARDING_KINDS or max(changed.sharding)):
         once = profile.reduces == "last microbatch"
-        stages = carve(graph, stage_cuts(changed, graph))
+        stages = split_graph(graph, stage_cuts(changed, graph))
         program = sharded_program(program, stages, changed.sharding, reduces_once=once)
     return changed.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in program.ranks)})
 
@@ -130,7 +130,7 @@ def _at_stages(
     if any(isinstance(policy, str) for policy in named):
         return None
     own = [policy for policy in named if isinstance(policy, StagePolicy)]
-    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.forward_ids)}
 
     def of(stage: int, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in names if bisect_right(cuts, position.get(name, 0)) == stage)

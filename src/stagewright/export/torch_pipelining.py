@@ -18,8 +18,8 @@ from typing import Any
 
 from stagewright.errors import InputError
 from stagewright.graph import Node, OperatorGraph, Ref, Symbol
-from stagewright.graph.carving import carve
 from stagewright.graph.graph import Value
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
@@ -49,7 +49,7 @@ def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
         raise InputError(
             f"torch-pipelining: stages of tp {plan.tp}, cp {plan.cp}, ep {plan.ep} hold collectives of ours: {_WHAT_TO_DO}"
         )
-    stages = carve(graph, list(stage_cuts(plan, graph)))
+    stages = split_graph(graph, list(stage_cuts(plan, graph)))
     program = stage_program(plan)
     passes = _arriving(stages)
     classes = [_class(stage, passes[stage.index], passes[stage.index + 1]) for stage in stages]

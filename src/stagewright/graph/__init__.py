@@ -1,4 +1,4 @@
-"""Operators, tensors, the operator graph, legal cuts, stages and liveness; free of torch."""
+"""The operator graph of a model, its legal cuts and its stages; free of torch."""
 
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value, renumbered
 from stagewright.graph.tensor import TensorMeta, contiguous

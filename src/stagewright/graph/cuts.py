@@ -1,4 +1,4 @@
-"""Every position where a graph can be cut: whether it may be, and what crosses it."""
+"""Legal cuts of a graph, and the values that cross them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cuts:
-    """One entry per position of the body and one more; the first and the last are no cuts.
+    """All cuts of a graph, one entry per cut index from 0 to the number of forward operators; the first and last are
+    illegal.
 
     `legal`: no buffer that changes with every microbatch has users on both sides, and a loss in pieces stays whole.
-    `num_values`, `value_bytes`: tensors that travel forward across the position, and their bytes.
-    `cotangent_bytes`: bytes that travel back across it.
+    `num_values`, `value_bytes`: tensors sent forward across the cut, and their bytes.
+    `cotangent_bytes`: bytes sent back across it.
 
-    All are of one microbatch, and of two stages; with more of them a value is sent from stage to stage as
-    far as its last user, so the figures hold for every cut of a partition.
+    All are for one microbatch and two stages. With more stages a value is sent from stage to stage up to its last user, so
+    the figures hold for every cut of a partition.
 
-    Ignores: that several views of one storage can travel as that storage; here each counts by itself.
+    Ignores: that several views of one storage can be sent as that storage; each is counted separately.
     """
 
     legal: NDArray[np.bool_]
@@ -38,17 +39,17 @@ class Cuts:
         return np.flatnonzero(self.legal)
 
     def at(self, places: Sequence[int]) -> Cuts:
-        """What is there at each of `places`."""
-        return Cuts(*(getattr(self, one.name)[np.asarray(places)] for one in fields(self)))
+        """Return the entries at `places`."""
+        return Cuts(*(getattr(self, column.name)[np.asarray(places)] for column in fields(self)))
 
 
 def find_cuts(graph: OperatorGraph) -> Cuts:
-    """What each cut of `graph` means.
+    """Find the legal cuts of `graph`, and what crosses each cut.
 
     A value crosses from its maker as far as its last user, forward or backward; a cotangent as far back as
     its first.
     """
-    size = len(graph.body)
+    size = len(graph.forward_ids)
     values, value_bytes, cotangent_bytes, barred = (np.zeros(size + 2, np.int64) for _ in range(4))
     for part, low, high, payload in _journeys(graph):
         if part is Part.FORWARD:
@@ -65,13 +66,13 @@ def find_cuts(graph: OperatorGraph) -> Cuts:
 
 
 def _add(changes: Counts, low: int, high: int, amount: int) -> None:
-    """Adds `amount` at every cut that has position `low` before it and position `high` behind it."""
+    """Add `amount` at every cut with position `low` before it and position `high` after it."""
     changes[low + 1] += amount
     changes[high + 1] -= amount
 
 
 def _journeys(graph: OperatorGraph) -> Iterator[tuple[Part, int, int, int]]:
-    """Part of the maker, lowest and highest position, and bytes of each value that goes anywhere."""
+    """Yield the part of the maker, the lowest and highest position, and the bytes of each value that can cross a cut."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in graph.nodes:
@@ -81,26 +82,26 @@ def _journeys(graph: OperatorGraph) -> Iterator[tuple[Part, int, int, int]]:
                 first[value] = min(first.get(value, place), place)
                 last[value] = max(last.get(value, place), place)
     for value in first:
-        made = graph.values[value]
-        if made.node < 0:
+        described = graph.values[value]
+        if described.node < 0:
             continue
-        maker = graph.nodes[made.node]
+        maker = graph.nodes[described.node]
         place = graph.position.get(maker.forward)
         if place is None:
             continue
         if maker.part is Part.FORWARD and last[value] > place:
-            yield maker.part, place, last[value], made.meta.payload_bytes
+            yield maker.part, place, last[value], described.meta.payload_bytes
         elif maker.part is Part.INPUT_GRAD and first[value] < place:
-            yield maker.part, first[value], place, made.meta.payload_bytes
+            yield maker.part, first[value], place, described.meta.payload_bytes
 
 
 def _inseparable(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
-    """First and last position of the operators that share a buffer which changes with every microbatch, and of those that
-    run with the backward."""
-    if graph.late < len(graph.body):
-        yield graph.late, len(graph.body) - 1
-    for buffer, made in graph.mutations:
-        maker = graph.position.get(graph.values[made].node)
+    """Yield the first and last position of operators that must stay on one stage: those that share a buffer which changes
+    with every microbatch, and those that run with the backward."""
+    if graph.late < len(graph.forward_ids):
+        yield graph.late, len(graph.forward_ids) - 1
+    for buffer, update in graph.mutations:
+        maker = graph.position.get(graph.values[update].node)
         if maker is None:
             continue
         users = (graph.nodes[node].forward for node in graph.consumers.get(buffer, ()))

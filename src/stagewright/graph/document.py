@@ -1,8 +1,8 @@
-"""Operator graphs as bytes and back: data that nothing is executed for, and that are known to be whole by their digest.
+"""Reading and writing of operator graphs as bytes: plain data, nothing is executed, and a digest detects damage.
 
-A file is one line that names the format and the SHA-256 of the rest, and JSON. In it everything is written once, in
-`things`: ``null``, a truth value, a number or a text is itself, and ``[kind, place, ...]`` is made of the things at earlier
-places. Values and nodes are columns of such places, one per field, which are read in half the time of rows.
+A file is one line that names the format and the SHA-256 of the rest, followed by JSON. Each distinct item is written once,
+in `things`: ``null``, booleans, numbers and strings as they are, and ``[kind, place, ...]`` for an item made of the things
+at earlier places. Values and nodes are columns of such places, one per field, which read in half the time of rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from stagewright.errors import InputError
-from stagewright.graph.depth import Repeat
 from stagewright.graph.expert_parallel import ExpertParallel
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value
+from stagewright.graph.repeat import Repeat
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.tensor_parallel import TensorParallel, TensorShard
 
@@ -29,11 +29,11 @@ _MAGIC = b"stagewright graph"
 
 
 class DamagedGraph(InputError):
-    """Bytes that are no graph of this format: cut short, changed, or of something else."""
+    """Bytes that are not a graph of this format: truncated, changed, or something else."""
 
 
 def graph_to_bytes(graph: OperatorGraph) -> bytes:
-    """`graph` as `graph_from_bytes` reads it.
+    """Return `graph` in the form that `graph_from_bytes` reads.
 
     Raises:
         TypeError: an argument or fact of a kind that graphs do not have.
@@ -50,17 +50,17 @@ def graph_to_bytes(graph: OperatorGraph) -> bytes:
 
 
 def graph_from_bytes(data: bytes) -> OperatorGraph:
-    """The graph that `graph_to_bytes` was given: equal, and of the same types throughout.
+    """Return the graph that `graph_to_bytes` was given: equal, and with the same types throughout.
 
     Raises:
-        DamagedGraph: anything else. Nothing is read of data whose digest is another.
+        DamagedGraph: the bytes are anything else. Data with a wrong digest is not parsed.
     """
     heading, _, payload = data.partition(b"\n")
     if heading + b"\n" != _heading(payload):
         raise DamagedGraph("no graph of this format, or one that has changed since it was written")
     try:
         document = json.loads(payload)
-        things = _made(document["things"])
+        things = _read_things(document["things"])
         return OperatorGraph(
             values=_rows(Value, document["values"], things),
             nodes=_rows(Node, document["nodes"], things),
@@ -71,8 +71,8 @@ def graph_from_bytes(data: bytes) -> OperatorGraph:
 
 
 def graph_digest(graph: OperatorGraph, layouts: Iterable[TensorMeta] = ()) -> str:
-    """Of the names and operators of the forward, and of `layouts`: equal for traces in which plans name the same."""
-    named = (f"{graph.nodes[number].name} {graph.nodes[number].op}\n" for number in graph.body)
+    """Return a digest of the forward operators, their names and `layouts`: equal for traces that share names in plans."""
+    named = (f"{graph.nodes[number].name} {graph.nodes[number].op}\n" for number in graph.forward_ids)
     digest = hashlib.sha256("".join(named).encode())
     digest.update(repr([(meta.shape, meta.stride, meta.dtype, meta.offset) for meta in layouts]).encode())
     return digest.hexdigest()[:32]
@@ -83,14 +83,14 @@ def _heading(payload: bytes) -> bytes:
 
 
 class _Things:
-    """What a document consists of, each thing once: as it is `written`."""
+    """The distinct items of a document, in the order in which they are `written`."""
 
     def __init__(self) -> None:
         self.written: list[Any] = []
         self._places: dict[Any, int] = {}
 
     def place(self, thing: Any) -> int:
-        """Where `thing` is written; equal things of different types (``1``, ``1.0``, ``True``) are different things."""
+        """Return the index of `thing`; equal things of different types (``1``, ``1.0``, ``True``) are distinct."""
         kind = type(thing)
         if kind in _SCALARS:
             return self._placed((kind, repr(thing)), thing)
@@ -106,8 +106,8 @@ class _Things:
         return place
 
 
-def _made(written: list[Any]) -> list[Any]:
-    """The things of a document."""
+def _read_things(written: list[Any]) -> list[Any]:
+    """Rebuild the things of a document."""
     things: list[Any] = []
     for entry in written:
         if type(entry) is list:
@@ -146,7 +146,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     bytes: lambda data: [base64.b64encode(data).decode()],
     complex: lambda number: [number.real, number.imag],
 }
-"""What a thing of each kind is made of."""
+"""The parts that an item of each kind is written as."""
 _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     kind.__name__: lambda parts, kind=kind: kind(*parts) for kind in _PARTS
 } | {

@@ -1,4 +1,4 @@
-"""Graphs of one expert-parallel rank: which parameters fewer ranks hold than the rest, and how these are numbered."""
+"""Expert parallelism of a graph: its degree, the parameters of experts, and the ranks of a group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stagewright.graph.graph import OperatorGraph
 
 EXPERT_GROUP = "ep"
-"""The name by which collectives know the ranks of one expert-parallel group, which have some experts each."""
+"""Name of the expert-parallel group in collectives; each of its ranks holds some of the experts."""
 
 ALL_TO_ALL = "stagewright.all_to_all.default"
 
@@ -16,9 +16,9 @@ ALL_TO_ALL = "stagewright.all_to_all.default"
 class ExpertParallel:
     """The expert parallelism of a graph.
 
-    `size` ranks have different experts, each an equal number of every layer's; `parameters` are the names of those of which
-    a rank has the part of its experts. Neighbours of a group are `stride` ranks apart, and ranks with the same experts
-    `spacing`.
+    Each of `size` ranks holds an equal number of the experts of every layer; `parameters` are the names of the experts'
+    parameters, which a rank holds for its own experts. Neighbours in a group are `stride` ranks apart, and ranks with the
+    same experts `spacing`.
     """
 
     size: int
@@ -31,19 +31,19 @@ class ExpertParallel:
 
 
 def expert_parallelism(graph: OperatorGraph) -> ExpertParallel | None:
-    """That of `graph`; None where every rank has all experts."""
+    """Return the expert parallelism of `graph`; None where every rank has all experts."""
     return graph.facts.get("expert_parallel")
 
 
-def width_fault(size: int, num_holders: int, tp: int, sequence: bool) -> str | None:
-    """Why the experts of stages that `num_holders` x `tp` ranks hold cannot be shared out by `size` of them, or None.
+def expert_parallel_fault(size: int, num_holders: int, tp: int, sequence: bool) -> str | None:
+    """Return why expert parallelism of `size` does not divide stages held by `num_holders` x `tp` ranks, or None.
 
-    Ranks that split the sequence between layers have different tokens, and so belong to one group; others have the same, and
-    share every expert.
+    With sequence parallelism, tensor-parallel ranks have different tokens, and so belong to one group; otherwise they have
+    the same tokens, and each has a part of every expert.
 
-    >>> width_fault(8, 4, 2, True), width_fault(4, 4, 2, False)
+    >>> expert_parallel_fault(8, 4, 2, True), expert_parallel_fault(4, 4, 2, False)
     (None, None)
-    >>> width_fault(8, 4, 2, False)
+    >>> expert_parallel_fault(8, 4, 2, False)
     'ep 8 does not divide the 4 ranks of dp x cp'
     """
     if size == 1:

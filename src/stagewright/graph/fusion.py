@@ -1,8 +1,8 @@
-"""Several operators as one kernel, as runtimes with fused kernels run them: a rewrite of the graph.
+"""Fusion of several operators into one kernel: a rewrite of the graph for runtimes with fused kernels.
 
-A rule names the operators of a kernel and what it keeps for its backward. The forward operators that belong together
-become one node, their input gradients another and their weight gradients a third; values that only they pass to each other
-are gone, and what the backward needs of them is derived again from what the kernel keeps.
+A rule names the operators of a kernel and the values it keeps for its backward. The forward operators of a kernel become one
+node, their input gradients another and their weight gradients a third. Values that only they pass to each other disappear;
+the backward derives those it needs from the values that the kernel keeps.
 """
 
 from __future__ import annotations
@@ -18,33 +18,30 @@ from stagewright.graph.tensor import TensorMeta, contiguous
 from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE
 
 KERNEL = "runtime."
-"""How the operator of a fused kernel begins; the name of its rule follows."""
+"""Prefix of the operator of a fused kernel; the name of its rule follows."""
 
 INPUTS, RESULTS = "inputs", "results"
 
 HELD = "held"
-"""Argument of an operator that does not read it: a tensor that is there until then."""
+"""Argument that an operator does not read: a tensor that stays alive until then."""
 
 JOINED = {"mm": 0, "addmm": 1}
-"""Products that may become one, and which argument is the tensor that is multiplied."""
+"""Matmuls that may be joined, and the index of the argument that is not a matrix of weights."""
 
 
 @dataclass(frozen=True)
 class FusionRule:
-    """A fused kernel: short names of operators (``silu``), without library and overload.
+    """A fused kernel, in short names of operators (``silu``), without library and overload.
 
-    * `around`: every kernel holds one or more of these, and grows from the first.
-    * `absorbs`: operators that join where they touch what belongs to it, if the whole can still run as one; views between
-      them join too.
-    * `within`: where these are looked for: in the same ``module`` as the first, its ``parent`` too, or in the whole
-      ``model``.
-    * `keeps`: what the forward leaves for the backward: ``inputs``, ``results``, or names of operators whose results it
-      keeps although nothing else uses them.
-    * `forward_bytes`, `backward_bytes`: moved per element of the largest tensor that enters or leaves; None: every tensor
-      once.
-    * `scratch_bytes`: per element of the largest tensor, there only while the forward runs.
-    * `kind`: what bounds it: ``memory``, ``norm`` for those that need statistics of a row first, or ``matmul``: products of
-      one tensor with several matrices, which become one product whose results lie in one storage.
+    * `around`: every kernel contains one or more of these, and grows from the first.
+    * `absorbs`: adjacent operators that join the kernel if the whole can still run as one; views between them join too.
+    * `within`: where adjacent operators are searched: in the ``module`` of the first, its ``parent`` too, or the ``model``.
+    * `keeps`: what the forward saves for the backward: ``inputs``, ``results``, or names of operators whose results it
+      saves although nothing else uses them.
+    * `forward_bytes`, `backward_bytes`: memory traffic per element of the largest input or output; None: every tensor once.
+    * `scratch_bytes`: temporary memory of the forward per element of the largest tensor.
+    * `kind`: what bounds it: ``memory``, ``norm`` for kernels that need statistics of a row first, or ``matmul``: products
+      of one tensor with several matrices, joined into one matmul whose results lie in one storage.
     """
 
     name: str
@@ -59,15 +56,15 @@ class FusionRule:
 
 
 def is_kernel(op: str) -> bool:
-    """Whether a node is a fused kernel."""
+    """Whether an operator is a fused kernel."""
     return op.startswith(KERNEL)
 
 
 def fuse(graph: OperatorGraph, rules: Sequence[FusionRule]) -> OperatorGraph:
-    """`graph` with one node for every kernel of `rules`, the first rule that claims an operator having it.
+    """Return `graph` with one node for every kernel of `rules`; an operator belongs to the first rule that claims it.
 
-    Kernels that could not run as one, because an operator outside needs a part of them and gives to another, stay apart.
-    Names of nodes are those of the first operator they stand for.
+    A kernel is not fused if an operator outside depends on one part of it and another part depends on that operator. A node
+    has the name of the first operator it stands for.
     """
     if not rules:
         return graph
@@ -80,31 +77,31 @@ def fuse(graph: OperatorGraph, rules: Sequence[FusionRule]) -> OperatorGraph:
     return graph
 
 
-def adding_in_products(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` with products that add the gradients of weights to what is there, in place of handing them on.
+def accumulating_in_matmuls(graph: OperatorGraph) -> OperatorGraph:
+    """Return `graph` with matmuls that accumulate weight gradients into the buffer instead of returning them.
 
-    Such a gradient is an empty tensor.
+    Such a gradient becomes an empty tensor.
     """
     maker = makers_of(graph.nodes)
     values = list(graph.values)
-    for made in graph.contributions.values():
-        for _, value in made:
+    for contributions in graph.contributions.values():
+        for _, value in contributions:
             passed = [value]
             while passed[-1] in maker and _is_view(graph, maker[passed[-1]]):
                 passed.append(maker[passed[-1]].inputs[0])
             source = maker.get(passed[-1])
             if source is None or source.part is not Part.WEIGHT_GRAD or not _multiplies(source):
                 continue
-            if all(len(graph.consumers.get(one, ())) <= 1 for one in passed):
-                for one in passed:
-                    values[one] = replace(values[one], meta=contiguous((0,), values[one].meta.dtype))
+            if all(len(graph.consumers.get(result, ())) <= 1 for result in passed):
+                for result in passed:
+                    values[result] = replace(values[result], meta=contiguous((0,), values[result].meta.dtype))
     return replace(graph, values=tuple(values))
 
 
-def summing_once(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` without sums of gradients over the ranks that share a layer: a runtime that makes them once per step.
+def reducing_once(graph: OperatorGraph) -> OperatorGraph:
+    """Return `graph` without gradient all-reduces over tensor-parallel ranks: a runtime that runs them once per step.
 
-    Ignores: what they take then, of norms and biases alone.
+    Ignores: their time at the end of the step, for norms and biases only.
     """
     summed = {
         node.outputs[0]: node.inputs[0]
@@ -112,36 +109,38 @@ def summing_once(graph: OperatorGraph) -> OperatorGraph:
         if node.op == ALL_REDUCE and node.part is Part.WEIGHT_GRAD
     }
     contributions = {
-        gradient: tuple((node, summed.get(value, value)) for node, value in made)
-        for gradient, made in graph.contributions.items()
+        gradient: tuple((node, summed.get(value, value)) for node, value in parts)
+        for gradient, parts in graph.contributions.items()
     }
-    handed_on = {value for made in graph.contributions.values() for _, value in made}
+    handed_on = {value for parts in graph.contributions.values() for _, value in parts}
     gone = {node.id for node in graph.nodes if node.op == ALL_REDUCE and handed_on.intersection(node.outputs)}
     nodes = tuple(node for node in graph.nodes if node.id not in gone)
     return renumbered_graph(replace(graph, nodes=nodes, contributions=contributions))
 
 
 def holding_logits(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` whose logits are there until the loss is differentiated, used or not: of a loop that has them in a variable.
+    """Return `graph` with logits that live until the backward of the loss, as in a training loop that has them in a
+    variable.
 
-    Logits are what the last product of the forward makes, or what is gathered of it.
+    Logits are the result of the last matmul of the forward, or its all-gather.
     """
     product = next(
-        (node for node in map(graph.nodes.__getitem__, reversed(graph.body)) if _multiplies(node)), None
+        (node for node in map(graph.nodes.__getitem__, reversed(graph.forward_ids)) if _multiplies(node)),
+        None,
     )
     if product is None or product.outputs[0] is None:
         return graph
     logits, maker = product.outputs[0], product
     while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
-        (made,) = user.outputs
-        if made is None:
+        (result,) = user.outputs
+        if result is None:
             break
-        logits, maker = made, user
-    behind = graph.position[maker.id]
+        logits, maker = result, user
+    last_position = graph.position[maker.id]
     of_loss = [
         node
         for node in graph.nodes
-        if node.part is Part.INPUT_GRAD and graph.position.get(node.forward, -1) > behind
+        if node.part is Part.INPUT_GRAD and graph.position.get(node.forward, -1) > last_position
     ]
     if not of_loss or not graph.storage_bytes[graph.values[logits].storage]:
         return graph
@@ -187,13 +186,15 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
 
 
 def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> Iterator[tuple[int, ...]]:
-    """Products of one tensor in modules next to each other, each by a matrix of its own."""
-    found: dict[tuple[int, str], list[int]] = {}
+    """Yield groups of matmuls of one tensor, with different matrices, in modules of one parent."""
+    members_by_input: dict[tuple[int, str], list[int]] = {}
     for node in graph.nodes:
         if node.part is Part.FORWARD and node.id not in taken and short_name(node.op) in rule.around:
             place = JOINED[short_name(node.op)]
-            found.setdefault((node.inputs[place], node.module.rpartition(".")[0]), []).append(node.id)
-    yield from (tuple(members) for members in found.values() if len(members) > 1)
+            members_by_input.setdefault((node.inputs[place], node.module.rpartition(".")[0]), []).append(
+                node.id
+            )
+    yield from (tuple(members) for members in members_by_input.values() if len(members) > 1)
 
 
 def _is_view(graph: OperatorGraph, node: Node) -> bool:
@@ -203,31 +204,31 @@ def _is_view(graph: OperatorGraph, node: Node) -> bool:
 def _grown(
     graph: OperatorGraph, rule: FusionRule, anchor: Node, maker: dict[int, Node], taken: set[int]
 ) -> set[int]:
-    """What belongs to one kernel with `anchor`: neighbours that the rule absorbs, without the views at its ends."""
+    """Return the kernel around `anchor`: neighbours that the rule absorbs, without the views at its ends."""
     names = rule.around | rule.absorbs
     side = graph.position[anchor.id] >= graph.late
-    found, waiting = {anchor.id}, [anchor]
+    members, waiting = {anchor.id}, [anchor]
     while waiting:
         node = waiting.pop()
         for other, is_user in _neighbours(graph, node, maker):
             if (
-                other.id not in found
+                other.id not in members
                 and other.id not in taken
                 and other.part is Part.FORWARD
                 and (graph.position[other.id] >= graph.late) == side
                 and (short_name(other.op) in names or _is_view(graph, other))
                 and _in_reach(rule.within, anchor.module, other.module)
                 and not (
-                    _leads_in(graph, other, found, maker) if is_user else _leads_out(graph, other, found)
+                    _leads_in(graph, other, members, maker) if is_user else _leads_out(graph, other, members)
                 )
             ):
-                found.add(other.id)
+                members.add(other.id)
                 waiting.append(other)
-    return _without_ends(graph, found, maker)
+    return _without_ends(graph, members, maker)
 
 
 def _neighbours(graph: OperatorGraph, node: Node, maker: dict[int, Node]) -> Iterator[tuple[Node, bool]]:
-    """Makers of what a node uses, and users of what it makes: those with True."""
+    """Yield the makers of a node's inputs, with False, and the users of its outputs, with True."""
     for value in node.inputs:
         if value in maker:
             yield maker[value], False
@@ -237,7 +238,7 @@ def _neighbours(graph: OperatorGraph, node: Node, maker: dict[int, Node]) -> Ite
 
 
 def _leads_in(graph: OperatorGraph, node: Node, members: set[int], maker: dict[int, Node]) -> bool:
-    """Whether what a user of members needs besides is made of what they make, so that it cannot be one of them."""
+    """Whether another input of `node`, a user of members, depends on them through operators outside the kernel."""
     first, seen = min(members), set()
     waiting = [value for value in node.inputs if value in maker and maker[value].id not in members]
     while waiting:
@@ -251,7 +252,7 @@ def _leads_in(graph: OperatorGraph, node: Node, members: set[int], maker: dict[i
 
 
 def _leads_out(graph: OperatorGraph, node: Node, members: set[int]) -> bool:
-    """Whether what others make of a value that `node` makes for members goes to these too."""
+    """Whether a member depends on an output of `node` through operators outside the kernel."""
     last, seen = max(members), set()
     waiting = [user for user in _users(graph, node) if user not in members]
     while waiting:
@@ -282,7 +283,7 @@ def _in_reach(within: str, anchor: str, module: str) -> bool:
 
 
 def _without_ends(graph: OperatorGraph, members: set[int], maker: dict[int, Node]) -> set[int]:
-    """Without the views that only lead into the kernel or out of it, unless it reads all of what they are views of."""
+    """Drop views at the inputs or outputs of the kernel, unless it reads all elements of their base."""
     members = set(members)
     while True:
         ends = set()
@@ -303,16 +304,16 @@ def _without_ends(graph: OperatorGraph, members: set[int], maker: dict[int, Node
 
 
 def _reads_all(graph: OperatorGraph, view: Node, members: set[int]) -> bool:
-    """Whether members read every element of what a view is of: through the view or beside it."""
-    base, made = view.inputs[0], [value for value in view.outputs if value is not None]
-    elements = sum(graph.values[value].meta.num_elements for value in made)
+    """Whether members read every element of the base of a view, through the view or directly."""
+    base, views = view.inputs[0], [value for value in view.outputs if value is not None]
+    elements = sum(graph.values[value].meta.num_elements for value in views)
     beside = {user for user in graph.consumers.get(base, ()) if not _is_view(graph, graph.nodes[user])}
     return elements == graph.values[base].meta.num_elements or bool(members & beside)
 
 
 @dataclass
 class _Unit:
-    """Nodes that become one: of one group and part."""
+    """The nodes of one group and part, which become one node."""
 
     group: int
     part: Part
@@ -320,7 +321,7 @@ class _Unit:
 
 
 class _Fused:
-    """The graph with its groups contracted."""
+    """A graph with its groups contracted to kernels."""
 
     def __init__(self, graph: OperatorGraph, groups: Sequence[_Group]) -> None:
         self.old = graph
@@ -337,7 +338,7 @@ class _Fused:
         self.order, self.blocked = self._ordered()
 
     def graph(self) -> OperatorGraph:
-        """The rewritten graph, numbered in running order."""
+        """Return the rewritten graph, numbered in running order."""
         old = self.old
         leaders = {member: group.members[0] for group in self.groups for member in group.members}
 
@@ -354,18 +355,18 @@ class _Fused:
             nodes=nodes,
             values=tuple(self.values),
             contributions={
-                gradient: tuple((home(node), value) for node, value in found)
-                for gradient, found in old.contributions.items()
+                gradient: tuple((home(node), value) for node, value in parts)
+                for gradient, parts in old.contributions.items()
             },
             facts=old.facts | ({"late": _number_before(nodes, late)} if late else {}),
         )
         return renumbered_graph(rewritten)
 
     def _needed_outside(self) -> set[int]:
-        """Values that something other than nodes needs."""
+        """Return the values that the graph needs apart from inputs of nodes."""
         old = self.old
-        found = {old.loss, *(value for _, value in old.mutations)}
-        return found | {value for made in old.contributions.values() for _, value in made}
+        needed = {old.loss, *(value for _, value in old.mutations)}
+        return needed | {value for parts in old.contributions.values() for _, value in parts}
 
     def _units(self) -> dict[tuple[int, Part], _Unit]:
         units: dict[tuple[int, Part], _Unit] = {}
@@ -373,7 +374,7 @@ class _Fused:
             if node.part < Part.FORWARD:
                 continue
             group = self.group_of.get(node.id if node.part is Part.FORWARD else node.forward)
-            if group is None or self._adds_relayed(node, group) or self._stands_apart(node, group):
+            if group is None or self._adds_other_gradient(node, group) or self._stands_apart(node, group):
                 continue
             units.setdefault((group, node.part), _Unit(group, node.part)).nodes.append(node)
         for (group, part), unit in units.items():
@@ -386,7 +387,7 @@ class _Fused:
         }
 
     def _take_sums(self, unit: _Unit) -> None:
-        """A product with several matrices adds what each of them gives."""
+        """Include in the input gradient of a joined matmul the additions of its parts."""
         old, inside = self.old, {node.id: node for node in unit.nodes}
         views: dict[int, list[Node]] = {}  # value that leaves -> the views that it went through
         ready: list[int] = []
@@ -408,29 +409,30 @@ class _Fused:
             seen.add(node.id)
             if any(value not in views for value in node.inputs):
                 continue
-            through = [one for value in node.inputs for one in views[value]]
+            through = [view for value in node.inputs for view in views[value]]
             if short_name(node.op) == "add":
-                inside |= {one.id: one for one in (*through, node)}
+                inside |= {view.id: view for view in (*through, node)}
                 leaves(node, [])
             elif _is_view(old, node):
                 leaves(node, [*through, node])
         unit.nodes = sorted(inside.values(), key=lambda node: node.id)
 
-    def _adds_relayed(self, node: Node, group: int) -> bool:
-        """Whether a node adds a gradient that comes from elsewhere to one of the kernel's: autograd's own work."""
+    def _adds_other_gradient(self, node: Node, group: int) -> bool:
+        """Whether a node adds a gradient from elsewhere to one of the kernel's: autograd does that, not the kernel."""
         if node.part is not Part.INPUT_GRAD or short_name(node.op) != "add" or len(node.inputs) != 2:
             return False
-        own = [self._is_backward_of(value, group) for value in node.inputs]
+        from_kernel = [self._is_backward_of(value, group) for value in node.inputs]
         users = (self.old.nodes[user] for user in _users(self.old, node))
-        return sum(own) < 2 and not any(self._is_backward_of_node(user, group) for user in users)
+        return sum(from_kernel) < 2 and not any(self._is_backward_of_node(user, group) for user in users)
 
     def _stands_apart(self, node: Node, group: int) -> bool:
-        """Whether a view in the backward touches nothing else of the kernel's: that of an operator that is gone."""
+        """Whether a view in the backward is adjacent to no other node of the kernel."""
         if node.part is Part.FORWARD or not _is_view(self.old, node):
             return False
         users = (self.old.nodes[user] for user in _users(self.old, node))
         return not any(self._is_backward_of(value, group) for value in node.inputs) and not any(
-            self._is_backward_of_node(user, group) and not self._adds_relayed(user, group) for user in users
+            self._is_backward_of_node(user, group) and not self._adds_other_gradient(user, group)
+            for user in users
         )
 
     def _is_backward_of(self, value: int, group: int) -> bool:
@@ -443,7 +445,7 @@ class _Fused:
     # -- what a kernel reads and leaves -----------------------------------------------------------------------------
 
     def _rewritten(self) -> dict[tuple[int, Part], Node]:
-        """The node of every unit."""
+        """Return the node of every unit."""
         results = [self._leaving(self.units[index, Part.FORWARD]) for index in range(len(self.groups))]
         kept: list[list[int]] = [[] for _ in self.groups]
         reads = {}
@@ -452,16 +454,16 @@ class _Fused:
                 continue
             reads[key], needed = self._backward_reads(unit, results[unit.group])
             kept[unit.group] += [value for value in needed if value not in kept[unit.group]]
-        found = {}
+        kernels = {}
         for key, unit in self.units.items():
             if unit.part is Part.FORWARD:
                 outputs = self._rooted(results[unit.group] + kept[unit.group])
                 if self.groups[unit.group].rule.kind == "matmul":
                     outputs = [self._join(outputs), *outputs]
-                found[key] = self._node(unit, self._entering(unit), outputs)
+                kernels[key] = self._node(unit, self._entering(unit), outputs)
             else:
-                found[key] = self._node(unit, reads[key], self._rooted(self._leaving(unit)))
-        return found
+                kernels[key] = self._node(unit, reads[key], self._rooted(self._leaving(unit)))
+        return kernels
 
     def _entering(self, unit: _Unit) -> list[int]:
         inside = {value for node in unit.nodes for value in node.outputs}
@@ -470,26 +472,26 @@ class _Fused:
         )
 
     def _leaving(self, unit: _Unit) -> list[int]:
-        """What others use: for a forward, all but the kernel's own backward."""
+        """Return the results of a unit that others use; for a forward, others than the kernel's own backward."""
         inside = {node.id for node in unit.nodes}
 
         def is_used(value: int) -> bool:
             users = (user for user in self.old.consumers.get(value, ()) if user not in inside)
             return value in self.outside or any(self._group_of_unit(user) != unit.group for user in users)
 
-        made = (value for node in unit.nodes for value in node.outputs if value is not None)
-        return [value for value in made if is_used(value)]
+        results = (value for node in unit.nodes for value in node.outputs if value is not None)
+        return [value for value in results if is_used(value)]
 
     def _group_of_unit(self, node: int) -> int:
-        """The group that a node is part of or a backward of; -1 where it stays for itself."""
+        """Return the group whose forward or backward has a node; -1 if none has."""
         return self.unit_of.get(node, (-1, Part.FORWARD))[0]
 
     def _backward_reads(self, unit: _Unit, results: Sequence[int]) -> tuple[list[int], list[int]]:
-        """What the backward reads, and which values inside of the forward must be kept for it."""
+        """Return what the backward reads, and which inner values of the forward must be saved for it."""
         rule = self.groups[unit.group].rule
         inside = {value for node in unit.nodes for value in node.outputs}
         forward = self.units[unit.group, Part.FORWARD]
-        own = makers_of(forward.nodes)
+        makers = makers_of(forward.nodes)
         entering = set(self._entering(forward))
         other = self.units.get((unit.group, Part.INPUT_GRAD)) if unit.part is Part.WEIGHT_GRAD else None
         partner = {value for node in other.nodes for value in node.outputs} if other else set()
@@ -497,8 +499,8 @@ class _Fused:
         kept: dict[int, None] = {}
 
         def take(value: int) -> None:
-            """Follows a value of the forward back to what is kept."""
-            node = own.get(value)
+            """Follow a value of the forward back to values that are saved."""
+            node = makers.get(value)
             if node is None:
                 if value not in entering or INPUTS in rule.keeps or self._is_free(value):
                     reads[value] = None
@@ -520,60 +522,60 @@ class _Fused:
                 if value in inside:
                     continue
                 if value in partner and other is not None:
-                    for source in self._cotangents(other, own):
+                    for source in self._cotangents(other, makers):
                         reads[source] = None
-                elif value in own or value in entering:
+                elif value in makers or value in entering:
                     take(value)
                 else:
                     reads[value] = None
         if not any(self._is_cotangent(value) for value in reads):
-            reads.update(dict.fromkeys(self._cotangents(unit, own)))
+            reads.update(dict.fromkeys(self._cotangents(unit, makers)))
         return list(reads), [value for value in kept if value not in results]
 
-    def _cotangents(self, unit: _Unit, own: dict[int, Node]) -> list[int]:
-        return [value for value in self._entering(unit) if value not in own and self._is_cotangent(value)]
+    def _cotangents(self, unit: _Unit, makers: dict[int, Node]) -> list[int]:
+        return [value for value in self._entering(unit) if value not in makers and self._is_cotangent(value)]
 
     def _is_cotangent(self, value: int) -> bool:
-        made = self.maker.get(value)
-        return (made is not None and made.part > Part.FORWARD) or value == self.old.seed
+        maker = self.maker.get(value)
+        return (maker is not None and maker.part > Part.FORWARD) or value == self.old.seed
 
     def _is_free(self, value: int) -> bool:
-        """Whether a value is there anyway: a parameter, or made of inputs alone."""
-        made = self.maker.get(value)
-        return made is None or made.part < Part.FORWARD
+        """Whether a value is available anyway: a parameter, or computed from inputs alone."""
+        maker = self.maker.get(value)
+        return maker is None or maker.part < Part.FORWARD
 
     def _rooted(self, outputs: list[int]) -> list[int]:
-        """Results with storages of their own where the one they were in is gone."""
+        """Give results new storages where the one they were in disappears."""
         roots = set(outputs)
         for value in outputs:
-            found = self.values[value]
-            made, unit = self.maker.get(found.storage), self.unit_of.get(self.maker[value].id)
-            inside = made is not None and unit is not None and self.unit_of.get(made.id) == unit
-            if found.storage not in roots and inside:
-                meta = contiguous(found.meta.shape, found.meta.dtype)
-                self.values[value] = replace(found, storage=value, meta=meta)
+            result = self.values[value]
+            maker, unit = self.maker.get(result.storage), self.unit_of.get(self.maker[value].id)
+            inside = maker is not None and unit is not None and self.unit_of.get(maker.id) == unit
+            if result.storage not in roots and inside:
+                meta = contiguous(result.meta.shape, result.meta.dtype)
+                self.values[value] = replace(result, storage=value, meta=meta)
         return outputs
 
     def _join(self, outputs: list[int]) -> int:
-        """A tensor that has all results one after the other."""
+        """Add a tensor that contains all results one after the other."""
         number, offset = len(self.values), 0
         for value in outputs:
-            found = self.values[value]
-            meta = replace(contiguous(found.meta.shape, found.meta.dtype), offset=offset)
-            self.values[value] = replace(found, storage=number, meta=meta)
-            offset += found.meta.num_elements
+            result = self.values[value]
+            meta = replace(contiguous(result.meta.shape, result.meta.dtype), offset=offset)
+            self.values[value] = replace(result, storage=number, meta=meta)
+            offset += result.meta.num_elements
         return self._new_value(contiguous((offset,), self.values[outputs[0]].meta.dtype))
 
     def _product(self, group: int, part: Part) -> tuple[tuple[str, Any], ...]:
-        """FLOP of one direction, elements of the matrices, and rows, columns and inner dimension of their joint product."""
+        """FLOP of one direction, elements of the matrices, and rows, columns and inner dimension of the joined matmul."""
         rows, inner, weights = 0, 0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
             place = JOINED[short_name(node.op)]
-            left, right = (self.old.values[value].meta for value in node.inputs[place : place + 2])
-            inner = left.shape[-1]
-            rows = left.num_elements // inner
-            weights += right.num_elements
+            factor, matrix = (self.old.values[value].meta for value in node.inputs[place : place + 2])
+            inner = factor.shape[-1]
+            rows = factor.num_elements // inner
+            weights += matrix.num_elements
         outer = weights // inner
         shape = {Part.FORWARD: (rows, outer, inner), Part.INPUT_GRAD: (rows, inner, outer)}.get(
             part, (inner, outer, rows)
@@ -581,7 +583,7 @@ class _Fused:
         return ("flop", 2.0 * rows * weights), ("weights", weights), ("shape", shape)
 
     def _follow_storages(self, nodes: Iterable[Node]) -> None:
-        """Views lie where what they are of lies now."""
+        """Move views to the storages that their bases have now."""
         for node in nodes:
             if is_kernel(node.op):
                 continue
@@ -589,12 +591,14 @@ class _Fused:
                 root = value if value is None else self.old.values[value].storage
                 if value is None or root == value:
                     continue
-                base = next((one for one in node.inputs if self.old.values[one].storage == root), None)
+                base = next(
+                    (argument for argument in node.inputs if self.old.values[argument].storage == root), None
+                )
                 if base is not None:
-                    found, moved = self.values[value], self.values[base]
-                    offset = found.meta.offset + moved.meta.offset - self.old.values[base].meta.offset
-                    meta = replace(found.meta, offset=offset)
-                    self.values[value] = replace(found, storage=moved.storage, meta=meta)
+                    view, moved = self.values[value], self.values[base]
+                    offset = view.meta.offset + moved.meta.offset - self.old.values[base].meta.offset
+                    meta = replace(view.meta, offset=offset)
+                    self.values[value] = replace(view, storage=moved.storage, meta=meta)
 
     def _node(self, unit: _Unit, inputs: list[int], outputs: list[int]) -> Node:
         rule = self.groups[unit.group].rule
@@ -634,7 +638,7 @@ class _Fused:
     # -- running order ----------------------------------------------------------------------------------------------
 
     def _ordered(self) -> tuple[list[Node], set[int]]:
-        """All nodes in running order; or the groups that stand in the way of one."""
+        """Return all nodes in running order, and the groups that prevent one."""
         old = self.old
         nodes: list[tuple[int, Node]] = []
         for node in old.nodes:
@@ -668,7 +672,7 @@ class _Fused:
 
 
 def _on_circles(waiting: set[int], users: Sequence[Sequence[int]]) -> set[int]:
-    """Of nodes that wait for each other, without those that nothing waits for."""
+    """Return the nodes on cycles: drop those that no other node waits for until none is left."""
     waiting = set(waiting)
     while free := {index for index in waiting if not waiting.intersection(users[index])}:
         waiting -= free
@@ -676,6 +680,6 @@ def _on_circles(waiting: set[int], users: Sequence[Sequence[int]]) -> set[int]:
 
 
 def _number_before(nodes: Iterable[Node], late: Sequence[int]) -> int:
-    """How many forward nodes run before the first of `late`."""
-    body = [node.id for node in nodes if node.part is Part.FORWARD]
-    return min(body.index(node) for node in late)
+    """Count the forward nodes before the first of `late`."""
+    forward = [node.id for node in nodes if node.part is Part.FORWARD]
+    return min(forward.index(node) for node in late)

@@ -12,7 +12,7 @@ Everything downstream derives from it: the estimator costs it, the planner cuts 
 Gradients with respect to parameters (and values derived from one parameter alone) are not added up inside the
 graph, because the additions depend on where it is cut: `contributions` lists, in the order in which autograd
 would add them, what each use of such a value adds to its gradient. Cotangents of all other values are added by
-ordinary nodes, a relayed cotangent from later consumers being the first addend.
+ordinary nodes, the cotangent that a later stage passes on being the first addend.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Symbol(NamedTuple):
 
 
 def renumbered(argument: Any, number: Callable[[int], int]) -> Any:
-    """An argument of a node, or several of them, with `number` of every value in its place.
+    """Return an argument of a node, or several of them, with every value replaced by its `number`.
 
     >>> renumbered((Ref(3), 2.0, (Ref(4), Ref(3)), Symbol("dtype", "float32")), {3: 0, 4: 1}.__getitem__)
     (Ref(value=0), 2.0, (Ref(value=1), Ref(value=0)), Symbol(kind='dtype', name='float32'))
@@ -76,7 +76,7 @@ def renumbered(argument: Any, number: Callable[[int], int]) -> Any:
 
 
 def short_name(op: str) -> str:
-    """An operator without its library and overload.
+    """Return the name of an operator without library and overload.
 
     >>> short_name("aten.mm.default"), short_name("stagewright.accumulate")
     ('mm', 'accumulate')
@@ -121,7 +121,7 @@ class Node:
         return f"{self.module}:{self.ordinal}"
 
     def renamed(self, names: Mapping[int, int]) -> Node:
-        """The same call on other values; those that `names` does not have stay."""
+        """Return the same call on other values; those not in `names` stay."""
         if not any(value in names for value in self.inputs):
             return self
 
@@ -137,12 +137,12 @@ class Node:
 
 
 def made_by(nodes: Iterable[Node]) -> set[int]:
-    """The values that `nodes` make."""
+    """Return the values that `nodes` compute."""
     return {value for node in nodes for value in node.outputs if value is not None}
 
 
 def makers_of(nodes: Iterable[Node]) -> dict[int, Node]:
-    """The node that makes each value that one of `nodes` makes."""
+    """Map each value that `nodes` compute to its node."""
     return {value: node for node in nodes for value in node.outputs if value is not None}
 
 
@@ -173,32 +173,32 @@ class OperatorGraph:
         return iter(self.nodes)
 
     @cached_property
-    def body(self) -> tuple[int, ...]:
-        """Ids of the forward nodes in order: a cut at position i separates ``body[:i]`` from ``body[i:]``."""
+    def forward_ids(self) -> tuple[int, ...]:
+        """Ids of the forward nodes in order: a cut at position i separates ``forward_ids[:i]`` from ``forward_ids[i:]``."""
         return tuple(node.id for node in self.nodes if node.part is Part.FORWARD)
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Forward node id -> index in `body`."""
-        return {node: index for index, node in enumerate(self.body)}
+        """Forward node id -> index in `forward_ids`."""
+        return {node: index for index, node in enumerate(self.forward_ids)}
 
     @cached_property
     def late(self) -> int:
-        """Position in the body of the first operator that runs with the backward; ``len(body)`` where all run with F.
+        """Index in `forward_ids` of the first operator that runs with the backward; their number where all run with F.
 
-        A loss in pieces over tokens is such a tail: nothing but the reported loss needs it before the backward does, and a
-        piece whose gradients follow at once need not be kept.
+        A loss in pieces over tokens is such a tail: only the reported loss needs it before the backward does, and a piece
+        whose gradients follow at once need not be saved.
         """
-        return self.facts.get("late", len(self.body))
+        return self.facts.get("late", len(self.forward_ids))
 
     @cached_property
     def consumers(self) -> dict[int, tuple[int, ...]]:
         """Value id -> ids of the nodes that use it, in order."""
-        found: dict[int, list[int]] = {}
+        users: dict[int, list[int]] = {}
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
-                found.setdefault(value, []).append(node.id)
-        return {value: tuple(nodes) for value, nodes in found.items()}
+                users.setdefault(value, []).append(node.id)
+        return {value: tuple(nodes) for value, nodes in users.items()}
 
     @cached_property
     def storage_bytes(self) -> dict[int, int]:
@@ -218,6 +218,6 @@ class OperatorGraph:
         return sum(self.values[value].meta.num_elements for value in self.parameter_values)
 
     def describe(self, node: Node) -> str:
-        """A node as people should read it in an error."""
+        """Return a description of a node for error messages."""
         place = f" at {node.where}" if node.where else ""
         return f"operator {node.op} of module '{node.module or '(model)'}'{place}"

@@ -1,4 +1,4 @@
-"""Layers: the numbered modules of a model, and what enters each of them."""
+"""Layers: the numbered modules of a model, cuts between them, and their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.graph.graph import OperatorGraph, Part
 
 @lru_cache(maxsize=4096)
 def layer_of(module: str) -> str:
-    """The path of a module up to the first number in it; empty where there is none.
+    """Return the path of a module up to the first number in it; empty where there is none.
 
     >>> layer_of("model.layers.3.mlp.experts.1"), layer_of("model.norm")
     ('model.layers.3', '')
@@ -24,12 +24,12 @@ def layer_of(module: str) -> str:
 
 
 def layers_of(graph: OperatorGraph) -> tuple[str, ...]:
-    """The layer of every operator of the body."""
-    return tuple(layer_of(graph.nodes[node].module) for node in graph.body)
+    """Return the layer of every forward operator."""
+    return tuple(layer_of(graph.nodes[node].module) for node in graph.forward_ids)
 
 
 def layer_begins(graph: OperatorGraph) -> list[int]:
-    """Positions in the body at which numbered layers begin, in order."""
+    """Return the cut indices at which numbered layers begin, in order."""
     layers = layers_of(graph)
     seen: dict[str, int] = {}
     for position, layer in enumerate(layers):
@@ -39,7 +39,7 @@ def layer_begins(graph: OperatorGraph) -> list[int]:
 
 
 def even_layers(graph: OperatorGraph, num_stages: int) -> tuple[int, ...]:
-    """Layers of every stage, as even as their number allows, the first stages having more.
+    """Return the number of layers of every stage, as even as possible; the first stages have more.
 
     Raises:
         PlanError: fewer layers than stages.
@@ -47,14 +47,14 @@ def even_layers(graph: OperatorGraph, num_stages: int) -> tuple[int, ...]:
     num_layers = len(layer_begins(graph))
     if num_layers < num_stages:
         raise PlanError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
-    each, more = divmod(num_layers, num_stages)
-    return tuple(each + (stage < more) for stage in range(num_stages))
+    base, more = divmod(num_layers, num_stages)
+    return tuple(base + (stage < more) for stage in range(num_stages))
 
 
 def layer_cuts(graph: OperatorGraph, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
-    """Where stages of so many layers are cut: in front of the first layer of each but the first.
+    """Return the cuts for stages with `layers_per_stage` layers: before the first layer of each stage but the first.
 
-    A stage may have none: at the beginning only what is in front of the layers, at the end only what is behind.
+    The first and the last stage may have none: then they hold only what comes before or after the layers.
 
     Raises:
         PlanError: the counts do not add up to the layers of the model.
@@ -75,20 +75,23 @@ def layer_cuts(graph: OperatorGraph, layers_per_stage: Sequence[int]) -> tuple[i
 
 
 def layer_end(graph: OperatorGraph) -> int:
-    """The position in the body behind the last layer."""
-    return 1 + graph.position[max(node for node in graph.body if layer_of(graph.nodes[node].module))]
+    """Return the cut index after the last layer."""
+    return 1 + graph.position[max(node for node in graph.forward_ids if layer_of(graph.nodes[node].module))]
 
 
 def layer_inputs(graph: OperatorGraph) -> frozenset[int]:
-    """Root values that are made in front of a place where a layer begins or ends, and used behind it by the forward.
+    """Return root values that the forward computes before a place where a layer begins or ends, and uses after it.
 
-    Kept as checkpoints, they are what checkpointing every layer keeps; what the loss and the modules around the layers
-    compute is theirs to recompute too.
+    They are the checkpoints of activation checkpointing of every layer. The loss and the modules around the layers recompute
+    their values too.
     """
     layers = layers_of(graph)
-    begins = [0, *(at for at, (one, other) in enumerate(pairwise(layers), start=1) if one != other)]
+    begins = [
+        0,
+        *(at for at, (layer, next_layer) in enumerate(pairwise(layers), start=1) if layer != next_layer),
+    ]
     piece = _pieces(begins, len(layers))
-    found: set[int] = set()
+    roots: set[int] = set()
     for node in graph.nodes:
         if node.part is not Part.FORWARD:
             continue
@@ -96,20 +99,20 @@ def layer_inputs(graph: OperatorGraph) -> frozenset[int]:
             root = graph.values[value].storage
             maker = graph.position.get(graph.values[root].node)
             if maker is not None and piece[maker] < piece[graph.position[node.id]]:
-                found.add(root)
-    return frozenset(found)
+                roots.add(root)
+    return frozenset(roots)
 
 
 def _pieces(begins: Sequence[int], size: int) -> list[int]:
-    """For every position the number of the piece that it is in."""
-    found = [0] * size
+    """Return the number of the piece at every position."""
+    pieces = [0] * size
     for number, (start, stop) in enumerate(pairwise([*begins, size])):
-        found[start:stop] = [number] * (stop - start)
-    return found
+        pieces[start:stop] = [number] * (stop - start)
+    return pieces
 
 
 def pattern_of(name: str) -> str:
-    """What the names of a parameter in all layers have in common.
+    """Return the common form of a parameter's names in all layers.
 
     >>> pattern_of("model.layers.12.mlp.up_proj.weight")
     'model.layers.N.mlp.up_proj.weight'

@@ -1,7 +1,7 @@
-"""Memory policies: what a stage does with the values its forward makes for its backward.
+"""Memory policies: keep, recompute or offload for each value that a stage's forward saves for its backward.
 
-Beside those that a plan chooses: what the model's own regions of `torch.utils.checkpoint` ask for, and the attention scores
-that selective recomputation drops.
+Besides the policies that a plan chooses, there are those of the model's own regions of `torch.utils.checkpoint`, and the
+attention scores that selective recomputation drops.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from stagewright.graph.graph import Node, OperatorGraph, Part, makers_of, short_name
 
 Reruns = tuple[tuple[int, tuple[int, ...]], ...]
-"""Pairs of an operator (id) and those that run again in its backward."""
+"""Pairs of an operator (id) and the operators that run again in its backward."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Values of the joint graph that a stage does not keep from F to its backward; all others that this needs it keeps.
+    """The values that a stage recomputes or offloads; it keeps all others that its backward needs.
 
-    * `recompute`: computed again from what is kept, each right before the backward uses it; `everything` means all that
-      `checkpoints` does not name.
-    * `checkpoints`: kept to recompute from, whether or not the backward itself needs them.
+    * `recompute`: computed again from kept values, each right before the backward uses it; `everything` means all values
+      that `checkpoints` does not name.
+    * `checkpoints`: kept to recompute from, whether or not the backward needs them.
     * `reruns`: pairs of an operator (id) and others: in the backward of the first the others run again, each right before it
-      is used there and as often as it is named. With these, what is kept follows: what is used before it is made again.
-      `recompute`, `everything` and `checkpoints` are not looked at then. I and W of a split backward recompute the rest
-      once each.
-    * `offload`: moved to the host when F is done with it and brought back where the backward needs it, also to recompute
-      from. At most `fetch_ahead` bytes are back before their first use, and as many on their way to the host.
+      is used there and as often as it is named. This determines what is kept: what is used before it is computed again.
+      `recompute`, `everything` and `checkpoints` are then ignored. I and W of a split backward recompute the others once
+      each.
+    * `offload`: copied to the host after its last use in F and back before its first use in the backward, recomputation
+      included. At most `fetch_ahead` bytes are fetched before their first use, and at most as many are being offloaded.
 
-    A value stands for its whole storage, views included. Ids that a stage does not save are ignored, and so are
-    checkpoints that nothing is recomputed from. Checkpointing every layer is `everything` with what enters each layer as
+    A value stands for its whole storage, views included. Values that a stage does not save are ignored, and so are
+    checkpoints that nothing is recomputed from. Checkpointing every layer is `everything` with the inputs of the layers as
     checkpoints.
     """
 
@@ -56,7 +56,7 @@ def has_regions(graph: OperatorGraph) -> bool:
 
 
 def region_policy(graph: OperatorGraph) -> Policy:
-    """The policy that the model's own code asks for, of every stage alike; `KEEP` where it has no regions."""
+    """Return the policy of the model's own checkpoint regions, the same for every stage; `KEEP` if it has none."""
     inside = {node.id for node in graph.nodes if node.region >= 0}
     if not inside:
         return KEEP
@@ -66,7 +66,8 @@ def region_policy(graph: OperatorGraph) -> Policy:
 
 
 def _needed_elsewhere(graph: OperatorGraph) -> Iterator[Node]:
-    """Makers of what a region needs from outside, and of what is made in one for a backward outside."""
+    """Yield the makers of values that a region needs from outside, and of values in a region that a backward outside
+    needs."""
     for node in graph.nodes:
         if node.part < Part.FORWARD:
             continue
@@ -82,9 +83,9 @@ def _needed_elsewhere(graph: OperatorGraph) -> Iterator[Node]:
 
 
 def _roots(graph: OperatorGraph, nodes: set[int]) -> Iterator[int]:
-    """The storages that some nodes make."""
-    made = (value for node in nodes for value in graph.nodes[node].outputs if value is not None)
-    return (value for value in made if graph.values[value].storage == value)
+    """Yield the storages that `nodes` create."""
+    values = (value for node in nodes for value in graph.nodes[node].outputs if value is not None)
+    return (value for value in values if graph.values[value].storage == value)
 
 
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
@@ -92,22 +93,22 @@ _PRODUCTS = frozenset({"bmm", "baddbmm", "mm", "addmm"})
 
 
 def attention_scores(graph: OperatorGraph) -> frozenset[int]:
-    """Storages made between the product of queries and keys and that with the values: scores, their softmax, its dropout.
+    """Return the storages between the two matmuls of attention: scores, their softmax and its dropout.
 
-    Source: selective recomputation, Korthikanti et al. 2022 (arXiv 2205.05198), section 5. None where attention is one
+    Source: selective recomputation, Korthikanti et al. 2022 (arXiv 2205.05198), section 5. Empty where attention is one
     kernel.
     """
     maker = makers_of(graph.nodes)
-    found: set[int] = set()
+    scores: set[int] = set()
     for node in graph.nodes:
         is_softmax = node.part is Part.FORWARD and short_name(node.op) in _SOFTMAX
-        if is_softmax and (behind := _behind(graph, node)):
-            found.update(behind, _before(node, maker))
-    return frozenset(graph.values[value].storage for value in found)
+        if is_softmax and (following := _after(graph, node)):
+            scores.update(following, _before(node, maker))
+    return frozenset(graph.values[value].storage for value in scores)
 
 
 def _before(softmax: Node, maker: dict[int, Node]) -> Iterator[int]:
-    """Back to the product that makes the scores."""
+    """Yield the values from the softmax back to the matmul that computes the scores."""
     value = softmax.inputs[0]
     while value in maker and maker[value].part is Part.FORWARD:
         yield value
@@ -116,16 +117,16 @@ def _before(softmax: Node, maker: dict[int, Node]) -> Iterator[int]:
         value = maker[value].inputs[0]
 
 
-def _behind(graph: OperatorGraph, softmax: Node) -> set[int]:
-    """On to the product with the values: what is as large as the scores in between. Nothing of a softmax that is for
-    something else, as the choice of experts."""
+def _after(graph: OperatorGraph, softmax: Node) -> set[int]:
+    """Return the values of the scores' size from the softmax on to the matmul with the attention values. Empty for a softmax
+    with another purpose, such as the choice of experts."""
     size = _elements(graph, softmax)
-    waiting, found, meets_product = [softmax], set[int](), False
+    waiting, reached, meets_product = [softmax], set[int](), False
     while waiting:
         node = waiting.pop()
-        made = [value for value in node.outputs if value is not None and value not in found]
-        found.update(made)
-        users = [graph.nodes[user] for value in made for user in graph.consumers.get(value, ())]
+        results = [value for value in node.outputs if value is not None and value not in reached]
+        reached.update(results)
+        users = [graph.nodes[user] for value in results for user in graph.consumers.get(value, ())]
         for user in users:
             if user.part is not Part.FORWARD:
                 continue
@@ -133,9 +134,9 @@ def _behind(graph: OperatorGraph, softmax: Node) -> set[int]:
                 meets_product = True
             elif _elements(graph, user) == size:
                 waiting.append(user)
-    return found if meets_product else set()
+    return reached if meets_product else set()
 
 
 def _elements(graph: OperatorGraph, node: Node) -> int:
-    made = node.outputs[0]
-    return 0 if made is None else graph.values[made].meta.num_elements
+    result = node.outputs[0]
+    return 0 if result is None else graph.values[result].meta.num_elements

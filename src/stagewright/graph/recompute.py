@@ -1,4 +1,4 @@
-"""Operators of the forward that run in a backward: as late as their users allow, or as often as a schedule names them."""
+"""Recomputation in a backward: forward operators that run right before their users, or as often as a schedule names them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from stagewright.graph.graph import Node, makers_of
 from stagewright.graph.policy import Reruns
 
 
-def woven(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int] = ()) -> list[Node]:
-    """`nodes` in order, each of `extra` right before the first that needs it, directly or through others of `extra`.
+def interleaved(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int] = ()) -> list[Node]:
+    """Return `nodes` in order, with each of `extra` right before the first that needs it, directly or through others of
+    `extra`.
 
-    What only the values `also` need comes last; what nobody needs is left out.
+    Nodes that only the values `also` need come last; nodes that nothing needs are left out.
     """
     makers = makers_of(extra)
     merged: list[Node] = []
@@ -33,25 +34,25 @@ def woven(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int] = ()
 
 
 def _missing(values: Iterable[int], makers: dict[int, Node], done: set[int]) -> list[Node]:
-    """Nodes that `values` need and that have not run, each once."""
-    found: dict[int, Node] = {}
+    """Return the nodes that `values` need and that have not run, each once."""
+    missing: dict[int, Node] = {}
     stack = list(values)
     while stack:
         node = makers.get(stack.pop())
-        if node is not None and node.id not in done and node.id not in found:
-            found[node.id] = node
+        if node is not None and node.id not in done and node.id not in missing:
+            missing[node.id] = node
             stack.extend(node.inputs)
-    return list(found.values())
+    return list(missing.values())
 
 
 Number = Callable[[int, int | None], int]
-"""A new value like one of the forward, in a storage of its own (None) or in one that is known."""
+"""Function that adds a copy of a forward value, in a new storage (None) or in a given one."""
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """The nodes of a backward, those of them that run `again`, and what it takes that it has not made again, parameters and
-    cotangents included."""
+    """The nodes of a backward with recomputation, those of them that run `again`, and the values `taken` from outside it,
+    parameters and cotangents included."""
 
     nodes: list[Node]
     again: list[Node]
@@ -62,42 +63,42 @@ def rerunning(
     backward: Sequence[Node],
     forward: Sequence[Node],
     reruns: Reruns,
-    body: Container[int],
+    operators: Container[int],
     storage: Callable[[int], int],
     number: Number,
     returned: Iterable[int] = (),
 ) -> Rerun:
-    """`backward` with operators of `forward` that run again: those that `reruns` names with an operator (ids) run in its
-    backward, each right before the first there that needs it, or at the end of it. `body` are the operators that have a
-    backward; what belongs to none of them is part of that around it.
+    """Return `backward` with operators of `forward` that run again: those that `reruns` names for an operator run in its
+    backward, each right before the first node that needs it, or at the end. `operators` are the operators that have a
+    backward; nodes that belong to none of them count to the backward around them.
 
-    What runs again is used from then on, instead of what F or an earlier run has made; views follow what they are of. A
-    value of F that is not used before it is made again need not be kept, and is made again under its own id. What lies in a
-    storage of one of the values `returned` does not run again. `storage` tells the root of a value.
+    Results that are computed again are used from then on, instead of those of F or of an earlier run; views follow their
+    bases. A value of F that is not used before it is computed again is not kept, and is computed again under its own id.
+    Operators with results in a storage of the values `returned` do not run again. `storage` returns the root of a value.
     """
     fixed = {storage(value) for value in returned}
-    known = {node.id for node in forward if not any(value in fixed for value in node.outputs)}
-    wanted = {one: known.intersection(others) for one, others in reruns}
+    recomputable = {node.id for node in forward if not any(value in fixed for value in node.outputs)}
+    wanted = {operator: recomputable.intersection(others) for operator, others in reruns}
     placeholders = itertools.count(-1, -1)
-    looked = _Backward(forward, wanted, body, storage, lambda value, root: next(placeholders), None)
-    looked.run(backward)  # once to find out what is kept, which says whose ids are free
-    found = _Backward(forward, wanted, body, storage, number, frozenset(map(storage, looked.taken)))
-    found.run(backward)
-    return Rerun(found.nodes, found.again, found.taken)
+    trial = _Backward(forward, wanted, operators, storage, lambda value, root: next(placeholders), None)
+    trial.run(backward)  # once to find out what is kept, which says whose ids are free
+    final = _Backward(forward, wanted, operators, storage, number, frozenset(map(storage, trial.taken)))
+    final.run(backward)
+    return Rerun(final.nodes, final.again, final.taken)
 
 
 @dataclass
 class _Backward:
-    """`keeps` are the storages from elsewhere that are used; None where that is to be found out.
+    """A backward in the course of being built. `keeps` are the storages from outside that it uses; None if not known yet.
 
-    While it runs: `_latest` has the value that stands for one of the graph by now, `_roots` the same for storages;
-    `_pending` are operators to run in the backward of the present one; `_times` says how often a value has been made again,
-    and `_made_from`, of every operator that has run again, how often what it took had been.
+    `_latest` maps a value of the graph to its latest copy, `_roots` does so for storages. `_pending` are operators still to
+    run in the current operator's backward. `_times` counts how often a value has been computed again; `_made_from` has the
+    counts of the inputs of every operator at its latest run.
     """
 
     forward: Sequence[Node]
     reruns: Mapping[int, set[int]]
-    body: Container[int]
+    operators: Container[int]
     storage: Callable[[int], int]
     number: Number
     keeps: frozenset[int] | None
@@ -117,7 +118,7 @@ class _Backward:
     def run(self, backward: Sequence[Node]) -> None:
         current, done = -1, set[int]()
         for node in backward:
-            if node.forward in self.body and node.forward != current:
+            if node.forward in self.operators and node.forward != current:
                 self._finish()
                 current = node.forward
                 if current not in done:
@@ -128,7 +129,7 @@ class _Backward:
         self._finish()
 
     def _followed(self, node: Node) -> Node:
-        """`node` of the backward, with other ids for views of what has another id by now."""
+        """Return `node` of the backward, with new ids for views of values that have new ids."""
         outputs = list(node.outputs)
         for place, value in enumerate(outputs):
             root = None if value is None else self._roots.get(self.storage(value))
@@ -137,24 +138,24 @@ class _Backward:
         return node if tuple(outputs) == node.outputs else replace(node, outputs=tuple(outputs))
 
     def _finish(self) -> None:
-        """Makes what is made ahead of its use."""
+        """Run the operators that are still pending, ahead of their use."""
         if self._pending:
-            left = [node for node in self.forward if node.id in self._pending]
-            self._make([value for node in left for value in node.outputs if value is not None])
+            pending = [node for node in self.forward if node.id in self._pending]
+            self._make([value for node in pending for value in node.outputs if value is not None])
             self._pending = set()
 
     def _make(self, values: Iterable[int]) -> None:
-        """Runs what is to run again before `values` can be used."""
-        found: dict[int, Node] = {}
+        """Run again the operators that `values` need."""
+        needed: dict[int, Node] = {}
         stack = list(values)
         while stack:
             node = self._makers.get(stack.pop())
-            if node is None or node.id in found:
+            if node is None or node.id in needed:
                 continue
             if node.id in self._pending or self._is_view(node):
-                found[node.id] = node
+                needed[node.id] = node
                 stack.extend(node.inputs)
-        for node in sorted(found.values(), key=lambda node: node.id):
+        for node in sorted(needed.values(), key=lambda node: node.id):
             if node.id in self._pending or self._is_outdated(node):
                 self._run_again(node)
 
@@ -175,31 +176,31 @@ class _Backward:
         outputs = tuple(None if value is None else self._named(value, is_first) for value in node.outputs)
         if outputs != node.outputs:
             renamed = replace(renamed, outputs=outputs)
-        for value, made in zip(node.outputs, outputs, strict=True):
-            if value is not None and made is not None:
-                self._latest[value] = made
+        for value, copy in zip(node.outputs, outputs, strict=True):
+            if value is not None and copy is not None:
+                self._latest[value] = copy
                 self._times[value] = self._times.get(value, 0) + 1
         self.nodes.append(renamed)
         self.again.append(renamed)
 
     def _named(self, value: int, is_first: bool) -> int:
-        """The id of `value` now that it is made again: its own where that is still free."""
+        """Return the id of `value` when it is computed again: its own if that is still free."""
         root = self.storage(value)
         now = value if root == value else self._roots.get(root, root)
         is_free = self.keeps is not None and root not in self.keeps and now == root
         if is_first and is_free:
             return value
-        made = self.number(value, None if root == value else now)
+        copy = self.number(value, None if root == value else now)
         if root == value:
-            self._roots[root] = made
-        return made
+            self._roots[root] = copy
+        return copy
 
     def _renamed(self, node: Node) -> Node:
         names: dict[int, int] = {}
         for value in node.inputs:
-            made = self._latest.get(value)
-            if made is None:
+            latest = self._latest.get(value)
+            if latest is None:
                 self.taken[value] = None
-            elif made != value:
-                names[value] = made
+            elif latest != value:
+                names[value] = latest
         return node.renamed(names)

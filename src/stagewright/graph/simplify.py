@@ -1,4 +1,4 @@
-"""Passes over a freshly built graph: drop what nothing needs, merge what is equal, put nodes into running order."""
+"""Simplification of a freshly built graph: dead and repeated nodes are removed, and nodes put into running order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPEATABLE = (Part.STATIC, Part.DERIVED, Part.PROLOGUE)
 
 
 def compact(graph: OperatorGraph) -> OperatorGraph:
-    """The same computation without dead nodes, without no-ops and without repeated views, renumbered in running order.
+    """Return the same computation without dead nodes, no-ops and repeated views, renumbered in running order.
 
     A view that has the layout of a value already at hand (``detach``, an identity ``view``, a pair of ``t``) is that
     value. Equal nodes of the static, derived and prologue parts are one.
@@ -36,7 +36,7 @@ def _sorted(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
-    """The graph without repeats, and for every merged node of a repeatable part the node that stands for it."""
+    """Return the graph without repeats, and for every merged node of a repeatable part the node that stands for it."""
     distinct = _Distinct(graph.values)
     for node in graph.nodes:
         distinct.add(node)
@@ -54,8 +54,8 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
             **{value: gradient for value, gradient in graph.gradients.items() if value not in names},
         },
         contributions={
-            gradient: tuple((node, names.get(value, value)) for node, value in found)
-            for gradient, found in graph.contributions.items()
+            gradient: tuple((node, names.get(value, value)) for node, value in parts)
+            for gradient, parts in graph.contributions.items()
         },
         mutations=tuple((buffer, names.get(value, value)) for buffer, value in graph.mutations),
     )
@@ -65,9 +65,9 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
 class _Distinct:
     """Nodes without repeats, added in running order.
 
-    * `names`: of every value of a repeat the value that stands for it;
-    * `roots`: of every storage that a repeat would have made the one in its place;
-    * `twins`: of every repeat the node that stands for it, -1 where that is a source.
+    * `names`: the value that stands for each value of a repeat;
+    * `roots`: the storage that stands for each storage of a repeat;
+    * `twins`: the node that stands for each repeat, -1 where that is a source.
     """
 
     def __init__(self, values: Sequence[Value]) -> None:
@@ -86,11 +86,11 @@ class _Distinct:
         node = node.renamed(self.names)
         if self._is_equal(node) or self._is_at_hand(node):
             return
-        made = [value for value in node.outputs if value is not None]
-        for value in made:
+        results = [value for value in node.outputs if value is not None]
+        for value in results:
             self._views.setdefault(self._key(node, value), value)
         self.kept.append(node)
-        self._producer.update(dict.fromkeys(made, node.id))
+        self._producer.update(dict.fromkeys(results, node.id))
 
     def _is_equal(self, node: Node) -> bool:
         """Whether another node of a repeatable part does the same, and so stands for `node`."""
@@ -108,44 +108,44 @@ class _Distinct:
         return True
 
     def _is_at_hand(self, node: Node) -> bool:
-        """Whether what `node` makes is a view that is at hand already, and so stands for it."""
+        """Whether an equal view of the result of `node` exists already, and so stands for it."""
         output = node.outputs[0] if len(node.outputs) == 1 else None
         if output is None or self._values[output].storage == output:
             return False
         layout = self._layout(output)
-        same = (value for value in node.inputs if self._layout(value) == layout)
-        found = next(same, None)
-        if found is None:
-            found = self._same_view(node, layout)
-        if found is None:
+        candidates = (value for value in node.inputs if self._layout(value) == layout)
+        same_view = next(candidates, None)
+        if same_view is None:
+            same_view = self._same_view(node, layout)
+        if same_view is None:
             return False
-        self.names[output] = found
-        self.twins[node.id] = self._producer.get(found, -1)
+        self.names[output] = same_view
+        self.twins[node.id] = self._producer.get(same_view, -1)
         return True
 
     def _same_view(self, node: Node, layout: Any) -> int | None:
-        """A value with this layout that is at hand wherever `node` runs."""
+        """Return a value with this layout that exists wherever `node` runs."""
         if node.part < Part.INPUT_GRAD:
             return self._views.get(layout)
         for key in ((node.forward, Part.INPUT_GRAD, *layout), (node.forward, node.part, *layout), layout):
-            found = self._views.get(key)
-            if found is not None and (key is not layout or self._producer.get(found, -1) <= node.forward):
-                return found
+            view = self._views.get(key)
+            if view is not None and (key is not layout or self._producer.get(view, -1) <= node.forward):
+                return view
         return None
 
     def _layout(self, value: int) -> Any:
-        found = self._values[value]
-        return self.roots.get(found.storage, found.storage), found.meta
+        described = self._values[value]
+        return self.roots.get(described.storage, described.storage), described.meta
 
     def _key(self, node: Node, value: int) -> Any:
-        """Where a value is at hand, and its layout: everywhere, or in the backward of one forward node."""
+        """Return the layout of a value, and where it exists: everywhere, or in the backward of one forward node."""
         layout = self._layout(value)
         return layout if node.part < Part.INPUT_GRAD else (node.forward, node.part, *layout)
 
 
 def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]) -> OperatorGraph:
-    """Give the backward of a forward operator that is gone to another: for a forward operator the surviving one before
-    it, so that its place between two cuts stays the same; for a derived one its twin, or -1."""
+    """Reassign the backward of removed operators: to the surviving forward operator before a removed one, so that the
+    backward stays between the same cuts; to the twin of a derived one, or -1."""
     alive = {node.id for node in graph.nodes}
     forward = sorted(node.id for node in graph.nodes if node.part is Part.FORWARD)
     part = {node.id: node.part for node in original.nodes}
@@ -162,8 +162,8 @@ def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]
         graph,
         nodes=tuple(replace(node, forward=home(node.forward)) for node in graph.nodes),
         contributions={
-            gradient: tuple((home(node), value) for node, value in found)
-            for gradient, found in graph.contributions.items()
+            gradient: tuple((home(node), value) for node, value in parts)
+            for gradient, parts in graph.contributions.items()
         },
     )
 
@@ -172,7 +172,7 @@ def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
     producer = makers_of(graph.nodes)
     alive: set[int] = set()
     stack = [graph.loss, *(value for _, value in graph.mutations)]
-    stack += [value for found in graph.contributions.values() for _, value in found]
+    stack += [value for parts in graph.contributions.values() for _, value in parts]
     while stack:
         node = producer.get(stack.pop())
         if node is not None and node.id not in alive:
@@ -191,7 +191,7 @@ def renumbered_graph(graph: OperatorGraph) -> OperatorGraph:
         *graph.buffers.values(),
         *graph.inputs.values(),
     }
-    used |= {value for found in graph.contributions.values() for _, value in found}
+    used |= {value for parts in graph.contributions.values() for _, value in parts}
     used |= {*graph.contributions, *graph.gradients, *(value for pair in graph.mutations for value in pair)}
     used |= {graph.values[value].storage for value in used}
     names = {value: index for index, value in enumerate(sorted(used))}
@@ -227,8 +227,8 @@ def renumbered_graph(graph: OperatorGraph) -> OperatorGraph:
         seed=names[graph.seed],
         gradients={names[value]: names[gradient] for value, gradient in graph.gradients.items()},
         contributions={
-            names[gradient]: tuple((node_ids.get(node, -1), names[value]) for node, value in found)
-            for gradient, found in graph.contributions.items()
+            names[gradient]: tuple((node_ids.get(node, -1), names[value]) for node, value in parts)
+            for gradient, parts in graph.contributions.items()
         },
         mutations=tuple((names[buffer], names[value]) for buffer, value in graph.mutations),
     )

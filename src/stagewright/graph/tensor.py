@@ -69,7 +69,7 @@ class TensorMeta:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that must travel to rebuild the tensor elsewhere: repeated elements travel once."""
+        """Bytes to send so that the tensor can be rebuilt elsewhere: repeated elements are sent once."""
         return self.num_distinct * self.item_bytes
 
     @property

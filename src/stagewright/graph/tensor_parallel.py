@@ -1,4 +1,4 @@
-"""Graphs of one tensor-parallel rank: how its tensors are cut out of the whole model's, and which values it alone has."""
+"""Tensor parallelism of a graph: shards of parameters, collectives, and the values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from stagewright.graph.expert_parallel import ALL_TO_ALL, EXPERT_GROUP, expert_p
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part
 
 GROUP = "tp"
-"""The name by which collectives know the ranks of one tensor-parallel group."""
+"""Name of the tensor-parallel group in collectives."""
 
 CONTEXT_GROUP = "cp"
-"""That of one context-parallel group, whose ranks have a part of the sequence each."""
+"""Name of the context-parallel group, whose ranks have a part of the sequence each."""
 
 ENTER = "stagewright.enter.default"
 ALL_REDUCE = "stagewright.all_reduce.default"
@@ -23,7 +23,7 @@ SHARD = "stagewright.shard.default"
 GROUP_RANK = "stagewright.group_rank.default"
 
 COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
-"""Operators in which all ranks of a group take part; the name of the group and its size are among the arguments."""
+"""Operators in which all ranks of a group take part; the group's name and size are among the arguments."""
 
 _ALIKE = frozenset({ALL_REDUCE, ALL_GATHER})
 _SPLITTING = frozenset({REDUCE_SCATTER, SHARD})
@@ -31,10 +31,10 @@ _SPLITTING = frozenset({REDUCE_SCATTER, SHARD})
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor of which every rank holds an equal part along `dim`.
+    """A tensor that is split into equal parts along `dim`, one per rank.
 
-    `blocks` are sizes along `dim` of parts of the whole that are split one by one (query, key and value of a fused
-    projection); `padding` zeros are added at the end before splitting, when there is one block.
+    `blocks` are sizes along `dim` of parts of the whole that are split separately (query, key and value of a fused
+    projection); `padding` zeros are added at the end before splitting, if there is one block.
 
     >>> TensorShard(0, (6, 6)).ranges(2, 1)
     [(3, 6), (9, 12)]
@@ -52,13 +52,13 @@ class TensorShard:
         return sum(self.blocks)
 
     def ranges(self, num_ranks: int, rank: int) -> list[tuple[int, int]]:
-        """Where along `dim` of the whole, padded tensor the parts of `rank` begin and end."""
-        found, start = [], 0
+        """Return the ranges of `rank` along `dim` of the whole, padded tensor."""
+        ranges, start = [], 0
         for size in self.padded_blocks:
             part = size // num_ranks
-            found.append((start + rank * part, start + (rank + 1) * part))
+            ranges.append((start + rank * part, start + (rank + 1) * part))
             start += size
-        return found
+        return ranges
 
     @property
     def padded_blocks(self) -> tuple[int, ...]:
@@ -67,10 +67,10 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tensor parallelism of a graph: its width, and the parameters of which each rank holds a part, by name.
+    """The tensor parallelism of a graph: its degree, and its sharded parameters by name.
 
-    Every other parameter is whole on every rank and changes alike on all of them. With `sequence`, what lies between
-    the parallel layers is split along the sequence.
+    Every other parameter is whole on every rank and gets the same updates on all of them. With `sequence` (sequence
+    parallelism), values between the parallel layers are split along the sequence.
     """
 
     size: int
@@ -79,7 +79,7 @@ class TensorParallel:
 
 
 def even(what: str, amount: int, size: int) -> int:
-    """`amount` divided by `size`.
+    """Return `amount` divided by `size`.
 
     Raises:
         InputError: it does not divide.
@@ -92,14 +92,14 @@ def even(what: str, amount: int, size: int) -> int:
 
 
 def group_of(node: Node) -> tuple[str, int]:
-    """The name and size of the group in which a collective takes part."""
+    """Return the name and size of the group of a collective."""
     place = next(index for index, argument in enumerate(node.args) if isinstance(argument, str))
     return node.args[place], node.args[place + 1]
 
 
 def entry_of(graph: OperatorGraph, node: Node) -> Node | None:
-    """The forward operator at which local work of tensor-parallel ranks begins, if a collective gathers for that work or
-    sums up its gradients."""
+    """Return the forward operator at which local work of tensor-parallel ranks begins, if `node` is the collective that
+    gathers its input or reduces its gradients."""
     if node.op not in COLLECTIVES or group_of(node)[0] != GROUP or node.forward < 0:
         return None
     entry = graph.nodes[node.forward]
@@ -107,49 +107,51 @@ def entry_of(graph: OperatorGraph, node: Node) -> Node | None:
 
 
 def neighbour_strides(graph: OperatorGraph) -> dict[str, int]:
-    """By the name of a group that collectives of `graph` take part in, how far apart in number its ranks are."""
-    size, experts = tensor_width(graph), expert_parallelism(graph)
+    """Return the distance in rank numbers between neighbours, by the name of the group."""
+    size, experts = tensor_parallel_size(graph), expert_parallelism(graph)
     return {GROUP: 1, CONTEXT_GROUP: size, EXPERT_GROUP: experts.stride if experts else size}
 
 
 def parallelism(graph: OperatorGraph) -> TensorParallel | None:
-    """The tensor parallelism that `graph` was traced with; None where every layer is whole."""
+    """Return the tensor parallelism that `graph` was traced with; None where every layer is whole."""
     return graph.facts.get("tensor_parallel")
 
 
-def tensor_width(graph: OperatorGraph) -> int:
-    """How many ranks share every layer of `graph`."""
-    found = parallelism(graph)
-    return found.size if found else 1
+def tensor_parallel_size(graph: OperatorGraph) -> int:
+    """Return the number of tensor-parallel ranks of `graph`."""
+    parallel = parallelism(graph)
+    return parallel.size if parallel else 1
 
 
 def local_values(graph: OperatorGraph) -> frozenset[int]:
-    """Values of which every rank has another: made of shards, and not summed or gathered since."""
-    found = parallelism(graph)
-    if found is None:
+    """Return the values that differ between ranks: computed from shards, and not reduced or gathered since."""
+    parallel = parallelism(graph)
+    if parallel is None:
         return frozenset()
-    shares = _own_parameters(graph, found)
+    shares = _own_parameters(graph, parallel)
     local = {value for name, value in graph.parameters.items() if name in shares}
-    contributed = {value: gradient for gradient, made in graph.contributions.items() for _, value in made}
+    contributed = {
+        value: gradient for gradient, results in graph.contributions.items() for _, value in results
+    }
     for node in graph.nodes:
         if node.op in _ALIKE and group_of(node)[0] == GROUP:
             continue
         splits = node.op in _SPLITTING and group_of(node)[0] == GROUP
         if splits or node.op == GROUP_RANK or any(value in local for value in node.inputs):
-            made = [value for value in node.outputs if value is not None]
-            local.update(made, (contributed[value] for value in made if value in contributed))
+            results = [value for value in node.outputs if value is not None]
+            local.update(results, (contributed[value] for value in results if value in contributed))
     return frozenset(local)
 
 
-def _own_parameters(graph: OperatorGraph, found: TensorParallel) -> frozenset[str]:
-    """Names of the parameters of which every rank has another part: shards, and experts where these ranks share them out."""
+def _own_parameters(graph: OperatorGraph, parallel: TensorParallel) -> frozenset[str]:
+    """Return the names of parameters that differ between ranks: shards, and experts divided over these ranks."""
     experts = expert_parallelism(graph)
-    shared = experts.parameters if experts is not None and experts.stride < found.size else ()
-    return frozenset((*found.shards, *shared))
+    shared = experts.parameters if experts is not None and experts.stride < parallel.size else ()
+    return frozenset((*parallel.shards, *shared))
 
 
 def local_draws(graph: OperatorGraph) -> frozenset[int]:
-    """Draws of random numbers for values of which every rank has another, so that they must differ too."""
+    """Return the random draws for values that differ between ranks, so that they must differ too."""
     if parallelism(graph) is None:
         return frozenset()
     local = local_values(graph)
@@ -159,14 +161,14 @@ def local_draws(graph: OperatorGraph) -> frozenset[int]:
 
 
 def verify_parallel(graph: OperatorGraph) -> None:
-    """Check that the ranks agree on what all of them hold: the loss, buffers and the gradients of whole parameters; and
-    that collectives are given what differs between ranks.
+    """Check that the loss, buffers and gradients of whole parameters are equal on all ranks, and that inputs of collectives
+    differ between ranks.
 
     Raises:
-        ContractError: they would not; names the parameter, buffer or operator.
+        ContractError: a check fails; names the parameter, buffer or operator.
     """
-    found = parallelism(graph)
-    if found is None:
+    parallel = parallelism(graph)
+    if parallel is None:
         return
     local = local_values(graph)
     for node in graph.nodes:
@@ -178,17 +180,21 @@ def verify_parallel(graph: OperatorGraph) -> None:
             raise ContractError(f"an operator sums or gathers what all ranks have: {graph.describe(node)}")
     if graph.loss in local:
         raise ContractError(
-            f"model '{graph.name}' split over {found.size} ranks has another loss on each of them"
+            f"model '{graph.name}' split over {parallel.size} ranks has another loss on each of them"
         )
     names = {value: name for name, value in graph.parameters.items()}
-    own = _own_parameters(graph, found)
+    local_names = _own_parameters(graph, parallel)
     for buffer, value in graph.mutations:
         if value in local:
             raise ContractError(
                 f"buffer '{graph.values[buffer].name}' would differ between the ranks that share its layer: run with --tp 1"
             )
     for value, gradient in graph.gradients.items():
-        if gradient in local and graph.values[value].origin is Origin.PARAMETER and names[value] not in own:
+        if (
+            gradient in local
+            and graph.values[value].origin is Origin.PARAMETER
+            and names[value] not in local_names
+        ):
             raise ContractError(
                 f"every rank would have another gradient of '{names[value]}', which all of them hold whole: "
                 "the model's tensor-parallel plan leaves out a layer; run with --tp 1"

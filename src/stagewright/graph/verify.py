@@ -1,7 +1,7 @@
-"""The verifier of the graph contract: run on every trace; nothing downstream repairs a graph.
+"""Verification of the graph contract, for every trace; nothing downstream repairs a graph.
 
 Each check is one invariant of the contract (see the design page); its error names the operator and the module.
-`verify_stages` does the same for what `carve` makes of a graph.
+`verify_stages` does the same for the stages that `split_graph` returns.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def _fail(graph: OperatorGraph, node: Node, rule: str) -> None:
 
 
 def _check_order(graph: OperatorGraph) -> None:
-    """One graph in running order: values are used after they are made, and made once."""
-    made = {value.id for value in graph.values if value.origin is not Origin.NODE}
+    """Nodes are in running order: values are used after they are computed, and computed once."""
+    defined = {value.id for value in graph.values if value.origin is not Origin.NODE}
     for index, node in enumerate(graph.nodes):
         if node.id != index:
             _fail(graph, node, "nodes must be numbered in running order")
         for value in node.inputs:
-            if value not in made:
+            if value not in defined:
                 _fail(graph, node, f"value {value} is used before it is made")
         for value in node.outputs:
-            if value is not None and value in made:
+            if value is not None and value in defined:
                 _fail(graph, node, f"value {value} is made twice")
             if value is not None:
-                made.add(value)
+                defined.add(value)
 
 
 def _check_functional(graph: OperatorGraph) -> None:
@@ -73,7 +73,7 @@ def _check_functional(graph: OperatorGraph) -> None:
 
 
 def _check_mutations(graph: OperatorGraph) -> None:
-    """A changed buffer takes one new value, of its own shape and type."""
+    """A changed buffer takes one new value, of the same shape and type."""
     changed = [buffer for buffer, _ in graph.mutations]
     for buffer, value in graph.mutations:
         old, new = graph.values[buffer], graph.values[value]
@@ -110,7 +110,7 @@ def _check_parts(graph: OperatorGraph) -> None:
 
 
 def _check_prologue(graph: OperatorGraph) -> None:
-    """What depends on no parameter is not part of the body, and only real and complex values pass gradients."""
+    """Operators that depend on no parameter are not forward operators, and only real and complex values pass gradients."""
     for node in graph.nodes:
         is_drawn = node.part is not Part.FORWARD or node.draw >= 0
         if not is_drawn and not any(_is_trained(graph, value) for value in node.inputs):
@@ -125,14 +125,14 @@ def _check_prologue(graph: OperatorGraph) -> None:
 
 def _is_trained(graph: OperatorGraph, value: int) -> bool:
     """Whether a value is a parameter or depends on one, or on random numbers."""
-    found = graph.values[value]
-    if found.node < 0:
-        return found.origin is Origin.PARAMETER
-    return graph.nodes[found.node].part in (Part.DERIVED, Part.FORWARD)
+    described = graph.values[value]
+    if described.node < 0:
+        return described.origin is Origin.PARAMETER
+    return graph.nodes[described.node].part in (Part.DERIVED, Part.FORWARD)
 
 
 def _check_storage(graph: OperatorGraph) -> None:
-    """Every value knows the root of its storage; roots are their own, and views are views of an argument."""
+    """Every value names the root of its storage; a root is its own root, and views are views of an argument."""
     for value in graph.values:
         root = graph.values[value.storage]
         if root.storage != root.id:
@@ -153,7 +153,7 @@ def _check_storage(graph: OperatorGraph) -> None:
 
 
 def _check_backward(graph: OperatorGraph) -> None:
-    """Every backward operator belongs to one forward operator and uses no forward value that is not at hand there."""
+    """Every backward operator belongs to one forward operator and uses no result of a later one."""
     for node in graph.nodes:
         if node.forward < 0:
             if node.part is not Part.WEIGHT_GRAD:
@@ -171,7 +171,7 @@ def _check_backward(graph: OperatorGraph) -> None:
 
 
 def _check_masks(graph: OperatorGraph) -> None:
-    """An operator that could compute input and weight gradients at once computes one sort, and makes what its mask says."""
+    """An operator that could compute input and weight gradients at once computes one kind, as its mask says."""
     for node in graph.nodes:
         if node.op not in _MASKED or node.forward < 0:
             continue
@@ -188,19 +188,19 @@ def _check_masks(graph: OperatorGraph) -> None:
 
 
 def _is_weight(graph: OperatorGraph, value: int) -> bool:
-    found = graph.values[value]
-    if found.origin is Origin.PARAMETER:
+    described = graph.values[value]
+    if described.origin is Origin.PARAMETER:
         return True
-    return found.node >= 0 and graph.nodes[found.node].part is Part.DERIVED
+    return described.node >= 0 and graph.nodes[described.node].part is Part.DERIVED
 
 
 def _check_gradients(graph: OperatorGraph) -> None:
-    """Every trained parameter that reaches the loss has a gradient of its own layout, in autograd's order of addition."""
+    """Every trained parameter that affects the loss has a gradient of the same layout, added up in autograd's order."""
     for value, gradient in graph.gradients.items():
-        found = graph.contributions.get(gradient, ())
-        if not found:
+        contributions = graph.contributions.get(gradient, ())
+        if not contributions:
             raise ContractError(f"the gradient of '{graph.values[value].name}' has no contribution")
-        for node, contribution in found:
+        for node, contribution in contributions:
             got, wanted = graph.values[contribution].meta.shape, graph.values[value].meta.shape
             if got != wanted:
                 _fail(
@@ -209,7 +209,7 @@ def _check_gradients(graph: OperatorGraph) -> None:
 
 
 def _check_random(graph: OperatorGraph) -> None:
-    """Operators that draw random numbers are numbered in the order of the model, so that their keys are known."""
+    """Operators that draw random numbers are numbered in the order of the model, which determines their keys."""
     last = -1
     for node in graph.nodes:
         if node.draw < 0:
@@ -222,7 +222,7 @@ def _check_random(graph: OperatorGraph) -> None:
 
 
 def _check_static_shapes(graph: OperatorGraph) -> None:
-    """Shapes are numbers, and no operator makes one out of data."""
+    """Shapes are numbers, and none depends on data."""
     for node in graph.nodes:
         if node.op.startswith(_DEPENDING_ON_DATA):
             _fail(graph, node, "the shape of a result depends on data")
@@ -235,7 +235,7 @@ def _check_static_shapes(graph: OperatorGraph) -> None:
 
 
 def _check_names(graph: OperatorGraph) -> None:
-    """Module path and ordinal name one operator, so that a cut is found again in another trace."""
+    """Module path and ordinal name one operator, so that a cut can be found in another trace."""
     seen: set[str] = set()
     for node in graph.nodes:
         if node.part < Part.INPUT_GRAD and node.ordinal >= 0:
@@ -245,7 +245,7 @@ def _check_names(graph: OperatorGraph) -> None:
 
 
 def _check_no_ops(graph: OperatorGraph) -> None:
-    """Nothing is run that changes neither values nor layout."""
+    """No operator leaves both values and layout unchanged."""
     for node in graph.nodes:
         if node.op.startswith(_DOING_NOTHING):
             _fail(graph, node, "an operator does nothing")
@@ -256,7 +256,7 @@ def _check_no_ops(graph: OperatorGraph) -> None:
 
 
 def verify_stages(stages: Sequence[Stage]) -> None:
-    """Check what `carve` made of a graph that has passed `verify_graph`.
+    """Check the stages of a graph that has passed `verify_graph`.
 
     Raises:
         ContractError: names the invariant, the stage and the operator or value.
@@ -271,7 +271,11 @@ def verify_stages(stages: Sequence[Stage]) -> None:
 def _check_nothing_resident_is_kept(stage: Stage) -> None:
     """Parameters, their views and casts, and buffers that change are neither saved nor sent."""
     transfers = (*stage.sends, *stage.grad_sends)
-    kept = {"saved": stage.saved, "relayed": stage.relayed, "sent": [v for t in transfers for v in t.values]}
+    kept = {
+        "saved": stage.saved,
+        "saved for weight gradients": stage.saved_for_weight_grad,
+        "sent": [value for transfer in transfers for value in transfer.values],
+    }
     changing = {buffer for buffer, _ in stage.graph.mutations}
     for what, values in kept.items():
         for value in values:
@@ -292,14 +296,14 @@ def _is_of_a_parameter(stage: Stage, root: int) -> bool:
 
 
 def _describe(stage: Stage, value: int) -> str:
-    found = stage.value(value)
-    if value < len(stage.graph.values) and found.node >= 0:
-        return f"value {value} of {stage.graph.describe(stage.graph.nodes[found.node])}"
-    return f"value {value} ('{found.name}')"
+    described = stage.value(value)
+    if value < len(stage.graph.values) and described.node >= 0:
+        return f"value {value} of {stage.graph.describe(stage.graph.nodes[described.node])}"
+    return f"value {value} ('{described.name}')"
 
 
 def _check_functions(stage: Stage) -> None:
-    """Every function finds what it uses: given, resident or made before; and makes what it returns."""
+    """Inputs of every node are given, resident or computed before, and functions compute what they return."""
     functions = {
         "F": stage.forward, "I": stage.input_grad, "W": stage.weight_grad, "B": stage.backward, "R": stage.rebuild,
     }  # fmt: skip
@@ -323,24 +327,24 @@ def _check_functions(stage: Stage) -> None:
 
 
 def _missing(function: Function, resident: Iterable[int]) -> int | None:
-    known = {*resident, *function.inputs}
+    available = {*resident, *function.inputs}
     for node in function.nodes:
         for value in node.inputs:
-            if value not in known:
+            if value not in available:
                 return value
-        known.update(output for output in node.outputs if output is not None)
-    return next((value for value in function.outputs if value not in known), None)
+        available.update(output for output in node.outputs if output is not None)
+    return next((value for value in function.outputs if value not in available), None)
 
 
 def _check_transfers(stages: Sequence[Stage]) -> None:
-    """What one stage sends another receives, in the same order."""
+    """Every stage receives what another sends to it, in the same order."""
     for sends, receives in (("sends", "receives"), ("grad_sends", "grad_receives")):
         sent = {(s.index, t.stage): t.values for s in stages for t in getattr(s, sends)}
         received = {(t.stage, s.index): t.values for s in stages for t in getattr(s, receives)}
-        for hop in (*sent, *received):
-            if sent.get(hop) != received.get(hop):
+        for edge in (*sent, *received):
+            if sent.get(edge) != received.get(edge):
                 raise ContractError(
-                    f"stage {hop[0]} sends {sent.get(hop, ())} and stage {hop[1]} receives {received.get(hop, ())}"
+                    f"stage {edge[0]} sends {sent.get(edge, ())} and stage {edge[1]} receives {received.get(edge, ())}"
                 )
 
 

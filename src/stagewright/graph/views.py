@@ -1,7 +1,7 @@
-"""Views that need not be issued: a view of a view is a view of what that one is of, or a value at hand.
+"""Elimination of views: a view of a view becomes a view of the base, or a value that exists already.
 
-What is left computes the same tensors: same shapes, strides and storages. A storage goes after the same statement as before,
-because it is alive whenever something views it, through whichever view.
+The remaining calls compute the same tensors: same shapes, strides and storages. A storage is freed after the same statement
+as before, because any view keeps it alive.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _IN_PLACE = frozenset(
         "aten.transpose.int", "aten.unsqueeze.default",
     }
 )  # fmt: skip
-"""Views that begin where their argument begins, and show the elements as they are: `_conj` and `view.dtype` do not."""
+"""Views that begin where their argument begins and do not reinterpret elements, unlike `_conj` and `view.dtype`."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """The statements of a function: of each of its nodes the call to issue, None where there is none, and for values that
-    are not made the value in their place."""
+    """The calls of a function: for each of its nodes the call to issue, or None, and `names` with the substitutes of values
+    that are not computed."""
 
     nodes: tuple[Node | None, ...]
     names: dict[int, int]
 
     def of(self, values: Iterable[int]) -> list[int]:
-        """The values in the place of `values`."""
+        """Return the substitutes of `values`."""
         return [self.names.get(value, value) for value in values]
 
 
 def issued(function: Function, value: Lookup) -> Issued:
-    """What to issue for `function`: its views from the first value that one call makes them from, without views that
-    nothing uses any more, and without those that equal a value at hand. `value` describes a value by its id."""
+    """Return the calls of `function`, each view taken from the earliest possible value, without views that are unused then
+    or equal an existing value. `value` returns the description of a value by its id."""
     uses: Counter[int | None] = Counter(argument for node in function.nodes for argument in node.inputs)
     uses.update(function.outputs)
     views = _Views(value)
@@ -60,14 +60,14 @@ def issued(function: Function, value: Lookup) -> Issued:
 
 
 def _is_used_view(node: Node, uses: Mapping[int | None, int]) -> bool:
-    """A view that nothing uses stays: the storage is alive until then."""
+    """Whether a node is a view that can change. A view that nothing uses stays: it keeps its storage alive until then."""
     return node.op in _IN_PLACE and bool(uses[node.outputs[0]])
 
 
 class _Views:
-    """Values that views are made of, in running order.
+    """Values that views can be taken from, in running order.
 
-    * `names`: of a view that equals a value at hand, that value.
+    * `names`: the existing value that a view equals.
 
     All values of a root begin where it begins.
     """
@@ -80,7 +80,7 @@ class _Views:
         self._row_major: dict[tuple[int, int, str], int] = {}  # root, number of elements, dtype -> value
 
     def shortened(self, node: Node) -> Node | None:
-        """`node`, a view, from the first value that one call makes it from; None where it is at hand."""
+        """Return `node`, a view, taken from the earliest value possible; None where an equal value exists."""
         node = node.renamed(self.names)
         (output,), base = node.outputs, node.inputs[0]
         assert output is not None, "it is used"
@@ -109,16 +109,20 @@ class _Views:
 
 
 def not_issued(graph: OperatorGraph) -> frozenset[int]:
-    """Ids of the views of a graph for which nothing is issued when it is run as one stage. A gradient that one use alone
-    contributes to is what that contributes.
+    """Return the ids of views that are not issued when the graph is run as one stage. A gradient with one contribution is
+    that contribution.
 
-    Ignores: cuts and recomputation, which move some views to other functions than those of what they are views of.
+    Ignores: cuts and recomputation, which move some views and their bases to different functions.
     """
-    whole = {gradient: found[0][1] for gradient, found in graph.contributions.items() if len(found) == 1}
+    whole = {
+        gradient: contributions[0][1]
+        for gradient, contributions in graph.contributions.items()
+        if len(contributions) == 1
+    }
     used_whole = {value for node in graph.nodes for value in node.inputs} & whole.keys()
     outputs = {graph.loss, *(changed for _, changed in graph.mutations)}
-    for gradient, found in graph.contributions.items():
-        outputs.update(value for _, value in found if gradient not in used_whole)
+    for gradient, contributions in graph.contributions.items():
+        outputs.update(value for _, value in contributions if gradient not in used_whole)
     dropped: set[int] = set()
     for parts in ((Part.PROLOGUE, Part.FORWARD), (Part.INPUT_GRAD, Part.WEIGHT_GRAD)):
         nodes = tuple(node.renamed(whole) for node in graph.nodes if node.part in parts)

@@ -1,4 +1,4 @@
-"""The weight gradients of a stage: its own nodes, and the nodes that finish gradients out of what the stage contributes."""
+"""Weight gradients of a stage: the nodes that compute contributions, and those that sum and accumulate them."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stagewright.graph.added import accumulate, addition, zeros
-from stagewright.graph.cutting import Cutting
+from stagewright.graph.added_nodes import accumulate, addition, zeros
 from stagewright.graph.graph import Node, Origin, Part, Symbol, made_by
+from stagewright.graph.partition import Partition
 
 
 @dataclass(frozen=True)
 class WeightGrads:
-    """`finishing` nodes (sums of contributions, the backward of derived values, accumulations) run as soon as they can."""
+    """The weight gradients of a stage. `nodes` compute contributions; `finishing` nodes (sums of contributions, the
+    backward of derived values, accumulations) run as early as possible."""
 
-    own: tuple[Node, ...]
+    nodes: tuple[Node, ...]
     finishing: tuple[Node, ...]
     gradients: tuple[tuple[int, int], ...]  # parameter -> its gradient for one microbatch
     instead: dict[int, int]  # GRADIENT value -> the sum of this stage's contributions to it
 
 
-def weight_grads(cutting: Cutting, index: int, fresh: Callable[..., int]) -> WeightGrads:
-    """The weight gradients of stage `index`; ``fresh(like, storage)`` names a new value, in a storage of its own or a given
-    one.
+def weight_grads(partition: Partition, index: int, fresh: Callable[..., int]) -> WeightGrads:
+    """Return the weight gradients of stage `index`; ``fresh(like, storage)`` adds a value, in a new storage or a given one.
 
     Contributions are added in autograd's order. Gradients of derived values (views and casts of parameters) are turned
     into those of the parameters once per stage, whatever the number of uses. Only the pieces of a loss in pieces are not
     added to each other but each to the gradient's buffer, so that one of them is alive at a time: as many tensors of the
     size of the head as there are pieces would take more than the pieces save.
     """
-    return _Finisher(cutting, index, fresh).finish()
+    return _Finisher(partition, index, fresh).finish()
 
 
 class _Finisher:
-    def __init__(self, cutting: Cutting, index: int, fresh: Callable[..., int]) -> None:
-        self.cutting = cutting
-        self.graph = cutting.graph
+    def __init__(self, partition: Partition, index: int, fresh: Callable[..., int]) -> None:
+        self.partition = partition
+        self.graph = partition.graph
         self.index = index
         self.fresh = fresh
         self.finishing: list[Node] = []
         self.alone: dict[int, int] = {}  # values made for single pieces of the loss -> their storages
 
     def finish(self) -> WeightGrads:
-        own = [node for node in self.cutting.nodes_of[self.index] if node.part is Part.WEIGHT_GRAD]
-        floating = self.cutting.floating_of[self.index]
-        chains, apart = self._without_pieces(self._chains((*own, *floating)), floating)
+        computing = [node for node in self.partition.nodes_of[self.index] if node.part is Part.WEIGHT_GRAD]
+        floating = self.partition.floating_of[self.index]
+        chains, apart = self._without_pieces(self._chains((*computing, *floating)), floating)
         sums: dict[int, int] = {}
         for gradient in chains:
             self._settle(gradient, chains, sums)
@@ -63,15 +63,15 @@ class _Finisher:
             self.finishing.append(node.renamed(sums))
         for gradient, value in apart:
             self._finish_alone(gradient, value, floating)
-        return WeightGrads(tuple(own), tuple(self.finishing), tuple(gradients), sums)
+        return WeightGrads(tuple(computing), tuple(self.finishing), tuple(gradients), sums)
 
     # -- pieces of a loss --------------------------------------------------------------------------------------------
 
     def _without_pieces(
         self, chains: dict[int, list[int]], floating: Sequence[Node]
     ) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
-        """The chains without what pieces of the loss contribute to a gradient, and that as (gradient, value); where nothing
-        else contributes the first piece stays."""
+        """Return the chains without contributions of pieces of the loss, and these as (gradient, value); the first piece
+        stays where nothing else contributes."""
         late = self._made_late(chains, floating)
         kept: dict[int, list[int]] = {}
         apart: list[tuple[int, int]] = []
@@ -84,12 +84,12 @@ class _Finisher:
         return kept, apart
 
     def _made_late(self, chains: dict[int, list[int]], floating: Sequence[Node]) -> set[int]:
-        """Values that only the pieces of a loss contribute to."""
+        """Return the values that only pieces of the loss contribute to."""
         position, start = self.graph.position, self.graph.late
-        if start == len(self.graph.body):
+        if start == len(self.graph.forward_ids):
             return set()
-        own = (node for node in self.cutting.nodes_of[self.index] if position[node.forward] >= start)
-        late = made_by(own)
+        late_nodes = (node for node in self.partition.nodes_of[self.index] if position[node.forward] >= start)
+        late = made_by(late_nodes)
         for node in floating:
             given = {value for value in node.inputs if value in chains}
             if late.intersection(node.inputs) or any(late.issuperset(chains[value]) for value in given):
@@ -97,8 +97,7 @@ class _Finisher:
         return late
 
     def _finish_alone(self, gradient: int, value: int, floating: Sequence[Node]) -> None:
-        """Add to the buffers of parameters what a `value` contributes to `gradient`, as if it were the only one: backwards
-        of derived values are linear."""
+        """Accumulate the contribution `value` to `gradient` separately: backwards of derived values are linear."""
         for source, owner in self.graph.gradients.items():
             if owner == gradient and self.graph.values[source].origin is Origin.PARAMETER:
                 self.finishing.append(accumulate(source, value))
@@ -106,47 +105,47 @@ class _Finisher:
         for node in floating:
             if names.keys().isdisjoint(node.inputs):
                 continue
-            again = node.renamed(names)
+            copy = node.renamed(names)
             names |= {
                 output: self._fresh_like(output, names) for output in node.outputs if output is not None
             }
             outputs = tuple(None if output is None else names[output] for output in node.outputs)
-            self.finishing.append(replace(again, id=-1, outputs=outputs))
-        for target, found in self.graph.contributions.items():
-            for _, contribution in found:
+            self.finishing.append(replace(copy, id=-1, outputs=outputs))
+        for target, contributions in self.graph.contributions.items():
+            for _, contribution in contributions:
                 if contribution in names and target != gradient:
                     self._finish_alone(target, names[contribution], floating)
 
     def _fresh_like(self, output: int, names: Mapping[int, int]) -> int:
-        """A new value in the place of `output`, where `names` stand for others: a view of what it would view."""
+        """Add a copy of `output`, where `names` are copies of other values: a view of the copy of its base."""
         like = self.graph.values[output]
         storage = None
         if like.storage != output:
             base = names.get(like.storage, like.storage)
             storage = self.alone[base] if base in self.alone else self.graph.values[base].storage
-        made = self.fresh(like, storage)
-        self.alone[made] = made if storage is None else storage
-        return made
+        copy = self.fresh(like, storage)
+        self.alone[copy] = copy if storage is None else storage
+        return copy
 
     # -- sums ---------------------------------------------------------------------------------------------------------
 
     def _chains(self, nodes: Iterable[Node]) -> dict[int, list[int]]:
-        """GRADIENT value -> the contributions of this stage, in autograd's order."""
-        made = made_by(nodes)
-        own = self.cutting.gradients_of[self.index]
+        """Map each GRADIENT value to the contributions of this stage, in autograd's order."""
+        results = made_by(nodes)
+        gradients = self.partition.gradients_of[self.index]
 
         def is_local(node: int, value: int) -> bool:
-            stage = self.cutting.body_stage.get(node)
-            return value in made or value in others if stage is None else stage == self.index
+            stage = self.partition.body_stage.get(node)
+            return value in results or value in others if stage is None else stage == self.index
 
-        others = set(own)
+        others = set(gradients)
         return {
             gradient: [value for node, value in self.graph.contributions[gradient] if is_local(node, value)]
-            for gradient in own
+            for gradient in gradients
         }
 
     def _settle(self, gradient: int, chains: dict[int, list[int]], sums: dict[int, int]) -> int:
-        """The sum of the contributions to `gradient`, some of which are such sums themselves."""
+        """Return the sum of the contributions to `gradient`, some of which are such sums themselves."""
         if gradient not in sums:
             addends = [
                 self._settle(value, chains, sums) if value in chains else value for value in chains[gradient]
@@ -157,20 +156,20 @@ class _Finisher:
     def _sum(self, addends: list[int], gradient: int) -> int:
         total, *others = addends
         for value in others:
-            made = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
-            self.finishing.append(addition(total, value, made))
-            total = made
+            partial = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
+            self.finishing.append(addition(total, value, partial))
+            total = partial
         return total
 
     def _nothing(self, gradient: int) -> int:
-        made = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
+        zero = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
         device = Symbol("device", str(self.graph.facts.get("device", "cpu")))
-        self.finishing.append(zeros(self.graph.values[gradient].meta, made, device))
-        return made
+        self.finishing.append(zeros(self.graph.values[gradient].meta, zero, device))
+        return zero
 
 
 def with_finishing(nodes: Sequence[Node], finishing: Sequence[Node]) -> list[Node]:
-    """`nodes` in order, each `finishing` node as soon as its inputs are made, so that gradients live shortly."""
+    """Return `nodes` in order, each `finishing` node as soon as its inputs exist, so that gradients are freed early."""
     making = made_by((*nodes, *finishing))
     missing = [len(making.intersection(node.inputs)) for node in finishing]
     users: dict[int, list[int]] = defaultdict(list)

@@ -19,7 +19,7 @@ from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.graph.flat import GRADIENTS, PARAMETERS
+from stagewright.graph.flat_buffers import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
@@ -229,7 +229,7 @@ def _share_of_layer_inputs(body: BodyCosts) -> float:
 def approximate_seconds(
     bodies: Sequence[BodyCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
-    """Makespan of a batch from range sums, without carving; `bodies` are the costs of the model on the device of every
+    """Makespan of a batch from range sums, without splitting; `bodies` are the costs of the model on the device of every
     stage, which `num_ranks` devices hold."""
     ends = np.array([0, *cuts, bodies[0].size])
     spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
@@ -394,10 +394,10 @@ def with_program(
     """The given partition under the given computations, and what the replicas of `choice` share out."""
     if choice.level >= GRADIENTS:
         return _best_in_units(body, choice, cuts, program, cluster, job).line
-    return _carved(body, choice, cuts, program, cluster, job)
+    return _split_model(body, choice, cuts, program, cluster, job)
 
 
-def _carved(
+def _split_model(
     body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
     if choice.as_model:
@@ -418,7 +418,7 @@ def _best_in_units(
     def in_units(inside: Sequence[Sequence[int]]) -> Candidate:
         every = sorted([*cuts, *(cut for own in inside for cut in own)])
         divided = subdivided(program, [len(own) + 1 for own in inside])
-        return of_line(choice, cuts, _carved(body, choice, every, divided, cluster, job))
+        return of_line(choice, cuts, _split_model(body, choice, every, divided, cluster, job))
 
     ways = list(units_to_try(body, cuts, choice.shard_units))
     found: list[Candidate] = []

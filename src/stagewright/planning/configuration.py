@@ -7,7 +7,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
 
 from stagewright.graph import OperatorGraph
-from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layer_begins, layer_end
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage, stage_cuts

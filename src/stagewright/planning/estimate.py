@@ -12,7 +12,7 @@ from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.eager_step import step_memory
 from stagewright.estimation.runtime import STAGEWRIGHT, Loop
 from stagewright.graph import OperatorGraph
-from stagewright.graph.expert_parallel import width_fault
+from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.candidate import Choice, make_candidate, make_plan, under_order
@@ -115,7 +115,7 @@ def estimate(
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
     _check_loop(job, choice, recompute in ("selective", "full"))
-    if fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
+    if fault := expert_parallel_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
     layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
@@ -165,7 +165,7 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
 def line_of(
     plan: Plan, cluster: Cluster, report: Report = lambda stage: None, trace: Trace = cached_trace
 ) -> Pipeline:
-    """The carved model of `plan` with its program on `cluster`, ready to be simulated and checked.
+    """The split model of `plan` with its program on `cluster`, ready to be simulated and checked.
 
     Raises:
         PlanError: the model has changed, or does not have the plan's cuts.

@@ -16,7 +16,7 @@ from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole
 from stagewright.frames import data_frame, html_table
 from stagewright.graph import OperatorGraph
-from stagewright.graph.expert_parallel import width_fault
+from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
@@ -344,7 +344,7 @@ class Plan(StrictModel):
             raise ValueError(
                 f"shard_size {self.shard_size} does not divide the {self.num_holders} replicas of dp"
             )
-        if fault := width_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
+        if fault := expert_parallel_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
             raise ValueError(fault)
         shorter = [one.sequence_length for one in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:

@@ -20,13 +20,13 @@ from stagewright.tracing.models.overrides import of_text
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
     """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
-    return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
+    return tuple(graph.nodes[graph.forward_ids[cut]].name for cut in cuts)
 
 
 def graph_section(graph: OperatorGraph, cuts: Iterable[str], policies: Iterable[object]) -> GraphSection:
     """What a plan with these cuts and memory policies says of its graph."""
     names = [name for policy in policies if isinstance(policy, StagePolicy) for name in policy.names]
-    kinds = {graph.nodes[node].name: graph.nodes[node].op for node in graph.body}
+    kinds = {graph.nodes[node].name: graph.nodes[node].op for node in graph.forward_ids}
     return GraphSection(
         digest=graph_digest(graph),
         operators={name: kinds[name] for name in dict.fromkeys((*cuts, *names))},
@@ -45,7 +45,7 @@ class _Named:
     def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
         self._planned = plan.graph
         self._graph = graph
-        self._numbers = {graph.nodes[node].name: node for node in graph.body}
+        self._numbers = {graph.nodes[node].name: node for node in graph.forward_ids}
 
     def node(self, name: str, use: str) -> int:
         """The node called `name`, for which the plan has this `use`.

@@ -13,7 +13,7 @@ from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 
 
 def planned_line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
-    """`body` carved and run on `cluster` as `plan` says, ready to be simulated and replayed.
+    """`body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
 
     Raises:
         PlanError: the model does not have the plan's cuts.

@@ -138,7 +138,7 @@ def _ordered(plan: Plan, line: Pipeline, body: BodyCosts) -> Plan:
     if costs is None or not is_plain:
         return plan
     costs = with_receiving(costs)
-    ends = [0, *stage_cuts(plan, body.graph), len(body.graph.body)]
+    ends = [0, *stage_cuts(plan, body.graph), len(body.graph.forward_ids)]
     saved = np.diff(np.asarray(body.saved_bytes, float)[ends])
     between = {(one.source, one.target): one.value_seconds for one in costs.transfers}
     hops = [between.get((stage, stage + 1), 0.0) for stage in range(plan.num_stages - 1)]

@@ -794,7 +794,7 @@ class _OwnSearch(_Search):
         except PlanError as error:  # too few legal cuts
             self.excluded.append(Excluded.of(choice, str(error)))
             return None
-        # Ranges leave out what carving adds, such as summing up gradients of weights.
+        # Ranges leave out what splitting adds, such as summing up gradients of weights.
         more = max(1.0, self.coarse.costs(one.sizes).total_seconds / float(body.seconds[-1]))
         found = replace(
             one, cluster=where, partitioned=partitioned, is_split=True, passes_s=more * seconds, busy_s=more * busy_s

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.graph.expert_parallel import width_fault
+from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.limits import MOST_ACTIONS
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import fewest_layers
@@ -235,7 +235,7 @@ def replicas(one: Sizes, cluster: Cluster, job: Job, space: Space, most_stages: 
         count = job.global_batch // (dp * one.microbatch_size)
         if (
             2 * pp * count <= MOST_ACTIONS
-            and width_fault(one.ep, dp * one.cp, one.tp, one.sequence_parallel) is None
+            and expert_parallel_fault(one.ep, dp * one.cp, one.tp, one.sequence_parallel) is None
         ):
             yield Replicas(pp, dp, count)
 
@@ -291,7 +291,7 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
         return f"{given} does not divide {where}: give widths that do"
     if space.dp and space.pp and tp * cp * pp * space.dp != devices:
         return f"{given} is not {where}: leave dp or pp out"
-    if space.ep and (fault := width_fault(space.ep, devices // (tp * pp), tp, tp > 1)):
+    if space.ep and (fault := expert_parallel_fault(space.ep, devices // (tp * pp), tp, tp > 1)):
         return f"{fault}: give another --ep"
     if (dp := space.dp or (devices // (tp * cp * pp) if space.pp else 0)) and job.global_batch % dp:
         return f"dp = {dp} does not divide the global batch of {job.global_batch}: change the batch, or the widths"

@@ -34,7 +34,7 @@ def find_layers(graph: OperatorGraph) -> list[Layers]:
     An operator belongs to the first number in the path of its module: experts count with their layer.
     """
     operators: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
-    for node_id in graph.body:
+    for node_id in graph.forward_ids:
         node = graph.nodes[node_id]
         if (place := _numbered(node.module)) is not None:
             operators[place].append((node.op, node.signature))
@@ -75,7 +75,7 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
         "parameter_bytes": sum(graph.storage_bytes[graph.values[v].storage] for v in graph.parameter_values),
         "num_nodes": len(graph.nodes),
         "nodes_by_part": {part.name.lower(): counts[part] for part in Part if counts[part]},
-        "num_forward_operators": len(graph.body),
+        "num_forward_operators": len(graph.forward_ids),
         "layers": [
             {"pattern": layers.pattern, "count": layers.count, "kinds": list(layers.kinds)}
             for layers in find_layers(graph)
@@ -83,7 +83,7 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
         "num_cuts": len(cuts.positions),
         "narrow_cuts": [
             {
-                "after": graph.nodes[graph.body[cut - 1]].name, "position": cut,
+                "after": graph.nodes[graph.forward_ids[cut - 1]].name, "position": cut,
                 "num_tensors": int(cuts.num_values[cut]), "num_bytes": int(cuts.value_bytes[cut]),
             }
             for cut in narrowest

@@ -26,9 +26,9 @@ from typing import Any, Literal, TypeVar
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph, TensorMeta
-from stagewright.graph.depth import expanded
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
-from stagewright.graph.sizes import Unlike, at_samples, at_width
+from stagewright.graph.repeat import expanded
+from stagewright.graph.resize import Unlike, at_degree, at_samples
 from stagewright.text import say
 from stagewright.tracing.dependencies import FACT, Dependencies, Watch
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -88,7 +88,7 @@ def trace(
         ep: number of ranks among which the experts of every layer are shared out; the graph is that of one of them, to which
             as many tokens come as leave it. It is costed, not run.
         expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
-            `stagewright.graph.depth` says.
+            `stagewright.graph.repeat` says.
         embedding: whether the ranks that share every layer each have some tokens of it (``split``) or all.
         head: the same; of a ``gathered`` one each computes the logits of some tokens, and gets those of all before the loss.
         loss: in float32, whatever the type of the logits, or in theirs.
@@ -282,9 +282,9 @@ def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
 
 _AXES = {
     "microbatch_size": (at_samples, ((1, 2), (2, 4))),
-    "tp": (at_width, ((2, 4),)),
-    "cp": (at_width, ((2, 4),)),
-    "ep": (at_width, ((2, 4),)),
+    "tp": (at_degree, ((2, 4),)),
+    "cp": (at_degree, ((2, 4),)),
+    "ep": (at_degree, ((2, 4),)),
 }
 """How larger sizes follow, and from which; what a rank does alone says nothing of what one of several does."""
 

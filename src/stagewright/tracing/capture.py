@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from stagewright.errors import TraceError
 from stagewright.graph import Origin, Ref, TensorMeta
-from stagewright.graph.depth import Repeat
+from stagewright.graph.repeat import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
 from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, FunctionCalls

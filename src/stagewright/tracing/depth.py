@@ -1,4 +1,4 @@
-"""Deep models are differentiated with a few of their equal layers; `stagewright.graph.depth` has the others follow.
+"""Deep models are differentiated with a few of their equal layers; `stagewright.graph.repeat` has the others follow.
 
 Which layers may be left out is read from the exported program, in which each of them is one opaque operator: the inner ones
 of a long run of one kind, where each layer's results are used by the next layer alone, and all else that they are given is
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch.export import ExportedProgram
 
-from stagewright.graph.depth import BEFORE, BEHIND, Repeat
+from stagewright.graph.repeat import AFTER, BEFORE, Repeat
 from stagewright.tracing.blocks import BLOCK, Blocks
 from stagewright.tracing.regions import BEGIN, END
 
@@ -55,9 +55,9 @@ def left_out(
         names = list(container._modules)
         for run in _runs([joint(f"{path}.{name}", f"{path}.{after}") for name, after in pairwise(names)]):
             members = names[run.start : run.stop + 1]
-            if len(members) <= BEFORE + BEHIND:
+            if len(members) <= BEFORE + AFTER:
                 continue
-            repeat = Repeat(path, tuple(members[:BEFORE]), tuple(members[BEFORE:-BEHIND]), members[-BEHIND])
+            repeat = Repeat(path, tuple(members[:BEFORE]), tuple(members[BEFORE:-AFTER]), members[-AFTER])
             template, last = (calls[repeat.layer(name)] for name in (repeat.before[-1], repeat.missing[-1]))
             skipped.update(dict.fromkeys(nodes[template + 1 : last + 1], nodes[template]))
             repeats.append(repeat)

@@ -102,7 +102,7 @@ def _by_token(graph: OperatorGraph) -> OperatorGraph:
         op: str, args: tuple[object, ...], inputs: tuple[int, ...], num_elements: int, dtype: str
     ) -> int:
         """A further operator at the end of the forward; returns the value it makes."""
-        value, last = len(values), nodes[graph.body[-1]]
+        value, last = len(values), nodes[graph.forward_ids[-1]]
         values.append(Value(value, contiguous((num_elements,), dtype), value, Origin.NODE, node=len(nodes)))
         ordinal = len(nodes)
         nodes.append(

@@ -13,7 +13,7 @@ from typing import Any
 
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value, renumbered
-from stagewright.graph.depth import REPEATS
+from stagewright.graph.repeat import REPEATS
 from stagewright.graph.simplify import compact
 from stagewright.tracing.arguments import contents, draws, operator, references
 from stagewright.tracing.autograd_functions import FunctionCall

@@ -15,7 +15,7 @@ import torch
 
 import stagewright.tracing.attention  # noqa: F401 it defines an operator, which a graph out of the cache names
 from stagewright.graph import Node, Ref, Symbol
-from stagewright.graph.added import ACCUMULATE, ARRIVED, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, FETCHED, MOVES
 from stagewright.graph.stage import Function
 from stagewright.graph.views import Issued, Lookup, issued
 from stagewright.tracing.arguments import operator, symbol
@@ -134,7 +134,7 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     arguments = [_text(argument, names, device) for argument in given]
     arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
     targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
-    is_list = node.op == ARRIVED or (node.op not in MOVES and returns_list(operator(node.op)))
+    is_list = node.op == FETCHED or (node.op not in MOVES and returns_list(operator(node.op)))
     bound = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
     statement = f"{function}({', '.join(arguments)})"

@@ -14,7 +14,7 @@ import torch
 
 from stagewright.errors import InputError, TraceError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.depth import expanded, is_pattern
+from stagewright.graph.repeat import expanded, is_pattern
 from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
@@ -56,7 +56,7 @@ def trace_reference(
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
-    """The operator graph of a model reference, which may leave layers out (`stagewright.graph.depth`); see
+    """The operator graph of a model reference, which may leave layers out (`stagewright.graph.repeat`); see
     `stagewright.tracing.cache.trace`."""
     with crashes_reported(reference.name, report) as reported:
         return _trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, reported)
@@ -177,11 +177,13 @@ def with_late_loss(graph: OperatorGraph) -> OperatorGraph:
     Raises:
         TraceError: an operator from there on draws random numbers or updates a buffer, so that the pieces are not the whole.
     """
-    late = next((place for place, node in enumerate(graph.body) if graph.nodes[node].module == LATE), None)
+    late = next(
+        (place for place, node in enumerate(graph.forward_ids) if graph.nodes[node].module == LATE), None
+    )
     if late is None:
         return graph
     updating = {graph.values[value].node for _, value in graph.mutations}
-    for number in graph.body[late:]:
+    for number in graph.forward_ids[late:]:
         node = graph.nodes[number]
         if node.draw >= 0 or number in updating:
             does = "draws random numbers" if node.draw >= 0 else "updates a buffer"

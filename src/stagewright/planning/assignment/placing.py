@@ -67,7 +67,7 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
 
 
 def grid_of_line(line: Pipeline) -> Grid:
-    """The places of a carved model: its widest boundary, each pipeline rank's gradients, and those of tied parameters, which
+    """The places of a split model: its widest boundary, each pipeline rank's gradients, and those of tied parameters, which
     the first and the last of their ranks are taken to add up."""
     width = unit_width(line)
     boundary = max((*_sent(line), 0))

@@ -18,7 +18,7 @@ from stagewright.cluster import (
 )
 from stagewright.estimation.stages import Floats
 from stagewright.graph import OperatorGraph
-from stagewright.graph.flat import OPTIMIZER, PARAMETERS
+from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.bounds.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums

@@ -13,9 +13,9 @@ from stagewright.estimation.operators import Kernel, work
 from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.estimation.time import Costing, together
 from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.carving import carve
-from stagewright.graph.depth import REPEATS
 from stagewright.graph.layers import layer_begins, layer_of
+from stagewright.graph.repeat import REPEATS
+from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
 from stagewright.planning.candidate import Recomputed
@@ -94,9 +94,11 @@ class Layers:
         self._cluster = cluster
         self._body = BodyCosts(graph, costing(graph, cluster, job))
         begins = layer_begins(graph)
-        names = [layer_of(graph.nodes[graph.body[place]].module) for place in begins]
-        numbered = [place for place, node in enumerate(graph.body) if layer_of(graph.nodes[node].module)]
-        size = len(graph.body)
+        names = [layer_of(graph.nodes[graph.forward_ids[place]].module) for place in begins]
+        numbered = [
+            place for place, node in enumerate(graph.forward_ids) if layer_of(graph.nodes[node].module)
+        ]
+        size = len(graph.forward_ids)
         self._ends = np.array([0, *begins, numbered[-1] + 1, size] if begins else [0, size, size])
         self._counts = np.ones(len(self._ends) - 1, np.int64)
         for repeat in graph.facts.get(REPEATS, ()):
@@ -149,10 +151,10 @@ class Layers:
 
     def _stage(self, recompute: Recomputed) -> Stage:
         policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]
-        return carve(self.graph, [], [policy(self.graph)])[0]
+        return split_graph(self.graph, [], [policy(self.graph)])[0]
 
     def _spent(self, nodes: Iterable[Node], stage: Stage, costing: Costing) -> Floats:
-        """What nodes in running order cost by layer; what carving adds belongs where the node in front of it does."""
+        """What nodes in running order cost by layer; what splitting adds belongs where the node in front of it does."""
         found = np.zeros((len(self._counts), 5))
         layer, position = 0, self.graph.position
         for node in nodes:

@@ -2,7 +2,7 @@
 
 The families that a search tries come with one stage or a few per rank, cut for equal time. For the configurations
 that promise most, `joint_candidate` searches all three anew from the costs of small pieces of the traced model, and
-judges what it finds as every other candidate is judged: carved, simulated and replayed.
+judges what it finds as every other candidate is judged: split, simulated and replayed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ACTIONS_PER_ROUND = 750
 _CLOSE_ENOUGH = 0.002
 """A search ends this near to its bound; estimates are not that exact."""
 _JUDGED = 3
-"""Plans of one search that are carved and judged."""
+"""Plans of one search that are split and judged."""
 _MARGINS = (0.0, 0.005, 0.04)
 """The least part of memory that each trial leaves free for fragmentation, in addition to those before it."""
 _MISJUDGED = 0.01

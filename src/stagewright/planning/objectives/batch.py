@@ -8,7 +8,7 @@ from typing import Any
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.graph.flat import PARAMETERS
+from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.planning.found import Found, UntilCtrlC
 from stagewright.planning.job import Job
 from stagewright.planning.search import plan

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from stagewright.errors import StagewrightError
-from stagewright.graph.flat import LEVELS
+from stagewright.graph.flat_buffers import LEVELS
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.space import SCHEDULES

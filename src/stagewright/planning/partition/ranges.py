@@ -122,7 +122,7 @@ def _transients(graph: OperatorGraph) -> Floats:
 
     A pass over the backward of the uncut model: a value lives from its maker to its last user.
     """
-    size = len(graph.body)
+    size = len(graph.forward_ids)
     born, last = np.zeros(len(graph.nodes) + 1), dict[int, int]()
     for node in graph.nodes:
         for value in node.inputs:
@@ -144,14 +144,14 @@ def _transients(graph: OperatorGraph) -> Floats:
 def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
     """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the
     values that go; and per position how much is alive at once where all of its piece is recomputed."""
-    from stagewright.graph.carving import carve
+    from stagewright.graph.split import split_graph
 
-    (whole,) = carve(body.few, [])
+    (whole,) = split_graph(body.few, [])
     chain = chain_of(StageMemory(whole), body.few_costing)
     position = [body.few.position[node.id] for node in chain.nodes]
     points: dict[tuple[object, ...], tuple[Point, ...]] = {}
     places, sizes, costs = list[int](), list[float](), list[float]()
-    work = np.zeros(len(body.few.body))
+    work = np.zeros(len(body.few.forward_ids))
     last = len(chain.nodes)
     for start, stop in pairwise(chain.boundaries):
         network = PieceNetwork(chain, start, stop, stop == last)

@@ -1,4 +1,4 @@
-"""A model carved for a program: the stages of every rank, what they take and hold, and who shares what out."""
+"""A model split for a program: the stages of every rank, what they take and hold, and who shares what out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
-from stagewright.graph.carving import Carving
-from stagewright.graph.depth import IrregularLayers, copies_of, expanded
-from stagewright.graph.flat import Flat, flats
+from stagewright.graph.flat_buffers import FlatLayout, flats
 from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.repeat import IrregularLayers, copies_of, expanded
+from stagewright.graph.split import SplitGraph
 from stagewright.graph.stage import Stage
-from stagewright.graph.tensor_parallel import parallelism, tensor_width
+from stagewright.graph.tensor_parallel import parallelism, tensor_parallel_size
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Kind, Program
@@ -35,7 +35,7 @@ _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A carved model on its way through a program on `cluster`."""
+    """A split model on its way through a program on `cluster`."""
 
     memories: tuple[StageMemory, ...]
     summaries: tuple[StageSummary, ...]
@@ -44,7 +44,7 @@ class Pipeline:
     job: Job
     num_holders: int
     """Ranks that hold the same parameters: replicas, times those that divide a sequence."""
-    carving: Carving
+    split: SplitGraph
     sharding: tuple[int, ...] = ()
     """Per stage, what its replicas share out; none given: nothing."""
     reduce_dtype: str | None = None
@@ -75,7 +75,7 @@ class Pipeline:
         return receives_ahead(self.uses_lanes)
 
     @cached_property
-    def flats(self) -> tuple[Flat, ...]:
+    def flats(self) -> tuple[FlatLayout, ...]:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
         copies = self.num_holders // self.num_shards
@@ -228,22 +228,22 @@ def pipeline(
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     hands_over = job.compiled and job.profile.compiles == "model" and program.num_microbatches > 1
-    carving, memories = _carved(body, tuple(cuts), tuple(policies), hands_over)
-    tp = tensor_width(body.graph)
+    split, memories = _split(body, tuple(cuts), tuple(policies), hands_over)
+    tp = tensor_parallel_size(body.graph)
     if cluster.is_homogeneous:
         summaries = _summaries(body, tuple(cuts), tuple(policies))
     else:
         summaries = tuple(map(summarise, memories, _costings(body, cluster, program, num_holders * tp)))
-    return Pipeline(memories, summaries, program, cluster, job, num_holders, carving, tp=tp)
+    return Pipeline(memories, summaries, program, cluster, job, num_holders, split, tp=tp)
 
 
 @lru_cache(maxsize=16)
-def _carved(
+def _split(
     body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
-) -> tuple[Carving, tuple[StageMemory, ...]]:
+) -> tuple[SplitGraph, tuple[StageMemory, ...]]:
     """Kept: configurations that differ in schedule, microbatches or sharding have the same stages."""
-    carving = Carving(body.graph, cuts)
-    return carving, tuple(StageMemory(stage, hands_over) for stage in carving.stages(policies))
+    split = SplitGraph(body.graph, cuts)
+    return split, tuple(StageMemory(stage, hands_over) for stage in split.stages(policies))
 
 
 @lru_cache(maxsize=16)
@@ -251,11 +251,11 @@ def _summaries(
     body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
 ) -> tuple[StageSummary, ...]:
     """Of every stage, on the devices of `body`."""
-    return tuple(summarise(memory, body.costing) for memory in _carved(body, cuts, policies)[1])
+    return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies)[1])
 
 
 class Variants:
-    """A partition under one memory policy after another; a stage is carved once for each of its policies.
+    """A partition under one memory policy after another; a stage is built once for each of its policies.
 
     Args:
         line: the partition, which keeps everything.
@@ -264,8 +264,8 @@ class Variants:
     def __init__(self, line: Pipeline, body: BodyCosts) -> None:
         self.line = line
         self._costings = _costings(body, line.cluster, line.program, line.num_holders * line.tp)
-        carved = zip(line.memories, line.summaries, strict=True)
-        self._known = {(index, KEEP): found for index, found in enumerate(carved)}
+        stages = zip(line.memories, line.summaries, strict=True)
+        self._known = {(index, KEEP): found for index, found in enumerate(stages)}
 
     def under(self, program: Program, policies: Sequence[Policy]) -> Pipeline:
         """`program`, of the same placement, with a policy for every stage."""
@@ -276,7 +276,7 @@ class Variants:
         found = self._known.get((index, policy))
         if found is None:
             hands_over = self.line.memories[index].hands_over
-            memory = StageMemory(self.line.carving.stage(index, policy), hands_over)
+            memory = StageMemory(self.line.split.stage(index, policy), hands_over)
             found = self._known[index, policy] = memory, summarise(memory, self._costings[index])
         return found
 

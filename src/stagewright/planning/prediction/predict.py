@@ -16,7 +16,7 @@ from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts, StageSummary
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
-from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
+from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -121,7 +121,7 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         boundary_bytes=sum(summary.sent_bytes.values()),
         recomputed_bytes=summary.recomputed_bytes,
         offloaded_bytes=summary.offloaded_bytes,
-        recompute_seconds=summary.rebuild_s + summary.remade_s,
+        recompute_seconds=summary.rebuild_s + summary.recompute_s,
         waiting_seconds=summary.waits_s,
         behind_seconds=summary.behind_s,
     )
@@ -274,7 +274,7 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
 def _layers_in(stage: Stage) -> set[str]:
     """Paths of the numbered layers that a stage holds a part of."""
     graph = stage.graph
-    names = (layer_of(graph.nodes[node].module) for node in graph.body[stage.start : stage.stop])
+    names = (layer_of(graph.nodes[node].module) for node in graph.forward_ids[stage.start : stage.stop])
     return {name for name in names if name}
 
 

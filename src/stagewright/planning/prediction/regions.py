@@ -28,7 +28,7 @@ def layers_policy(graph: OperatorGraph) -> Policy:
     """Every layer keeps what enters it alone; so do head and loss, unless the runtime of `graph` keeps all of them."""
     kept = layer_inputs(graph)
     if not runtime_of(graph).recomputes_head:
-        around = (graph.nodes[node] for node in graph.body if not layer_of(graph.nodes[node].module))
+        around = (graph.nodes[node] for node in graph.forward_ids if not layer_of(graph.nodes[node].module))
         made = (value for node in around for value in node.outputs if value is not None)
         kept |= {graph.values[value].storage for value in made}
     return Policy(everything=True, checkpoints=kept)
@@ -38,7 +38,7 @@ def kept_policy(graph: OperatorGraph, without: frozenset[int] = frozenset()) -> 
     """Of stages that are asked to keep all they save, but for the values `without`: all but what the runtime of `graph`
     always makes again."""
     names = runtime_of(graph).recomputes
-    again = [graph.nodes[node] for node in graph.body if short_name(graph.nodes[node].op) in names]
+    again = [graph.nodes[node] for node in graph.forward_ids if short_name(graph.nodes[node].op) in names]
     made = without | {value for node in again for value in node.outputs if value is not None}
     given = frozenset(graph.values[value].storage for node in again for value in node.inputs)
     return Policy(recompute=made, checkpoints=given) if made else KEEP
@@ -50,7 +50,7 @@ def selective_policy(graph: OperatorGraph) -> Policy:
     if which is None:
         return kept_policy(graph, attention_scores(graph))
     kept, calls = set(layers_policy(graph).checkpoints), Counter[tuple[str, str]]()
-    for node in map(graph.nodes.__getitem__, graph.body):
+    for node in map(graph.nodes.__getitem__, graph.forward_ids):
         name, layer = short_name(node.op), layer_of(node.module)
         name = KERNELS.get(name, name)
         calls[layer, name] += 1
@@ -62,7 +62,7 @@ def selective_policy(graph: OperatorGraph) -> Policy:
 def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
     """Of every stage between `cuts` the policy of the model's regions; `KEEP` where it has none of them."""
     asked = region_policy(graph)
-    inside = [graph.nodes[node].region >= 0 for node in graph.body]
+    inside = [graph.nodes[node].region >= 0 for node in graph.forward_ids]
     return [asked if any(inside[start:stop]) else KEEP for start, stop in pairwise((0, *cuts, len(inside)))]
 
 
@@ -93,7 +93,9 @@ def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
     graph, asked = stage.graph, region_policy(stage.graph)
     again_for = (node for node in stage.backward.nodes if node.part > Part.FORWARD)
     needed = {graph.values[v].storage for node in again_for for v in node.inputs if v < len(graph.values)}
-    entering = (value for value in (*stage.rebuild.inputs, *stage.remade.inputs) if value < len(graph.values))
+    entering = (
+        value for value in (*stage.rebuild.inputs, *stage.recomputed.inputs) if value < len(graph.values)
+    )
     makers = (graph.values[graph.values[value].storage].node for value in entering)
     own = {node for node in makers if stage.start <= graph.position.get(node, -1) < stage.stop}
     return StagePolicy(
@@ -104,7 +106,7 @@ def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
 
 def _again(stage: Stage) -> list[Node]:
     """What a stage runs again, in the order of the model."""
-    return sorted((*stage.rebuild.nodes, *stage.remade.nodes), key=lambda node: node.id)
+    return sorted((*stage.rebuild.nodes, *stage.recomputed.nodes), key=lambda node: node.id)
 
 
 def _names(nodes: Sequence[Node], made: frozenset[int]) -> tuple[str, ...]:

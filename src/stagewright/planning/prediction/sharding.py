@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Kind, Program, insert_gathers, insert_held, insert_reductions
@@ -89,10 +89,9 @@ def reads_weights(stage: Stage) -> bool:
 class Collectives:
     """Seconds that a rank's replicas take to share out flat buffers, each collective on its own.
 
-    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed. Of those that
-    hold a buffer the first `Flat.num_shards` share it out, and so do the next ones; then gradients are summed over these
-    copies.
-    Source: `stagewright.cluster.collectives`. Ignores: that gathers, sums and transfers share the links.
+    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed. Of those
+    that hold a buffer the first `FlatLayout.num_shards` share it out, and so do the next ones; then gradients are summed
+    over these copies. Source: `stagewright.cluster.collectives`. Ignores: that gathers, sums and transfers share the links.
     """
 
     cluster: Cluster
@@ -100,22 +99,22 @@ class Collectives:
     wire: str | None = None
     runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
-    def sharing(self, flat: Flat) -> Sequence[int]:
+    def sharing(self, flat: FlatLayout) -> Sequence[int]:
         """Ranks that share out a buffer among each other."""
         return self.ranks[:: flat.every][: flat.num_shards]
 
-    def copies(self, flat: Flat) -> Sequence[int]:
+    def copies(self, flat: FlatLayout) -> Sequence[int]:
         """Ranks that hold the same part of a buffer."""
         return self.ranks[:: flat.every * flat.num_shards]
 
-    def gather(self, found: Iterable[Flat]) -> float:
+    def gather(self, found: Iterable[FlatLayout]) -> float:
         """Parameters made whole."""
         return sum(
             all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.sharing(flat))
             for flat in found
         )
 
-    def reduce(self, found: Iterable[Flat]) -> float:
+    def reduce(self, found: Iterable[FlatLayout]) -> float:
         """Gradients summed, on every replica or each replica's part on it."""
         seconds = 0.0
         for flat in found:
@@ -127,12 +126,12 @@ class Collectives:
         return seconds
 
 
-def gathered_flats(found: Iterable[Flat], stage: int) -> list[Flat]:
+def gathered_flats(found: Iterable[FlatLayout], stage: int) -> list[FlatLayout]:
     """What GATHER of a stage makes whole, if no other stage of its rank has."""
     return [flat for flat in found if flat.level >= PARAMETERS and stage in flat.stages]
 
 
-def reduced_flats(found: Iterable[Flat], stage: int, of_rank: Collection[int]) -> list[Flat]:
+def reduced_flats(found: Iterable[FlatLayout], stage: int, of_rank: Collection[int]) -> list[FlatLayout]:
     """What REDUCE of a stage sums; of parameters of several of its rank's stages, that of the first."""
     return [
         flat

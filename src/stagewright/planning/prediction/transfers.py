@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster, all_gather_seconds
-from stagewright.graph.payload import messages
+from stagewright.graph.messages import messages
 from stagewright.schedule.lanes import LANE_CTAS
 
 if TYPE_CHECKING:

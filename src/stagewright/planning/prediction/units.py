@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
-from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layers_of
 from stagewright.planning.prediction.pipeline import Pipeline
 

@@ -100,7 +100,7 @@ class Chain:
 
 
 def chain_of(memory: StageMemory, costing: Costing) -> Chain:
-    """The chain of a stage that was carved to keep everything."""
+    """The chain of a stage that was split to keep everything."""
     stage = memory.stage
     nodes = operators_of(stage)
     index = {node.id: number for number, node in enumerate(nodes)}

@@ -140,7 +140,7 @@ def fetch_ahead(choice: Choice, stage: Stage) -> int:
 
 
 def stage_units(stage: Stage) -> list[Unit]:
-    """The units of a stage that was carved to keep everything.
+    """The units of a stage that was split to keep everything.
 
     Only operators of the model's body are named by plans, so what depends on inputs alone (masks, positions) is kept.
     """

@@ -50,7 +50,7 @@ _WARM_COLD = 1e-6
 
 @dataclass(frozen=True)
 class RerunStage:
-    """A stage that was carved to keep everything, as phases; `copies` sets of what it saves are alive at the peak.
+    """A stage that was split to keep everything, as phases; `copies` sets of what it saves are alive at the peak.
 
     Ignores: what comes from other stages or is computed from inputs alone and is kept for recomputing only.
     """

@@ -1,4 +1,4 @@
-"""What all stages of one cutting share: the stage of every node, the routes of crossing values, who updates a buffer."""
+"""The partition of a graph by its cuts: the stage of every node, the routes of values between stages, buffer updates."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stagewright.graph.graph import Node, OperatorGraph, Part, makers_of
 Routes = dict[tuple[int, int], list[int]]  # (from stage, to stage) -> values
 
 
-class Cutting:
-    """`bounds` are positions in the body: stage i holds ``body[bounds[i]:bounds[i + 1]]``.
+class Partition:
+    """A graph divided at cuts: stage i holds the forward operators from ``bounds[i]`` to ``bounds[i + 1]``.
 
     Raises:
         PlanError: `bounds` do not increase, or a cut separates the users of a buffer that changes or a loss in pieces.
@@ -39,9 +39,9 @@ class Cutting:
         self.updaters = self._updaters()
         self.forward_routes, self.grad_routes = self._routes()
         self.gradients_of: list[list[int]] = [[] for _ in pieces]
-        """Of every stage the gradients that it contributes to."""
+        """Gradients that each stage contributes to."""
         self.floating_of: list[list[Node]] = [[] for _ in pieces]
-        """Of every stage the nodes of `floating` that its contributions reach, with what those need, in order."""
+        """Nodes of `floating` that each stage runs: those that its contributions reach, with what these need, in order."""
         self._share_contributions()
 
     @property
@@ -56,8 +56,8 @@ class Cutting:
             if node.id in self.stage:
                 for value in node.inputs:
                     users[value].add(self.stage[node.id])
-        for found in self.graph.contributions.values():
-            for node, value in found:
+        for contributions in self.graph.contributions.values():
+            for node, value in contributions:
                 if node in self.body_stage:
                     users[value].add(self.body_stage[node])
         forward: Routes = defaultdict(list)
@@ -69,11 +69,11 @@ class Cutting:
             others = users[value.id] - {origin}
             part = self.graph.nodes[value.node].part
             if part is Part.FORWARD:
-                for hop in itertools.pairwise([origin, *sorted(others)]):
-                    forward[hop].append(value.id)
+                for edge in itertools.pairwise([origin, *sorted(others)]):
+                    forward[edge].append(value.id)
             elif part is Part.INPUT_GRAD:
-                for hop in itertools.pairwise([origin, *sorted(others, reverse=True)]):
-                    backward[hop].append(value.id)
+                for edge in itertools.pairwise([origin, *sorted(others, reverse=True)]):
+                    backward[edge].append(value.id)
         return dict(forward), dict(backward)
 
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Cutting:
                     carried[value] |= carriers(item) if stage is None else {stage}
             return carried[value]
 
-        made = makers_of(self.floating)
+        makers = makers_of(self.floating)
         place = {node.id: index for index, node in enumerate(self.floating)}
         active: list[set[int]] = [set() for _ in self.nodes_of]
         for node in self.floating:
@@ -102,61 +102,63 @@ class Cutting:
         for gradient in contributions:
             for stage in carriers(gradient):
                 self.gradients_of[stage].append(gradient)
-        for found, nodes in zip(active, self.floating_of, strict=True):
-            stack = list(found)
+        for needed_ids, nodes in zip(active, self.floating_of, strict=True):
+            stack = list(needed_ids)
             while stack:
-                needed = (made.get(value) for value in self.graph.nodes[stack.pop()].inputs)
-                fresh = {node.id for node in needed if node is not None} - found
-                found |= fresh
+                needed = (makers.get(value) for value in self.graph.nodes[stack.pop()].inputs)
+                fresh = {node.id for node in needed if node is not None} - needed_ids
+                needed_ids |= fresh
                 stack.extend(fresh)
-            nodes += [self.floating[index] for index in sorted(place[node] for node in found)]
+            nodes += [self.floating[index] for index in sorted(place[node] for node in needed_ids)]
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 
     def _updaters(self) -> dict[int, frozenset[int]]:
-        """Changing buffer -> the stages that update it.
+        """Map each changing buffer to the stages that update it.
 
-        A new value made by the body is at hand on one stage, and only that stage may read the buffer. A new value made by
-        the prologue is made, and applied, on every stage that reads the buffer.
+        A new value computed by a forward operator exists on one stage, and only that stage may read the buffer. A new value
+        computed by the prologue is computed, and applied, on every stage that reads the buffer.
         """
         readers = {buffer: self._readers(buffer) for buffer in self.changing}
-        made = dict(self.graph.mutations)
-        found: dict[int, frozenset[int]] = {}
+        updates = dict(self.graph.mutations)
+        updaters: dict[int, frozenset[int]] = {}
         for buffer in sorted(self.changing):
-            maker = self.graph.values[made[buffer]].node
+            maker = self.graph.values[updates[buffer]].node
             stages = {self.stage[maker]} if maker in self.stage else readers[buffer] or {self._owner(buffer)}
-            found[buffer] = frozenset(stages)
+            updaters[buffer] = frozenset(stages)
         for buffer in sorted(self.changing):
             after = self._prologue_from(buffer)
-            users = readers[buffer].union(*(found[other] for other, value in made.items() if value in after))
-            if users - found[buffer]:
+            users = readers[buffer].union(
+                *(updaters[other] for other, value in updates.items() if value in after)
+            )
+            if users - updaters[buffer]:
                 raise PlanError(
                     f"a cut separates the users of buffer '{self.graph.values[buffer].name}', which changes with every "
-                    f"microbatch: stages {sorted(users | found[buffer])} use it; move the cut"
+                    f"microbatch: stages {sorted(users | updaters[buffer])} use it; move the cut"
                 )
-        return found
+        return updaters
 
     def _readers(self, buffer: int) -> set[int]:
-        """Stages whose nodes use the buffer or a prologue value that depends on it."""
+        """Return the stages whose nodes use the buffer or a prologue value that depends on it."""
         values = self._prologue_from(buffer)
         nodes = {node for value in values for node in self.graph.consumers.get(value, ())}
         return {self.stage[node] for node in nodes if node in self.stage}
 
     def _prologue_from(self, buffer: int) -> set[int]:
-        """The buffer and every prologue value that depends on it."""
-        found = {buffer}
+        """Return the buffer and every prologue value that depends on it."""
+        reached = {buffer}
         stack = [buffer]
         while stack:
             for consumer in self.graph.consumers.get(stack.pop(), ()):
                 node = self.graph.nodes[consumer]
-                fresh = {value for value in node.outputs if value is not None} - found
+                fresh = {value for value in node.outputs if value is not None} - reached
                 if node.part is Part.PROLOGUE:
-                    found |= fresh
+                    reached |= fresh
                     stack.extend(fresh)
-        return found
+        return reached
 
     def _owner(self, buffer: int) -> int:
-        """The first stage that runs the module a buffer belongs to (the first stage if none does)."""
+        """Return the first stage that runs the module a buffer belongs to (stage 0 if none does)."""
         owner = self.graph.values[buffer].name.rpartition(".")[0]
         for stage, nodes in enumerate(self.nodes_of):
             if any(node.part is Part.FORWARD and node.module == owner for node in nodes):
@@ -165,12 +167,13 @@ class Cutting:
 
 
 def _checked_bounds(graph: OperatorGraph, cuts: Sequence[int]) -> list[int]:
-    bounds = [0, *cuts, len(graph.body)]
+    size = len(graph.forward_ids)
+    bounds = [0, *cuts, size]
     for low, high in itertools.pairwise(bounds):
         if low >= high:
             raise PlanError(
-                f"cuts must increase strictly between 1 and {len(graph.body) - 1} (the model has {len(graph.body)} "
-                f"forward operators), got {list(cuts)}"
+                f"cuts must increase strictly between 1 and {size - 1} (the model has {size} forward operators), "
+                f"got {list(cuts)}"
             )
     if bounds[-2] > graph.late:
         raise PlanError(

@@ -1,8 +1,8 @@
-"""Deep models: from the graph of a few of many equal layers, that of all of them.
+"""Expansion of a graph with a few of many equal layers to the graph with all of them.
 
-A graph that leaves layers out says so among its facts (`Repeat`). The layer in front of the gap is the template: its
-operators and values are copied for every layer that was left out, one behind the other, which is exact where that layer
-relates to its neighbours as the layer before it does to its own. That is checked, node by node.
+A graph that leaves layers out says so among its facts (`Repeat`). The layer before the gap is the template: its operators
+and values are copied for every missing layer, one after the other. That is exact if the template relates to its
+neighbours as the layer before it does to its own, which is checked node by node.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph, Part, Value, renumbered
 
 REPEATS = "repeats"
-"""The fact of a graph that says which layers it leaves out."""
+"""Name of the graph's fact that lists the layers it leaves out."""
 
-BEFORE, BEHIND = 4, 2
+BEFORE, AFTER = 4, 2
 """Layers that a graph must have on each side of those it leaves out: the template with its neighbours, and the ends."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Layers that a graph leaves out: the members `missing` of the list `path`, which follow its members `before`, the last
-    of which is the template, and are followed by its member `behind`.
+    """A run of layers that a graph leaves out: the members `missing` of the list `path`. The graph has the members `before`
+    them, the last of which is the template, and the member `after` them.
 
     >>> Repeat("net.h", ("0", "1", "2", "3"), ("4", "5"), "6").layer("3")
     'net.h.3'
@@ -36,22 +36,22 @@ class Repeat:
     path: str
     before: tuple[str, ...]
     missing: tuple[str, ...]
-    behind: str
+    after: str
 
     def layer(self, name: str) -> str:
-        """The path of a member."""
+        """Return the path of a member."""
         return f"{self.path}.{name}"
 
 
 class IrregularLayers(ContractError):
-    """Layers that were taken to be equal are not, so that none can stand for those that were left out."""
+    """Layers assumed to be equal are not, so none of them can stand for the missing ones."""
 
 
 def expanded(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` with all layers that it leaves out.
+    """Return `graph` with all layers that it leaves out.
 
     Raises:
-        IrregularLayers: the layers that it has are no pattern to be continued.
+        IrregularLayers: the layers that it has do not form a repeatable pattern.
     """
     if REPEATS not in graph.facts:
         return graph
@@ -62,43 +62,44 @@ def expanded(graph: OperatorGraph) -> OperatorGraph:
 
 @dataclass(frozen=True)
 class Copies:
-    """Where everything of a graph that leaves layers out is in the whole one.
+    """The mapping from an expanded graph to the graph with layers left out.
 
-    `places`: for every operator of the whole body its position, or that of what it is a copy of, in the body of the graph.
-    `counts`: of every node of the graph, how many the whole one has.
+    `places`: for every forward operator of the expanded graph, the index of its original in the reduced graph.
+    `counts`: for every node of the reduced graph, how many copies the expanded one has.
     """
 
     places: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     def of_places(self, places: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Every position of the whole body that one of `places` stands for, and the index among these of which it is one."""
-        known = np.argsort(self.places, kind="stable")
-        ends = np.searchsorted(self.places[known], [[one, one + 1] for one in places]).reshape(-1, 2)
-        found = [known[first:stop] for first, stop in ends]
-        which = np.repeat(np.arange(len(found)), [len(one) for one in found])
-        return np.concatenate([*found, np.zeros(0, np.int64)]), which
+        """Return every index in the expanded graph that one of `places` stands for, and the index of that one in
+        `places`."""
+        order = np.argsort(self.places, kind="stable")
+        ends = np.searchsorted(self.places[order], [[place, place + 1] for place in places]).reshape(-1, 2)
+        runs = [order[first:stop] for first, stop in ends]
+        which = np.repeat(np.arange(len(runs)), [len(place) for place in runs])
+        return np.concatenate([*runs, np.zeros(0, np.int64)]), which
 
 
 def copies_of(graph: OperatorGraph) -> Copies:
-    """Of `graph`, without making the whole one; raises as `expanded`."""
-    body = list(graph.body)
+    """Return the mapping of `graph` without expanding it; raises as `expanded`."""
+    order = list(graph.forward_ids)
     counts = np.ones(len(graph.nodes), np.int64)
     for repeat in graph.facts.get(REPEATS, ()):
         expansion = _Expansion(graph, repeat)
         counts[[node.id for node in expansion.template.nodes]] += expansion.num
-        behind: dict[int, list[int]] = {}
-        own: list[int] = []
-        for number, copy in expansion.nodes.in_order(graph.body, expansion.num):
+        after: dict[int, list[int]] = {}
+        copies: list[int] = []
+        for number, copy in expansion.nodes.in_order(graph.forward_ids, expansion.num):
             if copy == 0:
-                own = behind[number] = []
-            own.append(number)
-        body = [number for known in body for number in behind[known]]
-    return Copies(np.array([graph.position[number] for number in body], np.int64), counts)
+                copies = after[number] = []
+            copies.append(number)
+        order = [number for number_in_few in order for number in after[number_in_few]]
+    return Copies(np.array([graph.position[number] for number in order], np.int64), counts)
 
 
 def is_pattern(graph: OperatorGraph) -> bool:
-    """Whether the layers that `graph` has are a pattern, so that those that it leaves out follow."""
+    """Whether the layers of `graph` form a pattern from which the missing ones follow."""
     try:
         for repeat in graph.facts.get(REPEATS, ()):
             _Expansion(graph, repeat)
@@ -109,26 +110,26 @@ def is_pattern(graph: OperatorGraph) -> bool:
 
 @dataclass
 class _Layer:
-    """What belongs to one layer: nodes in order, and values in an order that is the same for equal layers."""
+    """The nodes of one layer, in order, and its values, in an order that is the same for equal layers."""
 
     path: str
     nodes: list[Node] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
 
-    def own(self, name: str) -> str | None:
-        """What is left of a name inside this layer; None for one outside."""
+    def suffix(self, name: str) -> str | None:
+        """Return the rest of a name inside this layer; None for a name outside it."""
         if name == self.path:
             return ""
         return name.removeprefix(self.path) if name.startswith(f"{self.path}.") else None
 
 
 _SECOND, _TEMPLATE, _NEXT = 1, 2, 3
-"""Places of the layers that an expansion looks at: in front of the template one, which has another in front of it, and the
-one behind the gap."""
+"""Indices among the four layers that an expansion compares: the layer before the template, the template, and the one after
+the gap."""
 
 
 class _Numbers:
-    """Numbers of values, or of nodes, of layers that are alike: whose they are, and what is in their place in the next."""
+    """Ids of the values, or of the nodes, of equal layers: the layer of each, and its counterpart in the next layer."""
 
     def __init__(self, layers: Sequence[Sequence[int]]) -> None:
         self.home = {number: place for place, layer in enumerate(layers) for number in layer}
@@ -137,11 +138,11 @@ class _Numbers:
         self.backwards = {theirs: mine for mine, theirs in self.onwards.items()}
 
     def shifted(self, number: int) -> int:
-        """What is in its place in the next layer; itself where it belongs to none."""
+        """Return its counterpart in the next layer; the number itself where it belongs to no layer."""
         return self.onwards.get(number, number)
 
     def place(self, number: int, holder: int, copy: int, num_copies: int) -> tuple[int, int]:
-        """Which copy of what number `number` is meant by copy `copy` of something in layer `holder`."""
+        """Return the number and copy that copy `copy` of an item in layer `holder` refers to by `number`."""
         of = self.home.get(number, -1)
         if holder == _TEMPLATE:
             if of == _TEMPLATE:
@@ -154,49 +155,50 @@ class _Numbers:
             return number, num_copies
         return number, 0
 
-    def in_order(self, known: Iterable[int], num_copies: int) -> list[tuple[int, int]]:
-        """`known` with those of all copies, as pairs of their number in the reduced graph and of a copy.
+    def in_order(self, numbers: Iterable[int], num_copies: int) -> list[tuple[int, int]]:
+        """Return `numbers` and those of all copies, as pairs of a number in the reduced graph and a copy.
 
-        What belongs to one layer and follows one another stays together: copies come behind the template's where the layer
-        in front comes before these, and in front of them, the last first, where it is the other way round, as in the
-        backward.
+        Consecutive items of one layer stay together. Copies come after the template's where the previous layer comes before
+        it, and before the template's, the last copy first, where the order is reversed, as in the backward.
         """
-        known = list(known)
-        place = {one: index for index, one in enumerate(known)}
+        numbers = list(numbers)
+        place = {number: index for index, number in enumerate(numbers)}
         runs: list[list[int]] = []
         last = -1
-        for one in known:
-            holder = self.home.get(one, -1)
+        for number in numbers:
+            holder = self.home.get(number, -1)
             if holder == _TEMPLATE and last != _TEMPLATE:
                 runs.append([])
             if holder == _TEMPLATE:
-                runs[-1].append(one)
+                runs[-1].append(number)
             last = holder if holder >= 0 else last
         before: dict[int, list[tuple[int, int]]] = {}
-        behind: dict[int, list[tuple[int, int]]] = {}
+        after: dict[int, list[tuple[int, int]]] = {}
         for run in runs:
             if place[self.backwards[run[0]]] < place[run[0]]:
-                behind[run[-1]] = [(one, copy) for copy in range(1, num_copies + 1) for one in run]
+                after[run[-1]] = [(number, copy) for copy in range(1, num_copies + 1) for number in run]
             else:
-                before[run[0]] = [(one, copy) for copy in range(num_copies, 0, -1) for one in run]
+                before[run[0]] = [(number, copy) for copy in range(num_copies, 0, -1) for number in run]
         order: list[tuple[int, int]] = []
-        for one in known:
-            order += before.get(one, ())
-            order.append((one, 0))
-            order += behind.get(one, ())
+        for number in numbers:
+            order += before.get(number, ())
+            order.append((number, 0))
+            order += after.get(number, ())
         return order
 
 
 class _Expansion:
     def __init__(self, graph: OperatorGraph, repeat: Repeat) -> None:
         self.old, self.repeat = graph, repeat
-        names = (*repeat.before[-3:], repeat.behind)
+        names = (*repeat.before[-3:], repeat.after)
         layers = self._layers(names)
         self.second, self.template = layers[_SECOND], layers[_TEMPLATE]
         self.num = len(repeat.missing)
-        for one, other in pairwise(layers):
-            if len(one.nodes) != len(other.nodes) or len(one.values) != len(other.values):
-                raise self._irregular(f"'{one.path}' and '{other.path}' have different numbers of operators")
+        for layer, next_layer in pairwise(layers):
+            if len(layer.nodes) != len(next_layer.nodes) or len(layer.values) != len(next_layer.values):
+                raise self._irregular(
+                    f"'{layer.path}' and '{next_layer.path}' have different numbers of operators"
+                )
         self.values = _Numbers([layer.values for layer in layers])
         self.nodes = _Numbers([[node.id for node in layer.nodes] for layer in layers])
         self.draws = self._step(node.draw for node in self.template.nodes)
@@ -214,11 +216,11 @@ class _Expansion:
     def _layers(self, names: Iterable[str]) -> list[_Layer]:
         graph = self.old
         layers = [_Layer(self.repeat.layer(name)) for name in names]
-        found = {layer.path: layer for layer in layers}
+        layer_at = {layer.path: layer for layer in layers}
         depth = self.repeat.path.count(".") + 2
 
         def layer_of(module: str) -> _Layer | None:
-            return found.get(".".join(module.split(".", depth)[:depth]))
+            return layer_at.get(".".join(module.split(".", depth)[:depth]))
 
         for kind in (graph.parameters, graph.buffers):
             for name, value in kind.items():
@@ -238,9 +240,9 @@ class _Expansion:
         for layer in layers:
             layer.values += [graph.gradients[value] for value in layer.values if value in graph.gradients]
         owner = {value: layer for layer in layers for value in layer.values}
-        for gradient, made in graph.contributions.items():
-            if gradient not in owner and made and graph.values[gradient].node < 0:
-                of = {id(owner.get(value)): owner.get(value) for _, value in made}
+        for gradient, parts in graph.contributions.items():
+            if gradient not in owner and parts and graph.values[gradient].node < 0:
+                of = {id(owner.get(value)): owner.get(value) for _, value in parts}
                 layer = next(iter(of.values())) if len(of) == 1 else None
                 if layer is not None:
                     layer.values.append(gradient)
@@ -252,40 +254,44 @@ class _Expansion:
     # -- whether they are a pattern ---------------------------------------------------------------------------------
 
     def _check_pattern(self) -> None:
-        """The template relates to its neighbours as the layer before it does."""
-        graph, before, own = self.old, self.second, self.template
+        """Check that the template relates to its neighbours as the layer before it does."""
+        graph, before, template = self.old, self.second, self.template
 
         shifted = self.values.shifted
 
         def counted(number: int, step: tuple[int, int]) -> int:
             return number + step[1] if number >= 0 else number
 
-        for one, two in zip(before.nodes, own.nodes, strict=True):
+        for first, second in zip(before.nodes, template.nodes, strict=True):
             same = (
-                (one.op, one.part, one.ordinal, one.is_kept, one.signature)
-                == (two.op, two.part, two.ordinal, two.is_kept, two.signature)
-                and (counted(one.draw, self.draws), counted(one.region, self.regions))
-                == (two.draw, two.region)
-                and before.own(one.module) == own.own(two.module)
-                and renumbered((one.args, one.kwargs), shifted) == (two.args, two.kwargs)
-                and tuple(map(shifted, one.inputs)) == two.inputs
-                and self.nodes.shifted(one.forward) == two.forward
-                and [value is None for value in one.outputs] == [value is None for value in two.outputs]
+                (first.op, first.part, first.ordinal, first.is_kept, first.signature)
+                == (second.op, second.part, second.ordinal, second.is_kept, second.signature)
+                and (counted(first.draw, self.draws), counted(first.region, self.regions))
+                == (second.draw, second.region)
+                and before.suffix(first.module) == template.suffix(second.module)
+                and renumbered((first.args, first.kwargs), shifted) == (second.args, second.kwargs)
+                and tuple(map(shifted, first.inputs)) == second.inputs
+                and self.nodes.shifted(first.forward) == second.forward
+                and [value is None for value in first.outputs] == [value is None for value in second.outputs]
             )
             if not same:
-                raise self._irregular(f"{graph.describe(one)} is not what is in its place in '{own.path}'")
-        for mine, theirs in zip(before.values, own.values, strict=True):
-            one, two = graph.values[mine], graph.values[theirs]
-            layout = one.meta, one.origin, one.needs_grad, shifted(one.storage)
-            if layout != (two.meta, two.origin, two.needs_grad, two.storage):
-                raise self._irregular(f"values of '{before.path}' and '{own.path}' differ in layout")
+                raise self._irregular(
+                    f"{graph.describe(first)} is not what is in its place in '{template.path}'"
+                )
+        for mine, theirs in zip(before.values, template.values, strict=True):
+            first, second = graph.values[mine], graph.values[theirs]
+            layout = first.meta, first.origin, first.needs_grad, shifted(first.storage)
+            if layout != (second.meta, second.origin, second.needs_grad, second.storage):
+                raise self._irregular(f"values of '{before.path}' and '{template.path}' differ in layout")
             parts = graph.contributions.get(mine, ())
             moved = tuple((self.nodes.shifted(node), shifted(value)) for node, value in parts)
             if mine in graph.contributions and moved != tuple(graph.contributions[theirs]):
-                raise self._irregular(f"gradients of '{before.path}' and '{own.path}' have different parts")
+                raise self._irregular(
+                    f"gradients of '{before.path}' and '{template.path}' have different parts"
+                )
 
     def _check_reach(self) -> None:
-        """Nothing but a layer's neighbours knows its values, and it changes no buffer."""
+        """Check that only neighbours of a layer use its values, and that it changes no buffer."""
         graph, home = self.old, self.values.home
         inner = {value for value, place in home.items() if place in (_SECOND, _TEMPLATE)}
         for value, users in graph.consumers.items():
@@ -295,22 +301,22 @@ class _Expansion:
                         raise self._irregular(
                             f"{graph.describe(graph.nodes[user])} uses what one of them makes"
                         )
-        rest = {graph.loss, *(value for pair in graph.mutations for value in pair)}
-        for gradient, made in graph.contributions.items():
+        outside = {graph.loss, *(value for pair in graph.mutations for value in pair)}
+        for gradient, parts in graph.contributions.items():
             if gradient not in inner:
-                rest |= {value for _, value in made if home.get(value) != home.get(gradient, -1)}
-        if rest & inner:
+                outside |= {value for _, value in parts if home.get(value) != home.get(gradient, -1)}
+        if outside & inner:
             raise self._irregular("something outside is made of what one of them makes")
 
-    def _step(self, found: Iterable[int]) -> tuple[int, int]:
-        """The largest of numbers that count along the model, and how many there are in one layer."""
-        numbers = {number for number in found if number >= 0}
+    def _step(self, counters: Iterable[int]) -> tuple[int, int]:
+        """Return the largest of numbers that count along the model, and how many one layer has."""
+        numbers = {number for number in counters if number >= 0}
         return (max(numbers), max(numbers) - min(numbers) + 1) if numbers else (-1, 0)
 
     # -- the whole graph --------------------------------------------------------------------------------------------
 
     def graph(self) -> OperatorGraph:
-        """The graph with a copy of the template for every missing layer, numbered as if it had been traced whole."""
+        """Return the graph with a copy of the template for every missing layer, numbered as if it had been traced whole."""
         old = self.old
         values = self.values.in_order(range(len(old.values)), self.num)
         self.number = {key: index for index, key in enumerate(values)}
@@ -343,53 +349,60 @@ class _Expansion:
         return -1 if node < 0 else self.number_of_node[self.nodes.place(node, holder, copy, self.num)]
 
     def _name(self, name: str, copy: int) -> str:
-        """A name of the template as that of its copy."""
-        own = self.template.own(name)
-        return name if own is None or copy == 0 else self.repeat.layer(self.repeat.missing[copy - 1]) + own
+        """Return a name in the template as the name in a copy."""
+        suffix = self.template.suffix(name)
+        return (
+            name if suffix is None or copy == 0 else self.repeat.layer(self.repeat.missing[copy - 1]) + suffix
+        )
 
     def _value(self, value: int, copy: int) -> Value:
-        found, holder = self.old.values[value], self.values.home.get(value, -1)
+        original, holder = self.old.values[value], self.values.home.get(value, -1)
         return Value(
-            self.number[value, copy], found.meta, self._value_number(found.storage, holder, copy), found.origin,
-            self._name(found.name, copy), self._node_number(found.node, holder, copy), found.needs_grad,
+            self.number[value, copy], original.meta, self._value_number(original.storage, holder, copy), original.origin,
+            self._name(original.name, copy), self._node_number(original.node, holder, copy), original.needs_grad,
         )  # fmt: skip
 
     def _node(self, node: int, copy: int) -> Node:
-        found, holder = self.old.nodes[node], self.nodes.home.get(node, -1)
+        original, holder = self.old.nodes[node], self.nodes.home.get(node, -1)
 
         def number(value: int) -> int:
             return self._value_number(value, holder, copy)
 
         return Node(
             self.number_of_node[node, copy],
-            found.op,
-            renumbered(found.args, number),
-            renumbered(found.kwargs, number) if found.kwargs else (),
-            tuple(map(number, found.inputs)),
-            tuple(None if value is None else number(value) for value in found.outputs),
-            found.part,
-            self._node_number(found.forward, holder, copy),
-            self._name(found.module, copy),
-            found.ordinal,
-            found.signature,
-            self._counted(found.draw, self.draws, copy),
-            found.where,
-            self._counted(found.region, self.regions, copy),
-            found.is_kept,
+            original.op,
+            renumbered(original.args, number),
+            renumbered(original.kwargs, number) if original.kwargs else (),
+            tuple(map(number, original.inputs)),
+            tuple(None if value is None else number(value) for value in original.outputs),
+            original.part,
+            self._node_number(original.forward, holder, copy),
+            self._name(original.module, copy),
+            original.ordinal,
+            original.signature,
+            self._counted(original.draw, self.draws, copy),
+            original.where,
+            self._counted(original.region, self.regions, copy),
+            original.is_kept,
         )
 
     def _counted(self, number: int, step: tuple[int, int], copy: int) -> int:
-        """A number that counts along the model: those behind the template's move on by all copies."""
+        """Shift a number that counts along the model: those after the template move by all copies."""
         last, count = step
         return number + (self.num if number > last else copy) * count if number >= 0 else number
 
     def _named(self, kind: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-        own = [(name, value) for name, value in kind.items() if self.template.own(name) is not None]
+        of_template = [
+            (name, value) for name, value in kind.items() if self.template.suffix(name) is not None
+        ]
         for name, value in kind.items():
             yield name, self.number[value, 0]
-            if own and name == own[-1][0]:
+            if of_template and name == of_template[-1][0]:
                 for copy in range(1, self.num + 1):
-                    yield from ((self._name(each, copy), self.number[what, copy]) for each, what in own)
+                    yield from (
+                        (self._name(template_name, copy), self.number[template_value, copy])
+                        for template_name, template_value in of_template
+                    )
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
         for value, copy in self.values.in_order(self.old.gradients, self.num):

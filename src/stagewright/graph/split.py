@@ -1,4 +1,4 @@
-"""Carving: the stages of a graph between cuts, each under its memory policy."""
+"""Splitting of a graph into stages at cuts, each stage under its memory policy."""
 
 from __future__ import annotations
 
@@ -10,79 +10,144 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from stagewright.errors import PlanError
-from stagewright.graph.added import ARRIVED, FETCH, copied
-from stagewright.graph.cutting import Cutting, Routes
+from stagewright.graph.added_nodes import FETCH, FETCHED, copied
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, made_by, makers_of
-from stagewright.graph.locate import Located
-from stagewright.graph.moving import Parcel, with_leaving, with_returning
+from stagewright.graph.messages import messages
+from stagewright.graph.offload import OffloadedStorage, with_fetches, with_offloads
+from stagewright.graph.partition import Partition, Routes
 from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.recompute import rerunning, woven
+from stagewright.graph.recompute import interleaved, rerunning
 from stagewright.graph.stage import Function, Stage, Transfer, part
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 
-def carve(graph: OperatorGraph, cuts: Sequence[int], policies: Sequence[Policy] = ()) -> list[Stage]:
-    """Cut the body at `cuts` (strictly increasing positions between 1 and ``len(body) - 1``).
+def split_graph(graph: OperatorGraph, cuts: Sequence[int], policies: Sequence[Policy] = ()) -> list[Stage]:
+    """Cut the forward operators at `cuts` (strictly increasing indices between 1 and their number - 1).
 
-    `policies` has one entry per stage; none means that every stage keeps what it saves.
+    `policies` has one entry per stage; empty means that every stage keeps what it saves.
 
     Raises:
         PlanError: a cut is out of range, repeated, or separates an operator from the buffer it updates.
     """
-    return Carving(graph, cuts).stages(policies)
+    return SplitGraph(graph, cuts).stages(policies)
 
 
-class Carving:
-    """A graph cut at `cuts`, whose stages can be carved under one policy after another; raises as `carve`."""
+class SplitGraph:
+    """A graph cut at `cuts`, whose stages can be built under one policy after another; raises as `split_graph`."""
 
     def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
-        self._cutting = Cutting(graph, cuts)
-        self._carvers: dict[tuple[int, bool], _StageCarver] = {}
-        self._located: list[Located] = []
-        """Where each stage holds its values. What it sends lies in the same places whatever its policy."""
+        self._partition = Partition(graph, cuts)
+        self._builders: dict[tuple[int, bool], _StageBuilder] = {}
+        self._located: list[_Storages] = []
+        """Storages of the values of each stage. They are the same for what it sends, whatever its policy."""
 
     def stages(self, policies: Sequence[Policy] = ()) -> list[Stage]:
-        """All stages; `policies` as for `carve`."""
-        num_stages = self._cutting.num_stages
+        """Return all stages; `policies` as for `split_graph`."""
+        num_stages = self._partition.num_stages
         if policies and len(policies) != num_stages:
             raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
         self._located, stages = [], []
         for index, policy in enumerate(policies or [KEEP] * num_stages):
-            stage, here = self._carve(index, policy)
+            stage, here = self._build(index, policy)
             self._located.append(here)
             stages.append(stage)
         return [self._at(stage, self._located[stage.index]) for stage in reversed(stages)][::-1]
 
     def stage(self, index: int, policy: Policy) -> Stage:
-        """One of `stages`, which have been carved before."""
-        return self._at(*self._carve(index, policy))
+        """Return one stage under `policy`; call `stages` first."""
+        return self._at(*self._build(index, policy))
 
-    def _carve(self, index: int, policy: Policy) -> tuple[Stage, Located]:
-        """Stages in front of it have been carved."""
+    def _build(self, index: int, policy: Policy) -> tuple[Stage, _Storages]:
+        """Stages before it have been built."""
         key = index, policy.recomputes
-        if key not in self._carvers:
-            self._carvers[key] = _StageCarver(self._cutting, *key)
-        carver = self._carvers[key].under(policy)
-        here = carver.located()
-        self._arrive(here, carver.receives)
-        here.follow(carver.nodes.forward)
-        return carver.carve(here), here
+        if key not in self._builders:
+            self._builders[key] = _StageBuilder(self._partition, *key)
+        builder = self._builders[key].under(policy)
+        here = builder.located()
+        self._arrive(here, builder.receives)
+        here.follow(builder.nodes.forward)
+        return builder.build(here), here
 
-    def _at(self, stage: Stage, here: Located) -> Stage:
-        """`stage` with the places of its values, once those behind it have theirs."""
+    def _at(self, stage: Stage, here: _Storages) -> Stage:
+        """Return `stage` with the storages of its values, once the later stages have theirs."""
         self._arrive(here, stage.grad_receives)
         here.follow(stage.backward.nodes)
         return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
 
-    def _arrive(self, here: Located, transfers: Iterable[Transfer]) -> None:
+    def _arrive(self, here: _Storages, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
 
 
+class _Storages:
+    """The values of one stage that are not in the graph, or in another storage than there, with their storages.
+
+    The graph has the storages of the undivided model. A stage that receives one of three pieces of a storage has only that
+    piece; a stage that receives all three has them in one storage (see `messages`). Views lie where their bases lie.
+
+    Args:
+        added: values added by splitting, by id.
+        instead: value of the graph -> the value this stage uses in its place.
+    """
+
+    def __init__(self, graph: OperatorGraph, added: dict[int, Value], instead: dict[int, int]) -> None:
+        self.graph = graph
+        self.values = dict(added)
+        self.storage_bytes = {value.id: value.meta.storage_bytes for value in added.values()}
+        self._stands_for: dict[int, list[int]] = defaultdict(list)
+        for original, substitute in instead.items():
+            self._stands_for[substitute].append(original)
+
+    def value(self, index: int) -> Value:
+        return self.values[index] if index in self.values else self.graph.values[index]
+
+    def add(self, value: Value) -> None:
+        """Add a value, in a new storage or in that of a value added before."""
+        self.values[value.id] = value
+        if value.storage == value.id:
+            self.storage_bytes[value.id] = value.meta.storage_bytes
+
+    def bytes_of(self, storage: int) -> int:
+        size = self.storage_bytes.get(storage)
+        return self.graph.storage_bytes[storage] if size is None else size
+
+    def arrive(self, sent: Iterable[Value]) -> None:
+        """Add received values, as their sender describes them, in the storages of their `messages`."""
+        for message in messages(sent):
+            together = len(message.values) > 1
+            first = message.values[0]
+            size = message.num_elements if together else first.meta.extent
+            self.storage_bytes[first.id] = size * first.meta.item_bytes
+            for value in message.values:
+                meta = value.meta if together else replace(value.meta, offset=0)
+                self.values[value.id] = replace(value, storage=first.id, meta=meta)
+
+    def follow(self, nodes: Iterable[Node]) -> None:
+        """Move views to the storages of their bases; `nodes` are in running order."""
+        for node in nodes:
+            if any(value in self.values or value in self._stands_for for value in node.inputs):
+                for output in node.outputs:
+                    if output is not None and output not in self.values:
+                        self._follow(self.graph.values[output], node)
+
+    def _follow(self, view: Value, node: Node) -> None:
+        if view.storage == view.id:
+            return
+        for argument in node.inputs:
+            names = [argument] if argument < len(self.graph.values) else []
+            for name in (*self._stands_for.get(argument, ()), *names):
+                base = self.graph.values[name]
+                if base.storage == view.storage:
+                    here = self.value(argument)
+                    meta = replace(view.meta, offset=view.meta.offset + here.meta.offset - base.meta.offset)
+                    self.values[view.id] = replace(view, storage=here.storage, meta=meta)
+                    return
+
+
 @dataclass(frozen=True)
 class _Nodes:
-    """The nodes of a stage by the time they run; all in running order."""
+    """The nodes of a stage, grouped by when they run; each group in running order."""
 
     static: tuple[Node, ...]
     derived: tuple[Node, ...]
@@ -99,8 +164,8 @@ class _Nodes:
 
 @dataclass(frozen=True)
 class _Again:
-    """What F leaves; the whole `backward` with `nodes` of the forward that run again in it; and what I and W, each for
-    itself, run again `once`."""
+    """Recomputation of a stage: what F saves, the whole `backward` with the `nodes` of the forward that it runs again, and
+    the part of the forward that I and W each run again `once`."""
 
     saved: tuple[int, ...]
     backward: list[Node]
@@ -108,23 +173,23 @@ class _Again:
     once: Function
 
 
-class _StageCarver:
-    """What a stage is made of, whatever its policy says but whether it `recomputes`; carves it `under` one."""
+class _StageBuilder:
+    """Builder of one stage under any policy; only whether the policy `recomputes` is fixed."""
 
     policy = KEEP
 
-    def __init__(self, cutting: Cutting, index: int, recomputes: bool) -> None:
-        self.cutting = cutting
-        self.graph = cutting.graph
+    def __init__(self, partition: Partition, index: int, recomputes: bool) -> None:
+        self.partition = partition
+        self.graph = partition.graph
         self.index = index
         self.added: dict[int, Value] = {}
-        self.weights = weight_grads(cutting, index, self._fresh)
-        self.sends = self._transfers(cutting.forward_routes, outgoing=True)
-        self.receives = self._transfers(cutting.forward_routes, outgoing=False)
-        self.grad_sends = self._transfers(cutting.grad_routes, outgoing=True)
-        self.grad_receives = self._transfers(cutting.grad_routes, outgoing=False)
-        self.mutations = tuple(pair for pair in self.graph.mutations if index in cutting.updaters[pair[0]])
-        self.computes_loss = cutting.stage.get(self.graph.values[self.graph.loss].node) == index
+        self.weights = weight_grads(partition, index, self._fresh)
+        self.sends = self._transfers(partition.forward_routes, outgoing=True)
+        self.receives = self._transfers(partition.forward_routes, outgoing=False)
+        self.grad_sends = self._transfers(partition.grad_routes, outgoing=True)
+        self.grad_receives = self._transfers(partition.grad_routes, outgoing=False)
+        self.mutations = tuple(pair for pair in self.graph.mutations if index in partition.updaters[pair[0]])
+        self.computes_loss = partition.stage.get(self.graph.values[self.graph.loss].node) == index
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
         self.nodes = self._with_copies(self._nodes(), recomputes)
         changed = [value for _, value in self.mutations]
@@ -135,19 +200,19 @@ class _StageCarver:
         self.inputs = self._sources(Origin.INPUT, changed)
         self.read_buffers, self.read_constants = self._sources(Origin.BUFFER), self._sources(Origin.CONSTANT)
 
-    def under(self, policy: Policy) -> _StageCarver:
-        found = copy.copy(self)
-        found.policy, found.added = policy, dict(self.added)
-        return found
+    def under(self, policy: Policy) -> _StageBuilder:
+        builder = copy.copy(self)
+        builder.policy, builder.added = policy, dict(self.added)
+        return builder
 
-    def located(self) -> Located:
-        return Located(self.graph, self.added, {**self.weights.instead, **self.copies})
+    def located(self) -> _Storages:
+        return _Storages(self.graph, self.added, {**self.weights.instead, **self.copies})
 
-    def carve(self, here: Located) -> Stage:
+    def build(self, here: _Storages) -> Stage:
         nodes, inputs = self.nodes, self.inputs
         changed = [value for _, value in self.mutations]
-        made = made_by((*nodes.static, *nodes.derived))
-        resident = {*self.parameters, *self.read_buffers, *self.read_constants, *made}
+        prepared = made_by((*nodes.static, *nodes.derived))
+        resident = {*self.parameters, *self.read_buffers, *self.read_constants, *prepared}
         arrived, cotangents = _values(self.receives), _values(self.grad_receives)
         at_hand = {*arrived, *inputs, *made_by(nodes.forward)} - resident
         weight_grad = with_finishing(nodes.weight_grad, nodes.finishing)
@@ -164,28 +229,30 @@ class _StageCarver:
         away = {value for parcel in parcels for value in parcel.values}
         kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
         ahead = self.policy.fetch_ahead
-        whole = with_returning(again.backward, parcels, ahead)
+        whole = with_fetches(again.backward, parcels, ahead)
         first = _first_run(whole, again.nodes, again.once.nodes) if self.grad_receives else []
         at_first, is_first = made_by(first), {id(node) for node in first}
         begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
         missing = [parcel for parcel in parcels if not at_first.intersection(parcel.values)]
         later = [node for node in again.once.nodes if id(node) not in is_first]
-        remade = [node for node in again.nodes if id(node) not in is_first]
+        recomputed = [node for node in again.nodes if id(node) not in is_first]
         backward = [node for node in whole if id(node) not in is_first]
-        weight_grad = with_returning(weight_grad, missing, ahead, begun)
-        relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
+        weight_grad = with_fetches(weight_grad, missing, ahead, begun)
+        for_weight_grad = _used(
+            weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad)
+        )
         extra = _in_order(later, nodes.late)
-        input_grad = woven(nodes.input_grad, extra, (*relayed, *late_loss))
-        input_grad = with_returning(input_grad, missing, ahead, begun)
+        input_grad = interleaved(nodes.input_grad, extra, (*for_weight_grad, *late_loss))
+        input_grad = with_fetches(input_grad, missing, ahead, begun)
         by_input_grad |= made_by(later)
         there = {*kept} | at_first
-        used = (*_used(backward, there), *_used(input_grad, there), *relayed)
-        leaving = with_leaving(nodes.forward, parcels, ahead, lambda value: here.value(value).storage)
+        used = (*_used(backward, there), *_used(input_grad, there), *for_weight_grad)
+        with_copies = with_offloads(nodes.forward, parcels, ahead, lambda value: here.value(value).storage)
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         return Stage(
             index=self.index,
-            start=self.cutting.bounds[self.index],
-            stop=self.cutting.bounds[self.index + 1],
+            start=self.partition.bounds[self.index],
+            stop=self.partition.bounds[self.index + 1],
             graph=self.graph,
             extra=self.added,
             parameters=self.parameters,
@@ -194,13 +261,15 @@ class _StageCarver:
             inputs=inputs,
             static=nodes.static,
             derived=nodes.derived,
-            forward=Function(tuple(leaving), (*arrived, *inputs), _distinct((*sent, *kept, *loss, *changed))),
+            forward=Function(
+                tuple(with_copies), (*arrived, *inputs), _distinct((*sent, *kept, *loss, *changed))
+            ),
             input_grad=Function(
                 tuple(input_grad),
                 _distinct((*_used(input_grad, there), *cotangents)),
-                _distinct((*grad_sent, *(v for v in relayed if v in by_input_grad), *late_loss)),
+                _distinct((*grad_sent, *(v for v in for_weight_grad if v in by_input_grad), *late_loss)),
             ),
-            weight_grad=Function(tuple(weight_grad), relayed, ()),
+            weight_grad=Function(tuple(weight_grad), for_weight_grad, ()),
             backward=Function(
                 tuple(backward), _distinct((*_used(backward, there), *cotangents)), (*grad_sent, *late_loss)
             ),
@@ -211,45 +280,45 @@ class _StageCarver:
             grad_sends=self.grad_sends,
             saved=kept,
             offloaded=tuple(value for value in saved if value in away),
-            relayed=relayed,
+            saved_for_weight_grad=for_weight_grad,
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
-            remade=part(remade, resident, again.once.outputs),
+            recomputed=part(recomputed, resident, again.once.outputs),
             late=nodes.late,
         )
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _nodes(self) -> _Nodes:
-        own = self.cutting.nodes_of[self.index]
+        nodes = self.partition.nodes_of[self.index]
         changed = [value for _, value in self.mutations]
-        body = [node for node in own if node.part is Part.FORWARD]
-        gradient_nodes = [node for node in own if node.part is Part.INPUT_GRAD]
-        after = (*self.weights.own, *self.weights.finishing)
+        forward_nodes = [node for node in nodes if node.part is Part.FORWARD]
+        gradient_nodes = [node for node in nodes if node.part is Part.INPUT_GRAD]
+        after = (*self.weights.nodes, *self.weights.finishing)
         gradient_nodes = _prune(gradient_nodes, after, _values(self.grad_sends))
-        prologue = self._closure((*body, *gradient_nodes, *after), Part.PROLOGUE, changed)
-        forward = tuple(sorted((*prologue, *body), key=lambda node: node.id))
+        prologue = self._closure((*forward_nodes, *gradient_nodes, *after), Part.PROLOGUE, changed)
+        forward = tuple(sorted((*prologue, *forward_nodes), key=lambda node: node.id))
         forward, late = self._divided(forward, changed)
-        every = (*forward, *late, *gradient_nodes, *after)
+        stage_nodes = (*forward, *late, *gradient_nodes, *after)
         return _Nodes(
-            static=self._closure(every, Part.STATIC, changed),
-            derived=self._closure(every, Part.DERIVED, changed),
+            static=self._closure(stage_nodes, Part.STATIC, changed),
+            derived=self._closure(stage_nodes, Part.DERIVED, changed),
             forward=forward,
             late=late,
             input_grad=tuple(gradient_nodes),
-            weight_grad=self.weights.own,
+            weight_grad=self.weights.nodes,
             finishing=self.weights.finishing,
         )
 
     def _divided(
         self, forward: tuple[Node, ...], changed: Sequence[int]
     ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """The nodes that F runs, and those that run with the backward, with what of the prologue these alone need."""
+        """Return the nodes that F runs, and those that run with the backward, with prologue nodes that only these need."""
         position, start = self.graph.position, self.graph.late
-        body = [node for node in forward if node.part is Part.FORWARD]
-        early = [node for node in body if position[node.id] < start]
-        if len(early) == len(body):
+        forward_nodes = [node for node in forward if node.part is Part.FORWARD]
+        early = [node for node in forward_nodes if position[node.id] < start]
+        if len(early) == len(forward_nodes):
             return forward, ()
         first = {node.id for node in (*early, *self._closure(early, Part.PROLOGUE, changed))}
         late = tuple(node for node in forward if node.id not in first)
@@ -262,39 +331,41 @@ class _StageCarver:
         late_loss: Sequence[int],
         at_hand: set[int],
         resident: set[int],
-        here: Located,
+        here: _Storages,
     ) -> _Again:
-        """What runs again for `backward`, whose values `needed` are `at_hand` if all are kept."""
+        """Return what runs again for `backward`, which needs the values `needed`; `at_hand` are those that F could keep."""
         forward, late = self.nodes.forward, self.nodes.late
         if not self.policy.reruns:
             wanted, kept = self._wanted(forward, needed)
             once = self._recomputed(forward, wanted, kept, resident)
             # Of what operators that run again make, some is kept where others of their results are not.
             kept &= made_by(once.nodes) & {*needed, *once.inputs}
-            once = replace(once, nodes=tuple(self._beside(node, kept, here) for node in once.nodes))
-            made = made_by(once.nodes)
-            saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in made)
-            return _Again(saved, woven(backward, _in_order(once.nodes, late), late_loss), once.nodes, once)
+            once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
+            recomputed = made_by(once.nodes)
+            saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in recomputed)
+            return _Again(
+                saved, interleaved(backward, _in_order(once.nodes, late), late_loss), once.nodes, once
+            )
         returned = _values(self.grad_sends), (value for _, value in self.weights.gradients), [self.graph.loss]
-        found = rerunning(
-            woven(backward, late, late_loss), forward, self.policy.reruns, self.graph.position,
+        rerun = rerunning(
+            interleaved(backward, late, late_loss), forward, self.policy.reruns, self.graph.position,
             storage=lambda value: here.value(value).storage,
             number=lambda value, root: self._another(value, root, here),
             returned=itertools.chain(*returned),
         )  # fmt: skip
-        kept = {*found.taken} & at_hand
+        kept = {*rerun.taken} & at_hand
         once = self._recomputed(forward, needed, kept, resident)
-        once = replace(once, nodes=tuple(self._beside(node, kept, here) for node in once.nodes))
-        return _Again(tuple(v for v in found.taken if v in kept), found.nodes, tuple(found.again), once)
+        once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
+        return _Again(tuple(v for v in rerun.taken if v in kept), rerun.nodes, tuple(rerun.again), once)
 
-    def _another(self, value: int, storage: int | None, here: Located) -> int:
-        """A value like one of the graph, in a storage of its own unless one is given."""
-        made = self._fresh(here.value(value), storage)
-        here.add(self.added[made])
-        return made
+    def _another(self, value: int, storage: int | None, here: _Storages) -> int:
+        """Add a copy of a value, in a new storage unless one is given."""
+        copy = self._fresh(here.value(value), storage)
+        here.add(self.added[copy])
+        return copy
 
-    def _beside(self, node: Node, kept: Collection[int], here: Located) -> Node:
-        """`node`, with other names for what it makes that is `kept` from elsewhere."""
+    def _with_new_ids(self, node: Node, kept: Collection[int], here: _Storages) -> Node:
+        """Return `node` with new ids for the outputs that are already `kept`."""
         outputs = tuple(
             self._another(value, None, here) if value is not None and value in kept else value
             for value in node.outputs
@@ -302,7 +373,7 @@ class _StageCarver:
         return node if outputs == node.outputs else replace(node, outputs=outputs)
 
     def _wanted(self, forward: Sequence[Node], needed: Sequence[int]) -> tuple[list[int], set[int]]:
-        """The values of `needed` that the policy does not keep, and those it keeps."""
+        """Divide `needed` into values that the policy does not keep and values that it keeps."""
         makers = made_by(forward)
         fixed = set(self.copies.values())  # of buffers that have changed since
         wanted = needed if self.policy.everything else self._of_storages(needed, self.policy.recompute)
@@ -314,7 +385,7 @@ class _StageCarver:
     def _recomputed(
         self, forward: Sequence[Node], wanted: Sequence[int], kept: set[int], resident: set[int]
     ) -> Function:
-        """The nodes of F that make the values `wanted` from those `kept`; its inputs must be saved."""
+        """Return the nodes of F that compute `wanted` from `kept`; its inputs must be saved."""
         makers = makers_of(forward)
         outputs = [value for value in wanted if value in makers and value not in kept]
         chosen: set[int] = set()
@@ -332,60 +403,66 @@ class _StageCarver:
                 stack.extend(node.inputs)
         return Function(tuple(n for n in forward if n.id in chosen), tuple(sorted(inputs)), tuple(outputs))
 
-    def _parcels(self, saved: Sequence[int], inputs: Sequence[int], here: Located) -> tuple[Parcel, ...]:
-        """The storages of `saved` that the policy offloads; those of user inputs stay, because they are there anyway."""
+    def _parcels(
+        self, saved: Sequence[int], inputs: Sequence[int], here: _Storages
+    ) -> tuple[OffloadedStorage, ...]:
+        """Return the storages of `saved` that the policy offloads, except those of user inputs, which stay alive anyway."""
         groups: dict[int, list[int]] = defaultdict(list)
         for value in self._of_storages(saved, self.policy.offload):
             groups[here.value(value).storage].append(value)
         moved = ((values, root) for root, values in groups.items() if root not in inputs)
         return tuple(self._parcel(values, root, here) for values, root in moved)
 
-    def _parcel(self, values: Sequence[int], root: int, here: Located) -> Parcel:
+    def _parcel(self, values: Sequence[int], root: int, here: _Storages) -> OffloadedStorage:
         first, num_bytes = here.value(values[0]), here.bytes_of(root)
         like = Value(-1, TensorMeta((0,), (1,), "uint8"), -1, Origin.NODE)
         handle = self._fresh(like)
         storage = self._fresh(replace(like, meta=TensorMeta((num_bytes,), (1,), "uint8")))
         here.add(self.added[handle])
         here.add(replace(self.added[storage], storage=root))
-        return Parcel(tuple(values), handle, storage, first.meta.offset * first.meta.item_bytes, num_bytes)
+        return OffloadedStorage(
+            tuple(values), handle, storage, first.meta.offset * first.meta.item_bytes, num_bytes
+        )
 
     def _storage(self, value: int) -> int:
         return (self.added[value] if value in self.added else self.graph.values[value]).storage
 
     def _of_storages(self, values: Iterable[int], chosen: Iterable[int]) -> tuple[int, ...]:
-        """Those of `values` that lie in a storage of one of `chosen`."""
+        """Return those of `values` that share a storage with one of `chosen`."""
         storages = {self._storage(value) for value in chosen if value < len(self.graph.values)}
         return tuple(value for value in values if self._storage(value) in storages)
 
     def _with_copies(self, nodes: _Nodes, recomputes: bool) -> _Nodes:
-        """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
+        """Let F first copy every changing buffer whose value, or a view of it, is used after F: the next F changes it."""
         after = (*nodes.late, *nodes.input_grad, *nodes.weight_grad)
         after += nodes.forward if recomputes else ()
         later = {value for node in after for value in node.inputs}
         lasting = (value for value in (*later, *_values(self.sends)) if value < len(self.graph.values))
-        for buffer in sorted({self.graph.values[value].storage for value in lasting} & self.cutting.changing):
+        for buffer in sorted(
+            {self.graph.values[value].storage for value in lasting} & self.partition.changing
+        ):
             self.copies[buffer] = self._fresh(replace(self.graph.values[buffer], origin=Origin.NODE))
         if not self.copies:
             return nodes
 
         names = "forward", "late", "input_grad", "weight_grad"
         renamed = {name: tuple(n.renamed(self.copies) for n in getattr(nodes, name)) for name in names}
-        copies = [copied(buffer, made) for buffer, made in self.copies.items()]
+        copies = [copied(buffer, copy) for buffer, copy in self.copies.items()]
         return replace(nodes, **renamed | {"forward": (*copies, *renamed["forward"])})
 
     def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
-        """Nodes of `part` that `nodes` need, directly or through each other."""
-        found: set[int] = set()
+        """Return the nodes of `part` that `nodes` need, directly or indirectly."""
+        needed: set[int] = set()
         stack = [value for node in nodes for value in node.inputs] + list(also)
         while stack:
             value = stack.pop()
             if value in self.added:
                 continue
             producer = self.graph.values[value].node
-            if producer >= 0 and producer not in found and self.graph.nodes[producer].part is part:
-                found.add(producer)
+            if producer >= 0 and producer not in needed and self.graph.nodes[producer].part is part:
+                needed.add(producer)
                 stack.extend(self.graph.nodes[producer].inputs)
-        return tuple(self.graph.nodes[node] for node in sorted(found))
+        return tuple(self.graph.nodes[node] for node in sorted(needed))
 
     def _sources(self, origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
         values = self.graph.values
@@ -397,16 +474,15 @@ class _StageCarver:
         return frozenset(value for node in self.nodes for value in node.inputs)
 
     def _fresh(self, like: Value, storage: int | None = None) -> int:
-        """A new value, numbered apart from the graph's, in a storage of its own or in `storage`; stages number theirs each
-        for themselves."""
+        """Add a value in a new storage or in `storage`. Its id follows those of the graph; every stage counts separately."""
         index = len(self.graph.values) + len(self.added)
         self.added[index] = replace(like, id=index, storage=index if storage is None else storage)
         return index
 
     def _transfers(self, routes: Routes, outgoing: bool) -> tuple[Transfer, ...]:
         mine, other = (0, 1) if outgoing else (1, 0)
-        own = ((hop, values) for hop, values in sorted(routes.items()) if hop[mine] == self.index)
-        return tuple(Transfer(hop[other], tuple(values)) for hop, values in own)
+        pairs = ((edge, values) for edge, values in sorted(routes.items()) if edge[mine] == self.index)
+        return tuple(Transfer(edge[other], tuple(values)) for edge, values in pairs)
 
 
 def _values(transfers: Iterable[Transfer]) -> list[int]:
@@ -426,17 +502,17 @@ def _in_order(*groups: Iterable[Node]) -> list[Node]:
 
 
 def _first_run(nodes: Sequence[Node], again: Sequence[Node], once: Sequence[Node]) -> list[Node]:
-    """What can run while the rank waits: those of `again` that come first in `nodes` with no others between them, up to one
-    that is not also among `once`, and what comes back up to there."""
-    of_all, own = {id(node) for node in again}, {id(node) for node in once}
-    comes = [id(node) in own or node.op in (FETCH, ARRIVED) for node in nodes]
-    start = next((index for index, node in enumerate(nodes) if id(node) in of_all), 0)
+    """Return what can run while the rank waits for a cotangent: the uninterrupted run of `again` at the beginning of
+    `nodes`, up to a node that is not among `once`, with the fetches before that."""
+    again_ids, once_ids = {id(node) for node in again}, {id(node) for node in once}
+    comes = [id(node) in once_ids or node.op in (FETCH, FETCHED) for node in nodes]
+    start = next((index for index, node in enumerate(nodes) if id(node) in again_ids), 0)
     stop = comes.index(False, start) if False in comes[start:] else len(nodes)
     return [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
 
 
 def _prune(gradient_nodes: list[Node], weight: Iterable[Node], sent: list[int]) -> list[Node]:
-    """Without the input-gradient nodes that neither a sent cotangent nor a weight gradient needs."""
+    """Drop input-gradient nodes that neither a sent cotangent nor a weight gradient needs."""
     needed = set(sent) | {value for node in weight for value in node.inputs}
     kept: list[Node] = []
     for node in reversed(gradient_nodes):

@@ -1,8 +1,8 @@
-"""What travels when values cross ranks: the fewest bytes from which the receiver rebuilds the same layouts.
+"""Messages between ranks: the fewest bytes from which the receiver rebuilds values with the same layouts.
 
-A receiver must see the strides the graph was traced with, or kernels and views would differ. So a dense value travels as
-the run of memory it covers, repeated elements (stride zero) travel once, gaps do not travel, and several views of one
-storage travel as that storage when this is less.
+A receiver must see the strides the graph was traced with, or kernels and views would differ. So a dense value is sent as the
+memory it covers, repeated elements (stride zero) are sent once, gaps are not sent, and several views of one storage are
+sent as that storage when that is less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stagewright.graph.tensor import TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One buffer on the wire.
+    """One buffer that is sent.
 
     `values` are rebuilt from it. With `whole` it is the memory from the start of the storage (or of the value, if there
     is only one), `num_elements` long; without, it is the value's distinct elements in row-major order.
@@ -31,24 +31,24 @@ class Message:
 
 
 def messages(values: Iterable[Value]) -> tuple[Message, ...]:
-    """The messages of one transfer, in the order of its values.
+    """Return the messages of one transfer, in the order of its values.
 
-    Ignores: values of one storage that overlap only in part; each of them travels on its own.
+    Ignores: values of one storage that overlap only in part; each of them is sent separately.
     """
     groups: dict[int, list[Value]] = defaultdict(list)
     for value in values:
         groups[value.storage].append(value)
-    found: list[Message] = []
+    grouped: list[Message] = []
     for group in groups.values():
         span = max(value.meta.offset + value.meta.extent for value in group)
         same_type = len({value.meta.dtype for value in group}) == 1
         alone = sum(value.meta.num_distinct for value in group)
         if len(group) > 1 and same_type and span <= alone:
             item = group[0].meta.item_bytes
-            found.append(Message(tuple(group), group[0].meta.dtype, span, span * item, True))
+            grouped.append(Message(tuple(group), group[0].meta.dtype, span, span * item, True))
         else:
-            found.extend(_single(value) for value in group)
-    return tuple(found)
+            grouped.extend(_single(value) for value in group)
+    return tuple(grouped)
 
 
 def _single(value: Value) -> Message:
@@ -58,7 +58,7 @@ def _single(value: Value) -> Message:
 
 
 def distinct(meta: TensorMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the elements that differ in address: repeated dimensions have size one.
+    """Return shape and strides of the elements that differ in address: repeated dimensions have size one.
 
     >>> distinct(TensorMeta((4, 3), (0, 1), "float32"))
     ((1, 3), (0, 1))
@@ -70,5 +70,5 @@ def distinct(meta: TensorMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def num_bytes(values: Sequence[Value]) -> int:
-    """Bytes one transfer of `values` moves."""
+    """Return the bytes that one transfer of `values` moves."""
     return sum(message.num_bytes for message in messages(values))

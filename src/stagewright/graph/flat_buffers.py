@@ -1,6 +1,6 @@
-"""Flat buffers: the parameters of a stage one after the other, so that one collective moves all of them.
+"""Flat buffers: the parameters of a stage one after the other, so that one collective moves them all.
 
-The layout is worked out here, once: the executor allocates it, the memory replay counts it.
+The layout is computed once, here: the executor allocates it, the memory replay counts it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES, TensorMeta, contiguous
-from stagewright.graph.tensor_parallel import tensor_width
+from stagewright.graph.tensor_parallel import tensor_parallel_size
 
 ALIGNMENT_BYTES = 128
 """Every parameter and every shard starts at a multiple of this: a cache line of a GPU."""
 
 LEVELS = (0, 1, 2, 3)
-"""What replicas share out among each other. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054)."""
+"""Levels of sharding over replicas. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054)."""
 OPTIMIZER, GRADIENTS, PARAMETERS = 1, 2, 3
-"""The level from which on each is sharded."""
+"""The lowest level at which each is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DecayGroup:
-    """Parameters of a flat buffer whose weights all decay, or none of them: the elements from `first` to `stop`."""
+    """Parameters of a flat buffer that all have weight decay, or none of them: the elements from `first` to `stop`."""
 
     is_decayed: bool
     entries: tuple[Entry, ...]
@@ -44,12 +44,13 @@ class DecayGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
-    """Parameters of one type that the same stages use, in one buffer of `num_elements` in `num_shards` equal parts.
+class FlatLayout:
+    """Parameters of one type that the same stages use, in one buffer of `num_elements` that is cut into `num_shards` equal
+    parts.
 
-    Parameters of several stages (tied ones) are sharded as the least sharded of these stages. There are `num_copies` of
-    every part, each in another group of `num_shards` replicas. Where experts are shared out, one in `every` replicas holds
-    these parameters. The first `num_decayed` entries are of weights that decay.
+    Parameters of several stages (tied ones) have the lowest sharding level of these stages. Every part has `num_copies`
+    copies, one in each group of `num_shards` replicas. With expert parallelism, one in `every` replicas holds these
+    parameters. The first `num_decayed` entries have weight decay.
     """
 
     stages: tuple[int, ...]
@@ -64,12 +65,12 @@ class Flat:
     num_decayed: int = 0
 
     def __hash__(self) -> int:
-        """Of what tells the buffers of a model apart: a batch asks by the million, and entries are long."""
+        """Hash only what distinguishes the buffers of a model: a batch needs millions of hashes, and entries are long."""
         return hash((self.stages, self.dtype, self.is_trained, self.num_elements))
 
     @property
     def summed_elements(self) -> int:
-        """What one replica has of the gradients, once those it shares them out with have summed them."""
+        """Elements of the reduced gradients that one replica holds."""
         return self.shard_elements if self.level >= OPTIMIZER else self.num_elements
 
     @property
@@ -77,7 +78,7 @@ class Flat:
         return self.num_elements // self.num_shards
 
     def shard(self, index: int) -> slice:
-        """Where part `index` lies."""
+        """Return the range of part `index`."""
         return slice(index * self.shard_elements, (index + 1) * self.shard_elements)
 
     @property
@@ -86,7 +87,7 @@ class Flat:
 
     @property
     def groups(self) -> tuple[DecayGroup, ...]:
-        """One or two, the same on all ranks; together they are the whole buffer."""
+        """One or two groups, the same on all ranks; together they cover the buffer."""
         decayed, others = self.entries[: self.num_decayed], self.entries[self.num_decayed :]
         if not (decayed and others):
             return (DecayGroup(bool(decayed), self.entries, 0, self.num_elements),)
@@ -94,7 +95,7 @@ class Flat:
         return DecayGroup(True, decayed, 0, middle), DecayGroup(False, others, middle, self.num_elements)
 
     def spans(self, index: int) -> tuple[slice, ...]:
-        """Where what part `index` has of each of the `groups` lies, of which one may be nothing."""
+        """Return the range of each of `groups` within part `index`; one of them may be empty."""
         part = self.shard(index)
         ends = [min(max(group.stop, part.start), part.stop) for group in self.groups]
         return tuple(slice(first, stop) for first, stop in zip([part.start, *ends], ends, strict=False))
@@ -106,11 +107,12 @@ def flats(
     num_shards: int,
     num_copies: int = 1,
     least_decayed_dims: int = 0,
-) -> tuple[Flat, ...]:
-    """The flat buffers of all `stages` of a pipeline, whose sharding is `levels`, in `num_shards` parts of so many copies.
+) -> tuple[FlatLayout, ...]:
+    """Lay out the flat buffers of all `stages` of a pipeline, in `num_shards` parts with `num_copies` copies each.
 
-    Parameters that are not trained are in one only where they are sharded. Parameters of fewer than `least_decayed_dims`
-    dimensions, which do not decay, come behind the others. The order is the same on every rank.
+    `levels` is the sharding of each stage. Parameters that are not trained are in a buffer only if they are sharded.
+    Parameters of fewer than `least_decayed_dims` dimensions, which have no weight decay, come last. The order is the same
+    on every rank.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, int], list[int]] = defaultdict(list)
     every = _sparse(stages[0]) if stages else {}
@@ -119,7 +121,7 @@ def flats(
         indices = tuple(stage.index for stage in users)
         training = tuple(index for index in indices if value in trains[index])
         groups[indices, training, users[0].value(value).meta.dtype, every.get(value, 1)].append(value)
-    found: list[Flat] = []
+    buffers: list[FlatLayout] = []
     for (users, training, dtype, step), values in sorted(groups.items()):
         level = min(levels[stage] for stage in users)
         shards = max(1, num_shards // step)
@@ -131,29 +133,31 @@ def flats(
             entries, end = _laid_out(stage, (*decayed, *others), dtype)
             unit = shards * _aligned(1, dtype)
             total = -(-end // unit) * unit
-            found.append(
-                Flat(users, dtype, bool(training), level, shards, entries, total, copies, step, len(decayed))
+            buffers.append(
+                FlatLayout(
+                    users, dtype, bool(training), level, shards, entries, total, copies, step, len(decayed)
+                )
             )
-    return tuple(found)
+    return tuple(buffers)
 
 
 def _sparse(stage: Stage) -> dict[int, int]:
-    """By parameter that not every replica holds, one in how many does."""
+    """Map each parameter that only one in several replicas holds to that number of replicas."""
     shared = expert_parallelism(stage.graph)
     if shared is None:
         return {}
-    every = shared.spacing // tensor_width(stage.graph)
+    every = shared.spacing // tensor_parallel_size(stage.graph)
     return dict.fromkeys((stage.graph.parameters[name] for name in shared.parameters), every)
 
 
-def of_stages(found: Iterable[Flat], stages: Iterable[int]) -> tuple[Flat, ...]:
-    """Those flat buffers that one of `stages` uses."""
+def of_stages(buffers: Iterable[FlatLayout], stages: Iterable[int]) -> tuple[FlatLayout, ...]:
+    """Return the flat buffers that one of `stages` uses."""
     wanted = set(stages)
-    return tuple(flat for flat in found if wanted.intersection(flat.stages))
+    return tuple(flat for flat in buffers if wanted.intersection(flat.stages))
 
 
 def _users(stages: Sequence[Stage]) -> dict[int, list[Stage]]:
-    """The stages that use each parameter."""
+    """Return the stages that use each parameter."""
     users: dict[int, list[Stage]] = defaultdict(list)
     for stage in stages:
         for value in stage.parameters:
@@ -162,7 +166,7 @@ def _users(stages: Sequence[Stage]) -> dict[int, list[Stage]]:
 
 
 def _laid_out(stage: Stage, values: Sequence[int], dtype: str) -> tuple[tuple[Entry, ...], int]:
-    """The entries of `values` in order, and where the last ends."""
+    """Return the entries of `values` in order, and the end of the last."""
     entries: list[Entry] = []
     end = 0
     for value in values:
@@ -175,7 +179,7 @@ def _laid_out(stage: Stage, values: Sequence[int], dtype: str) -> tuple[tuple[En
 
 
 def _aligned(num_elements: int, dtype: str) -> int:
-    """The next multiple of the alignment.
+    """Round up to a multiple of the alignment.
 
     >>> _aligned(0, "float32"), _aligned(1, "float32"), _aligned(33, "bfloat16")
     (0, 32, 64)
@@ -185,7 +189,7 @@ def _aligned(num_elements: int, dtype: str) -> int:
 
 
 def _dense(meta: TensorMeta) -> TensorMeta:
-    """The layout of `meta` from offset 0, row-major where it has gaps or repeats elements."""
+    """Return the layout of `meta` at offset 0, row-major where it has gaps or repeats elements."""
     if meta.extent == meta.num_elements and 0 not in meta.stride:
         return TensorMeta(meta.shape, meta.stride, meta.dtype)
     return contiguous(meta.shape, meta.dtype)
