@@ -30,7 +30,7 @@ from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule import build
 from stagewright.schedule.list_scheduler.kernels import list_schedule
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import linear, loop
 
@@ -175,14 +175,14 @@ def optimum_part(seconds: float, seed: int, wanted: int = 60) -> list[Row]:
 
 
 def kernel_part(seconds: float, seed: int) -> list[Row]:
-    """Nanoseconds per action of the list schedule by due dates, a layer per stage, in the fastest of `seconds` rounds."""
+    """Nanoseconds per action of the list schedule by deadlines, a layer per stage, in the fastest of `seconds` rounds."""
     rows = []
     for family in FAMILIES:
         problem = cell(family, 4096, 1)
         layout = even(problem, loop(problem.num_ranks, (problem.layers.num_layers - 1) // problem.num_ranks))
-        rule = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, 3.0)
+        rule = Rule(1, False, False, np.inf, 0.0, UNLIMITED, False, 3.0)
         stages, policy = stages_of(problem, layout), Policy.of(rule, problem.layers.num_layers)
-        given = rule, window_of(stages, rule.depth), due_dates(stages, rule, policy.shifts), np.inf
+        given = rule, window_of(stages, rule.depth), deadlines_of(stages, rule, policy.shifts), np.inf
         num_actions, best = 3 * layout.num_stages * problem.num_microbatches, np.inf
         for _ in range(1 + round(seconds)):
             began = time.perf_counter()

@@ -29,7 +29,7 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.planning.predictions import Predictions
 from stagewright.schedule.action import COMPUTE, Action, Kind
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import ModelReference
 

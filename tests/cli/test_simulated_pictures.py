@@ -18,7 +18,7 @@ from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.report.pictures.plan_memory import plan_curves
 from stagewright.schedule import Kind
 from stagewright.schedule.action import COMPUTE
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 
 WORDS = (
     "plan", "tiny-llama", "--set", "num_hidden_layers=2", "--global-batch", "8", "--sequence-length", "32",

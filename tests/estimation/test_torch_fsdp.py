@@ -20,7 +20,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import action_costs
 from stagewright.planning.prediction.regions import layers_policy, selective_policy
-from stagewright.schedule import Kind, build, insert_held
+from stagewright.schedule import Kind, build, insert_microbatch_gathers
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -205,7 +205,7 @@ def test_gradients_stay_whole_in_the_type_of_their_sums_until_the_last_microbatc
 
 
 def test_reductions_of_what_is_held_are_behind_the_last_microbatch() -> None:
-    program = insert_held(build("1f1b", 1, 3), [0], reduces_once=True)
+    program = insert_microbatch_gathers(build("1f1b", 1, 3), [0], reduces_once=True)
     (actions,) = program.ranks
     assert [str(action) for action in actions][-3:] == ["0B2", "0RELEASE", "0REDUCE"]
     assert sum(action.kind is Kind.REDUCE for action in actions) == 1

@@ -34,8 +34,7 @@ def place(
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
     from stagewright.graph.split import split_graph
     from stagewright.schedule.families import build as build_schedule
-    from stagewright.schedule.lower import insert_communication
-    from stagewright.schedule.saving import insert_recomputation
+    from stagewright.schedule.lower import insert_communication, insert_recomputation
 
     family, _, policy = schedule.partition("+")
     program = build_schedule(family, num_ranks, num_microbatches, num_chunks)

@@ -12,7 +12,7 @@ from stagewright.execution.launch import run
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.plan import StagePolicy, load_plan
 from stagewright.planning.prediction.predict import rank_memories
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 
 
 @pytest.mark.multiprocess

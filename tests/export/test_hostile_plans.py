@@ -223,10 +223,12 @@ def test_a_run_leaves_its_files_in_runs_whatever_the_model_is_called() -> None:
 def test_schedules_have_names_in_one_line(tmp_path: Path) -> None:
     document = json.loads(plan().model_dump_json()) | {"schedule": "x\ntouch PWNED\n#"}
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"'x\\ntouch PWNED\\n#' is no name of a schedule: give it one line"):
+    with pytest.raises(
+        InputError, match=r"'x\\ntouch PWNED\\n#' is not a valid name of a schedule: use one line"
+    ):
         load_plan(tmp_path / "plan.json")
     program = {"name": "x\x1b[2J", "rank_of_stage": [0], "num_microbatches": 1, "ranks": [["0F0", "0B0"]]}
-    with pytest.raises(ScheduleError, match="is no name of a schedule"):
+    with pytest.raises(ScheduleError, match="is not a valid name of a schedule"):
         Program.from_document(program)
-    with pytest.raises(ScheduleError, match="is no name of a schedule"):
+    with pytest.raises(ScheduleError, match="is not a valid name of a schedule"):
         read_torch_csv("0F0,0B0\n", "a\nb")

@@ -14,7 +14,7 @@ from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import build, verify
 from stagewright.schedule.automatic import StageTimes
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.simulation import simulate
 
@@ -34,7 +34,7 @@ STAGES_OF_RANK = (
     (2, 6, 10, 14, 18, 22),
     (3, 7, 11, 15, 23),
 )
-GREEDY = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, 0.0)
+GREEDY = Rule(1, False, False, np.inf, 0.0, UNLIMITED, False, 0.0)
 
 
 def nemotron(num_microbatches=8, **options):

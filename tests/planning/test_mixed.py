@@ -25,7 +25,7 @@ from stagewright.planning.partition.refine import best_partition
 from stagewright.planning.partition.solver import partition
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.prediction.pipeline import bodies_of, costing
-from stagewright.schedule.held import in_flight
+from stagewright.schedule.in_flight import in_flight
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

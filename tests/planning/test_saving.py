@@ -19,7 +19,7 @@ from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import insert_communication
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("2x-h100")

@@ -28,7 +28,7 @@ from stagewright.planning.prediction.step_times import simulated
 from stagewright.planning.prediction.transfers import flight_seconds, lane_seconds, transfers_slow
 from stagewright.planning.predictions import StepCosts, TransferCosts
 from stagewright.schedule import build, chain, insert_communication
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.cache import trace
@@ -194,10 +194,10 @@ def test_the_joint_search_sees_what_receivers_wait_for() -> None:
     """Its own times of a layout are those of the simulator, with transfers in the ranks' time and with none on the way."""
     table = LayerTable.of([1.0, 2, 3, 1], [1.0, 2, 3, 1], [1.0, 1, 1, 1], boundary_bytes=4.0)
     layout = Layout((1, 2, 3, 4), (0, 1, 1, 0))
-    policy = Policy.of(Rule(1, False, False, float("inf"), 0.0, NO_BACKLOG, False, 0.0), 4)
+    policy = Policy.of(Rule(1, False, False, float("inf"), 0.0, UNLIMITED, False, 0.0), 4)
     problem = Problem.of(table, 2, 3, bytes_per_s=8.0, receivers_wait=True)
     stages, costs = stages_of(problem, layout), stage_costs(problem, layout)
-    assert stages.hop.tolist() == [0] * 4 and set(hops(problem, layout).values()) == {0}
+    assert stages.transfer.tolist() == [0] * 4 and set(hops(problem, layout).values()) == {0}
     assert stages.forward.tolist() == costs.forward_s.tolist() == [1, 2.5, 3, 1.5]
     assert stages.input_grad.tolist() == costs.input_grad_s.tolist() == [1.5, 2, 3.5, 1]
     waiting, hidden = (

@@ -11,7 +11,7 @@ from stagewright.schedule import Placement, build, insert_communication, verify
 from stagewright.schedule.automatic import StageTimes, automatic
 from stagewright.schedule.automatic.search import stages_of
 from stagewright.schedule.list_scheduler.kernels import list_schedule
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import linear, loop, wave
 from stagewright.simulation import Contention, StageCosts, simulate
@@ -54,10 +54,10 @@ def test_schedules_are_valid_and_keep_within_the_memory(seed):
 def test_the_compiled_times_are_those_of_the_event_engine(seed):
     placement, num_microbatches, times, limit = random_problem(seed)
     stages = stages_of(placement, times, limit)
-    rule = Rule(1, False, False, 1.0, 0.5, NO_BACKLOG, False, 0.0)
-    due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))
+    rule = Rule(1, False, False, 1.0, 0.5, UNLIMITED, False, 0.0)
+    deadlines = deadlines_of(stages, rule, np.zeros((4, placement.num_stages)))
     window = window_of(stages, np.inf)
-    listed_s, listed = list_schedule(stages, num_microbatches, rule, window, due, np.inf)
+    listed_s, listed = list_schedule(stages, num_microbatches, rule, window, deadlines, np.inf)
     improved_s, improved = improve_order(stages, num_microbatches, listed, 200, 0.001, 0.0, seed)
     layout = Layout(tuple(range(1, placement.num_stages + 1)), placement.rank_of_stage)
     for seconds, order in ((listed_s, listed), (improved_s, improved)):

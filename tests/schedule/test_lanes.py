@@ -24,7 +24,7 @@ from stagewright.schedule import (
     insert_reductions,
 )
 from stagewright.schedule.lanes import Lane, check_lanes, lanes_of
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.lower import receives_ahead
 
@@ -80,7 +80,7 @@ def joint_program(seed):
     layers = [*rng.permutation(num_ranks), *rng.integers(0, num_ranks, num_layers - num_ranks)]
     rule = Rule(
         int(rng.integers(0, 2)), bool(rng.integers(0, 2)), bool(rng.integers(0, 2)),
-        float(rng.choice([1.0, 2.0, np.inf])), float(rng.uniform(0, 1)), NO_BACKLOG, bool(rng.integers(0, 2)), 0.0,
+        float(rng.choice([1.0, 2.0, np.inf])), float(rng.uniform(0, 1)), UNLIMITED, bool(rng.integers(0, 2)), 0.0,
     )  # fmt: skip
     shifts = rng.normal(0, 1, (4, num_layers)) * rng.integers(0, 2)
     plan = scheduled("joint", problem, Layout.of_layers(layers), Policy(rule, shifts))

@@ -57,7 +57,7 @@ def test_reductions_once_per_stage_or_whenever_the_buffer_is_needed():
 
 
 def test_a_gradient_after_the_last_reduction_is_refused():
-    with pytest.raises(ScheduleError, match="move 0REDUCE behind it"):
+    with pytest.raises(ScheduleError, match="move 0REDUCE after it"):
         verify(one_rank("0F0 0F1 0B0 0REDUCE 0B1", 2, "0"))
 
 

@@ -50,7 +50,7 @@ def test_divided_programs_run(name: str, num_chunks: int | None) -> None:
     saved = insert_recomputation(found, range(0, found.num_stages, 2))
     sharded = insert_reductions(insert_gathers(saved, weight_grads=range(found.num_stages)), 2)
     verify(insert_communication(sharded))
-    if not any(action.beside for action in program):
+    if not any(action.overlapped for action in program):
         assert undivided(found, parts) == undivided(program, [1] * program.num_stages)
 
 

@@ -19,7 +19,7 @@ def program(*lines: str, placement: str = "0 1", microbatches: int = 1) -> Progr
         (("0F0 0B0 0W0", "1F0 1B0"), "1 B, 0 I and 1 W"),
         (("0F0 0F0 0B0", "1F0 1B0"), "occurs 2 times"),
         (("0B0 0F0", "1F0 1B0"), "needs the saved values of stage 0"),
-        (("0F0 0W0 0I0", "1F0 1B0"), "values held for the weight gradient"),
+        (("0F0 0W0 0I0", "1F0 1B0"), "values saved for the weight gradient"),
         (("0F0 0SEND_F0 0B0 0RECV_B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "posted receive of the gradient"),
         (("0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"), "0RECV_B0 is missing"),
         (("0F0 0SEND_F0 0RECV_B0 0B0 0SEND_B0>1", "1RECV_F0 1F0 1B0 1SEND_B0"), "too often"),

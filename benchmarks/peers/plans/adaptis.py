@@ -24,11 +24,11 @@ from stagewright.planning.joint.plan import JointPlan, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import balanced, even
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.terms import Floats, Rule
 from stagewright.schedule.placement import Placement, linear, loop
 
-ADAPTIS = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
+ADAPTIS = Rule(1, False, False, np.inf, 0.0, UNLIMITED, True, 0.0)
 """AdaPtis' list scheduler. Source: github.com/guojihu-hana/SimPipe."""
 
 PARTITION, PLACEMENT, SCHEDULE = "partition", "placement", "schedule"
@@ -228,7 +228,7 @@ def other_orders(rule: Rule) -> Iterator[Rule]:
     """Weight gradients later or earlier, transfers given time to hide or not, fewer forwards at first."""
     yield rule._replace(share=1.0)
     yield rule._replace(share=0.5)
-    yield rule._replace(backlog=2)
+    yield rule._replace(max_deferred=2)
     yield rule._replace(holds_back=not rule.holds_back)
     yield rule._replace(forward_next=1 - rule.forward_next)
     for depth in (2.0, 1.5, 1.0):

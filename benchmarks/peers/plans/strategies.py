@@ -26,8 +26,8 @@ from stagewright.planning.partition.line import corrected, known_ranges, terms_o
 from stagewright.planning.prediction.pipeline import pipeline
 from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.saving.fit import fit
-from stagewright.schedule.held import in_flight
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.in_flight import in_flight
+from stagewright.schedule.lower import insert_recomputation
 
 Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]
 

@@ -22,7 +22,7 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.saving.problem import Choice, Unit, stage_units, with_choice
-from stagewright.schedule.held import in_flight
+from stagewright.schedule.in_flight import in_flight
 
 
 def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.errors import PlanError
 from stagewright.schedule import build
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 
 

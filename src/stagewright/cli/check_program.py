@@ -187,7 +187,7 @@ def _hang(program: Program) -> Finding:
 
 
 def _activations(program: Program, limit: int | None) -> Finding:
-    from stagewright.schedule.held import peak_activations
+    from stagewright.schedule.in_flight import peak_activations
 
     peaks = peak_activations(program)
     most = f"at most {max(peaks)} live activations (rank {peaks.index(max(peaks))})"

@@ -158,7 +158,7 @@ def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
 
 def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:
     """Raises `ScheduleError` where a rank holds more; names the schedules that do not."""
-    from stagewright.schedule.held import peak_activations
+    from stagewright.schedule.in_flight import peak_activations
 
     activations = peak_activations(program)
     rank = max(range(len(activations)), key=activations.__getitem__)
@@ -179,7 +179,7 @@ def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) ->
     """The synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
     from stagewright.schedule import FAMILIES, Kind
     from stagewright.schedule.families import options_of
-    from stagewright.schedule.held import peak_activations
+    from stagewright.schedule.in_flight import peak_activations
 
     for name in FAMILIES:
         accepted = options_of(name)

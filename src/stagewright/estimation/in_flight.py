@@ -17,7 +17,7 @@ from stagewright.schedule.action import RECEIVED_BY, RECEIVES, SEND_OF, SENDS, S
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change of state of one microbatch; bytes beside those of all other microbatches."""
+    """One change of state of one microbatch; bytes besides those of all other microbatches."""
 
     after: int
     live: int
@@ -53,7 +53,7 @@ class MemoryEvents:
 
     def of(self, action: Action) -> Iterator[tuple[int, Event]]:
         """Microbatches and events; a channel with enough on its way is done with the oldest before it sends anew."""
-        for part in (action,) if action.beside is None else action.parts:
+        for part in (action,) if action.overlapped is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
             if kind not in MOVES or microbatch is None:
                 continue

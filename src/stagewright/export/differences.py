@@ -18,7 +18,7 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, recomputing_stages, stage_cuts, stage_program
 from stagewright.planning.prediction.sharding import SHARDING_KINDS, sharded_program
 from stagewright.schedule import Kind, Program, build
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.units import format_seconds
 
 Report = Callable[[str], None]

@@ -44,8 +44,8 @@ from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Kind, Program, subdivided
-from stagewright.schedule.held import in_flight
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.in_flight import in_flight
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__

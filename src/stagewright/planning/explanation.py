@@ -19,9 +19,9 @@ from stagewright.planning.prediction.step_times import simulated, whole_step_sec
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
 from stagewright.schedule.families import FAMILIES, build, options_of
-from stagewright.schedule.held import in_flight, peak_activations
+from stagewright.schedule.in_flight import in_flight, peak_activations
+from stagewright.schedule.lower import insert_recomputation
 from stagewright.schedule.program import Program
-from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation.critical import critical_path
 from stagewright.simulation.timeline import Timeline
 from stagewright.units import format_bytes, format_seconds

@@ -26,7 +26,7 @@ from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
 from stagewright.planning.prediction.step_times import with_receiving
 from stagewright.schedule.automatic import StageTimes, automatic
-from stagewright.schedule.held import in_flight
+from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 

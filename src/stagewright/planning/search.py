@@ -62,7 +62,7 @@ from stagewright.planning.space import (
     schedules,
     widths,
 )
-from stagewright.schedule.held import in_flight
+from stagewright.schedule.in_flight import in_flight
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace

@@ -48,7 +48,7 @@ def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for rank in range(timeline.num_ranks):
         for event in timeline.events(rank):
-            if event.action.kind in COMPUTE and not event.action.beside:
+            if event.action.kind in COMPUTE and not event.action.overlapped:
                 found[event.action.stage, str(event.action.kind)].append(event.end_s - event.start_s)
     return {key: (statistics.median(times), len(times)) for key, times in sorted(found.items())}
 

@@ -10,7 +10,7 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table
-from stagewright.schedule.held import in_flight
+from stagewright.schedule.in_flight import in_flight
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3

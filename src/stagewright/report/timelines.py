@@ -14,7 +14,7 @@ from rich.text import Text
 from stagewright.report.tables import Table, table
 from stagewright.schedule import Program
 from stagewright.schedule.action import COMPUTE, Action
-from stagewright.schedule.held import peak_activations
+from stagewright.schedule.in_flight import peak_activations
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
 

@@ -1,12 +1,11 @@
-"""Actions, programs and placements, and one pure function per schedule family."""
+"""Schedules: actions, programs and placements, and one pure function per schedule."""
 
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.families import FAMILIES, build
-from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.lower import insert_communication, insert_recomputation
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
-from stagewright.schedule.saving import insert_recomputation
-from stagewright.schedule.sharding import insert_gathers, insert_held, insert_reductions
+from stagewright.schedule.sharding import insert_gathers, insert_microbatch_gathers, insert_reductions
 from stagewright.schedule.subdivide import subdivided
 from stagewright.schedule.tokens import Rules, chain
 from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
@@ -23,7 +22,7 @@ __all__ = [
     "chain",
     "insert_communication",
     "insert_gathers",
-    "insert_held",
+    "insert_microbatch_gathers",
     "insert_recomputation",
     "insert_reductions",
     "read_torch_csv",

@@ -1,4 +1,4 @@
-"""Actions: the smallest pieces of work a schedule orders, with a one-line text form that round-trips."""
+"""Actions: the smallest pieces of work in a schedule, with a one-line text form that round-trips."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from stagewright.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is how it is written."""
+    """The kind of an action; the value is its text form."""
 
     F = "F"  # forward
     B = "B"  # full backward: input gradient and weight gradient in one piece
     I = "I"  # input gradient  # noqa: E741
     W = "W"  # weight gradient
-    R = "R"  # recompute, and fetch from the host, what the backward needs first
+    R = "R"  # recomputation, and fetches from the host, at the beginning of a backward
     SEND_F = "SEND_F"  # forward value to a consumer stage on another rank
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"  # gradient back to a producer stage on another rank
     RECV_B = "RECV_B"
-    GATHER = "GATHER"  # sharded weights of a stage made whole
-    RELEASE = "RELEASE"  # whole weights of a stage dropped
-    REDUCE = "REDUCE"  # gradients of a stage summed over data-parallel replicas
+    GATHER = "GATHER"  # all-gather of the sharded weights of a stage
+    RELEASE = "RELEASE"  # gathered weights of a stage freed
+    REDUCE = "REDUCE"  # gradients of a stage reduced over data-parallel replicas
     STEP = "STEP"  # optimizer step of a stage
 
-    __hash__ = str.__hash__  # that of enumerations runs Python code; actions are hashed by the million
+    __hash__ = str.__hash__  # the enum's own runs Python code, and actions are hashed by the million
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
@@ -37,12 +37,12 @@ SEND_OF = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 """The other end of a receive."""
 RECEIVE_OF = {send: receive for receive, send in SEND_OF.items()}
 RECEIVED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-"""How what an action takes from other ranks is received."""
+"""Receive of the input that an action takes from another rank."""
 SENDS_IN_FLIGHT = 2
-"""Transfers from one stage to another that may be on their way when the sender goes on; it waits to send more. With one, a
-sender waits for a receiver that is a microbatch behind; each more keeps another boundary alive."""
+"""Transfers from one stage to another that may be pending while the sender continues; it waits before it sends more. With
+1, a sender waits for a receiver that is a microbatch late; each further one keeps another boundary alive."""
 PER_STAGE = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.STEP})
-"""Kinds that concern a stage as a whole and carry no microbatch."""
+"""Kinds that concern a whole stage and have no microbatch."""
 
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))
@@ -55,15 +55,14 @@ _MOVED = re.compile(r"[0-9]+(OFFLOAD|FETCH)[0-9]+")
 class Action:
     """One action of one rank.
 
-    `microbatch` is ``None`` for kinds that concern a whole stage (`PER_STAGE`). `peer` is the stage at the
-    other end of a transfer and ``None`` for every other kind. A transfer's text leaves the peer out when it
-    is the neighbour stage.
+    `microbatch` is None for kinds that concern a whole stage (`PER_STAGE`). `peer` is the stage at the other end of a
+    transfer and None for every other kind; a transfer's text omits it if it is the neighbour stage.
 
-    `beside` is a full backward of another stage that runs overlapped with this forward: both start when
-    both can and both are done when the pair is.
+    `overlapped` is a full backward of another stage that runs overlapped with this forward: both start when both can, and
+    both are done when the pair is.
 
     >>> Action.parse("2F0")
-    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, peer=None, beside=None)
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, peer=None, overlapped=None)
     >>> [str(part) for part in Action.parse("2F5&5B1").parts]
     ['2F5', '5B1']
     >>> [str(Action.parse(text)) for text in ("0SEND_F3>1", "0SEND_F3>2", "2RECV_F3<0", "1GATHER")]
@@ -74,19 +73,19 @@ class Action:
     stage: int
     microbatch: int | None = None
     peer: int | None = None
-    beside: Action | None = None
+    overlapped: Action | None = None
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
-        beside = "" if self.beside is None else f"&{self.beside}"
-        return f"{self.stage}{self.kind}{microbatch}{self._peer_text()}{beside}"
+        overlapped = "" if self.overlapped is None else f"&{self.overlapped}"
+        return f"{self.stage}{self.kind}{microbatch}{self._peer_text()}{overlapped}"
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The action itself, or the forward and the backward of an overlapped pair."""
-        if self.beside is None:
+        """Return the action itself, or the forward and the backward of an overlapped pair."""
+        if self.overlapped is None:
             return (self,)
-        return (replace(self, beside=None), self.beside)
+        return (replace(self, overlapped=None), self.overlapped)
 
     def _peer_text(self) -> str:
         if self.peer is None or self.peer == self.stage + _NEIGHBOUR[self.kind]:
@@ -95,7 +94,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action written as `text`; raises `ScheduleError` when it is not one."""
+        """Return the action written as `text`; raise `ScheduleError` if it is not one."""
         first, ampersand, second = text.partition("&")
         if ampersand:
             return pair(cls.parse(first), cls.parse(second))
@@ -114,16 +113,16 @@ class Action:
 
 
 def pair(forward: Action, backward: Action) -> Action:
-    """`forward` overlapped with the full backward `backward` of another stage."""
+    """Return `forward` overlapped with the full backward `backward` of another stage."""
     if forward.kind is not Kind.F or backward.kind is not Kind.B or forward.stage == backward.stage:
         raise ScheduleError(
             f"'{forward}&{backward}': a pair is a forward and a full backward of another stage, e.g. 2F5&5B1"
         )
-    return replace(forward, beside=backward)
+    return replace(forward, overlapped=backward)
 
 
 def transfer(kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> Action:
-    """A send or receive of `stage`; `peer` defaults to the neighbour stage.
+    """Return a send or receive of `stage`; `peer` defaults to the neighbour stage.
 
     >>> str(transfer(Kind.SEND_B, 3, 1)), transfer(Kind.SEND_B, 3, 1).peer
     ('3SEND_B1', 2)

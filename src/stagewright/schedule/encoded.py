@@ -1,7 +1,6 @@
-"""The rules of a program as integers: needs, makes and drops without a token object per microbatch.
+"""Encoding of the rules of a program as integers, without a token object per microbatch.
 
-A token of a microbatch differs from that of another in nothing but the microbatch, so `Rules` is asked once for
-each kind, stage and peer.
+Tokens of different microbatches differ only in the microbatch, so `Rules` is evaluated once for each kind, stage and peer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from stagewright.schedule.tokens import Rules, Token, What
 
 Codes = tuple[int, ...]
 _Template = tuple[tuple[int, int], ...]
-"""(Code for microbatch 0, what each further microbatch adds) of each token."""
+"""(Code for microbatch 0, increment per microbatch) of each token."""
 
 
 class Effects(NamedTuple):
@@ -26,7 +25,7 @@ class Effects(NamedTuple):
 
 
 class EncodedRules:
-    """`rules` with every token as a number; actions name microbatches below `num_microbatches`.
+    """`rules` with tokens as numbers; actions have microbatches below `num_microbatches`.
 
     >>> from stagewright.schedule.families import build
     >>> program = build("1f1b", 2, 4)
@@ -43,8 +42,8 @@ class EncodedRules:
         self._templates: dict[tuple[Kind, int, int | None], tuple[_Template, _Template, _Template]] = {}
 
     def effects(self, action: Action) -> Effects:
-        """What `Rules` says of `action`."""
-        if action.beside is not None:
+        """Return the effects of `action` by `Rules`."""
+        if action.overlapped is not None:
             parts = [self.effects(part) for part in action.parts]
             return Effects(*(tuple(chain.from_iterable(codes)) for codes in zip(*parts, strict=True)))
         key = (action.kind, action.stage, action.peer)
@@ -61,15 +60,15 @@ class EncodedRules:
         )
 
     def token(self, code: int) -> Token:
-        """The token with this number."""
+        """Return the token with this number."""
         base, microbatch = divmod(code, self.stride)
         what, stage, peer = next(key for key, number in self._bases.items() if number == base)
         return Token(what, stage, microbatch - 1 if microbatch else None, peer)
 
     def _template(self, tokens: tuple[Token, ...]) -> _Template:
-        found: list[tuple[int, int]] = []
+        template: list[tuple[int, int]] = []
         for what, stage, microbatch, peer in tokens:
             base = self._bases.setdefault((what, stage, peer), len(self._bases))
             step = 0 if microbatch is None else 1
-            found.append((base * self.stride + step, step))
-        return tuple(found)
+            template.append((base * self.stride + step, step))
+        return tuple(template)

@@ -1,13 +1,13 @@
-"""Lanes of transfers, and whether a lowered program can hang on devices that run transfers in the order issued.
+"""Lanes of transfers, and a check that a lowered program cannot hang on devices that run transfers in issue order.
 
-On NCCL a transfer is a kernel on the stream of its communicator. It starts after the computations issued before it and
-after the transfer issued before it on the same stream, and ends when its other end has run too; messages have no names, so
-both ends must issue them in the same order. A lane is a communicator of two ranks with its stream.
+With NCCL a transfer is a kernel on the stream of its communicator. It starts after the computations issued before it and
+after the previous transfer on the same stream, and ends when its other end has run too; messages have no names, so both ends
+must issue them in the same order. A lane is a communicator of two ranks with its stream.
 
-Ours carry one kind of value from one rank to another, and are created and warmed up before the first step. Then every
-program that runs although each send waits for its receive (`verify.check_free_of_deadlock`), with one order of sends and
-receives, cannot hang: the order of that replay, with each transfer where its send was, respects everything that
-`check_lanes` looks at. Other designs, which the check can be asked about, do not have this property.
+Our lanes carry one kind of value in one direction, and are created and warmed up before the first step. Then a program that
+runs even if each send waits for its receive (`verify.check_free_of_deadlock`), with sends and receives in the same order,
+cannot hang: the order of that replay, with each transfer at its send, satisfies all conditions of `check_lanes`. Other
+designs, which the check also accepts, do not have this property.
 
 Source: `ProcessGroupNCCL::pointToPoint` (a communicator and a stream per pair of ranks and group, waits for the current
 stream at issue); NVIDIA/nccl#783 (connections are made by the first exchange, per direction); NCCL user guide, "Using
@@ -34,8 +34,8 @@ _WHAT = {Kind.SEND_F: "values", Kind.SEND_B: "gradients"}
 _COLLECTIVES = frozenset({Kind.GATHER, Kind.REDUCE})
 
 LANE_CTAS = 4
-"""Thread blocks, each on a multiprocessor of its own, that NCCL may use for one lane. Unlimited, a large message takes up to
-32 of an H100's 132 multiprocessors from what computes while its send waits for a receiver that still computes; with 4 it
+"""Thread blocks, each on its own multiprocessor, that NCCL may use for one lane. Without a limit, a large message takes up
+to 32 of an H100's 132 multiprocessors from computations while its send waits for a receiver that still computes; with 4 it
 takes 3 % of them, and moves up to 130 GB/s over NVLink (`planning.prediction.transfers`)."""
 
 
@@ -51,7 +51,7 @@ class Lane(NamedTuple):
 
 
 def lane_of(transfer: Action, rank_of_stage: tuple[int, ...]) -> Lane:
-    """The lane of a send or a receive."""
+    """Return the lane of a send or a receive."""
     assert transfer.peer is not None
     here, there = rank_of_stage[transfer.stage], rank_of_stage[transfer.peer]
     ends = (here, there) if transfer.kind in SENDS else (there, here)
@@ -59,7 +59,7 @@ def lane_of(transfer: Action, rank_of_stage: tuple[int, ...]) -> Lane:
 
 
 def lanes_of(program: Program) -> list[Lane]:
-    """The lanes that a lowered program uses, sorted.
+    """Return the lanes that a lowered program uses, sorted.
 
     >>> from stagewright.schedule import build, insert_communication
     >>> [str(lane) for lane in lanes_of(insert_communication(build("zb-v", 2, 4)))]
@@ -80,18 +80,17 @@ def check_lanes(
     is_warmed_up: bool = True,
     waits_for_device: bool = False,
 ) -> None:
-    """Raise where a lowered program would hang on lanes that run transfers in the order issued.
+    """Raise if a lowered program would hang on lanes that run transfers in issue order.
 
     Args:
-        shares: transfers of equal results use one communicator and stream; by default every lane has its own.
+        shares: lanes with equal results share a communicator and stream; by default every lane has its own.
         is_warmed_up: lanes are created before the first step; otherwise by their first transfer, where both hosts must meet.
-        waits_for_device: hosts may wait for everything issued before any computation, as the first launch of a kernel, an
-            allocation and a compiler do. Programs whose receives are posted ahead of the computation before their use
-            fail this.
+        waits_for_device: before any computation hosts may wait for everything issued, as the first launch of a kernel, an
+            allocation and a compiler do. Programs that post receives ahead of the computation before their use fail.
 
     Raises:
-        ScheduleError: the ends of a lane differ in their order, hosts block in the creation of lanes, or work on the
-            devices waits in a circle, which is named.
+        ScheduleError: the ends of a lane have different orders, hosts block during the creation of lanes, or work on the
+            devices waits in a cycle, which is named.
     """
     lanes = _lanes_by_edge(program, shares)
     _check_orders(program, lanes)
@@ -116,7 +115,7 @@ def check_lanes(
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Transfers of one kind between two stages: their lane, and what this shares with other lanes."""
+    """Transfers of one kind between two stages: their lane, and the key of the communicator that it may share."""
 
     lane: Lane
     shared: Hashable
@@ -136,7 +135,7 @@ def _lanes_by_edge(program: Program, shares: Callable[[Lane], Hashable]) -> _Lin
 
 
 def _send_of(transfer: Action) -> Action:
-    """The send that a send or a receive is about."""
+    """Return the send of a transfer, which is a send or a receive."""
     if transfer.kind in SENDS:
         return transfer
     assert transfer.peer is not None
@@ -147,7 +146,7 @@ def _send_of(transfer: Action) -> Action:
 
 
 def _check_orders(program: Program, links: _Links) -> None:
-    """What one rank sends another on a communicator, the other receives in the same order."""
+    """Check that receives have the order of the sends on every communicator."""
     orders: dict[tuple[Hashable, int, int], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
     for action in program:
         if action.kind in TRANSFERS:
@@ -177,8 +176,8 @@ def _transferred(send: Action) -> str:
 
 
 def _check_hosts(program: Program, links: _Links) -> None:
-    """Hosts come to their ends although the first transfers wait for the other host: once for the communicator of the two
-    ranks, and once for the connection in each direction."""
+    """Check that hosts finish although first transfers wait for the other host: once for the communicator of the two ranks,
+    and once for the connection in each direction."""
     transfers = [[action for action in actions if action.kind in TRANSFERS] for actions in program.ranks]
     reached = [0] * program.num_ranks
     arrived: dict[Hashable, set[int]] = defaultdict(set)
@@ -223,16 +222,16 @@ _DEVICE = "waits for all that was issued, also for"
 
 @dataclass
 class _Waits:
-    """Work on the devices, numbered as it is met, and what each waits for: computations, transfers (a send and its receive
-    are one) and collectives, whose replicas all do the same."""
+    """Work on the devices, numbered in the order of discovery, and its dependencies: computations, transfers (a send and its
+    receive are one) and collectives, which all replicas run alike."""
 
     program: Program
     edges: Iterable[Edge] | None
     links: _Links
     names: list[tuple[int, Action, str]] = field(default_factory=list)
-    """Per number: its rank, its action, and what of it."""
+    """Rank, action and part of the action, by number."""
     awaited: list[list[tuple[int, str]]] = field(default_factory=list)
-    """Per number: what it waits for, and why."""
+    """Dependencies and their reasons, by number."""
 
     def __post_init__(self) -> None:
         self.codes = EncodedRules(Rules.of(self.program, self.edges), self.program.num_microbatches)
@@ -250,8 +249,8 @@ class _Waits:
         return len(self.names) - 1
 
     def add_rank(self, rank: int, waits_for_device: bool) -> None:
-        """Add what a rank issues, in its order, as `execution.transport` does: before it sends, it waits until fewer than
-        `SENDS_IN_FLIGHT` of the same kind are on their way between the two stages."""
+        """Add the work that a rank issues, in the order of `execution.transport`: before a send it waits until fewer than
+        `SENDS_IN_FLIGHT` sends of the same kind are pending between the two stages."""
         stream = -1  # the last work on the stream of computations
         queues: dict[Hashable, int] = {}  # the last work on every other stream
         sending: dict[tuple[Kind, int, int | None], deque[int]] = defaultdict(deque)
@@ -299,7 +298,7 @@ class _Waits:
                 stream = compute(action, waits, _NEED)
 
     def circle(self) -> list[str]:
-        """Work that waits for itself, in words: a circle of it, or nothing."""
+        """Return a description of work that waits for itself in a cycle; empty if there is none."""
         waiting: list[list[int]] = [[] for _ in self.awaited]
         counts = [len(awaited) for awaited in self.awaited]
         for number, awaited in enumerate(self.awaited):
@@ -314,7 +313,7 @@ class _Waits:
         return [] if len(done) == len(counts) else list(self._circle([count > 0 for count in counts]))
 
     def _circle(self, stuck: Sequence[bool]) -> Iterator[str]:
-        """A shortest circle through some of the work that is `stuck`."""
+        """Yield the steps of a shortest cycle through some of the work that is `stuck`."""
         start, seen = stuck.index(True), set[int]()
         while start not in seen:  # what is stuck may wait for a circle without being part of it
             seen.add(start)

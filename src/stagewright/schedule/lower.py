@@ -1,9 +1,9 @@
-"""Lowering: from what is computed to when it is sent and received."""
+"""Lowering of programs: sends and receives, and recomputation before backwards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 
 from stagewright.errors import ScheduleError
@@ -13,30 +13,30 @@ from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules, What
 
 _SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
+_BACKWARD = frozenset({Kind.I, Kind.B})
 _RECEIVE_THAT_POSTS = {What.VALUE_POSTED: Kind.RECV_F, What.GRADIENT_POSTED: Kind.RECV_B}
 
 
 def receives_ahead(on_gpus: bool) -> int:
     """Return how many compute actions before its use a receive is posted.
 
-    On a GPU a posted receive is a kernel that spins until its message is there, on multiprocessors that computations could
-    use, and anything that waits for the whole device waits for it too. There receives are posted right before their use.
+    On a GPU a posted receive is a kernel that spins until its message arrives, on multiprocessors that computations could
+    use, and anything that waits for the whole device waits for it too. So there receives are posted right before their use.
     """
     return 0 if on_gpus else 1
 
 
 def insert_communication(program: Program, edges: Iterable[Edge] | None = None, *, ahead: int = 1) -> Program:
-    """`program` with the sends and receives of every value and gradient that crosses ranks.
+    """Insert the sends and receives of every value and gradient that crosses ranks.
 
-    A send follows the action that makes its value. A receive is posted `ahead` compute actions before the
-    one that uses it, so that the transfer runs under them, and earlier where a later-needed transfer was
-    sent first: each pair of ranks sends and receives in one order per direction. At one boundary receives
-    come before sends.
+    A send follows the action that computes its value. A receive is posted `ahead` compute actions before the one that uses
+    it, so that they hide the transfer, or earlier if a transfer that is needed later was sent first: each pair of ranks
+    sends and receives in the same order per direction. At one boundary receives come before sends.
 
-    The result runs even if every send waits until its receive is posted: the program is replayed under that
-    rule and a receive that would block a send is moved up to where its rank stands. Moving a receive up
-    never blocks anything, and whoever is stuck without a blocked send would be stuck with unlimited buffers
-    too, so every program whose computations can run at all comes out free of deadlock.
+    The result runs even if every send waits until its receive is posted: the program is replayed under that rule, and a
+    receive that would block a send is moved up to the current action of its rank. Moving a receive up never blocks anything,
+    and a rank that is stuck without a blocked send would be stuck with unlimited buffers too, so every program whose
+    computations can run becomes free of deadlock.
 
     >>> from stagewright.schedule.families import build
     >>> print(insert_communication(build("1f1b", 2, 2)).to_text())
@@ -66,12 +66,12 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
 
 
 def _sends_after(program: Program, rules: Rules) -> list[list[list[Action]]]:
-    """Per rank and action: the sends of what it makes for other ranks."""
+    """Return, per rank and action, the sends of its results to other ranks."""
 
     @cache
     def sent(kind: Kind, stage: int) -> list[tuple[Kind, int | None]]:
-        made = rules.makes(Action(kind, stage))
-        return [(_SEND_OF[token.what], token.peer) for token in made if token.what in _SEND_OF]
+        tokens = rules.makes(Action(kind, stage))
+        return [(_SEND_OF[token.what], token.peer) for token in tokens if token.what in _SEND_OF]
 
     def sends(action: Action) -> list[Action]:
         return [
@@ -86,7 +86,7 @@ def _sends_after(program: Program, rules: Rules) -> list[list[list[Action]]]:
 def _receives_before(
     program: Program, sends: Sequence[Sequence[list[Action]]], rules: Rules, ahead: int
 ) -> list[dict[int, list[Action]]]:
-    """Per rank: index of an action -> receives posted right before it."""
+    """Return, per rank, the receives posted right before an action, by its index."""
     user_index = _index_of_users(program, rules)
     before: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.ranks]
     for rank in range(program.num_ranks):
@@ -103,12 +103,12 @@ def _receives_before(
 
 
 def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
-    """For each receive the index, on its rank, of the action that uses what is received."""
+    """Return, for each receive, the index on its rank of the action that uses the received value."""
 
     @cache
     def received(kind: Kind, stage: int) -> list[tuple[Kind, int]]:
-        needed = rules.needs(Action(kind, stage))
-        return [(_RECEIVE_THAT_POSTS[t.what], t.stage) for t in needed if t.what in _RECEIVE_THAT_POSTS]
+        tokens = rules.needs(Action(kind, stage))
+        return [(_RECEIVE_THAT_POSTS[t.what], t.stage) for t in tokens if t.what in _RECEIVE_THAT_POSTS]
 
     return {
         Action(kind, part.stage, part.microbatch, sender): index
@@ -120,7 +120,7 @@ def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
 
 
 def _step_back(actions: Sequence[Action], index: int, ahead: int) -> int:
-    """The index of the compute action `ahead` compute actions before `index`, or of the first."""
+    """Return the index of the compute action `ahead` compute actions before `index`, or of the first."""
     while ahead and index:
         index -= 1
         ahead -= actions[index].kind in COMPUTE
@@ -156,9 +156,28 @@ def _awaited_receive(send: Action) -> Action:
 
 
 def _move_up(receive: Action, replay: Replay) -> int:
-    """Let the rank of `receive` come to it next; which that is."""
+    """Move `receive` up to be the next action of its rank; return the rank."""
     target = replay.program.placement.rank_of_stage[receive.stage]
     actions, reached = replay.ranks[target], replay.next_index[target]
     del actions[actions.index(receive, reached)]
     actions.insert(reached, receive)
     return target
+
+
+def insert_recomputation(program: Program, stages: Collection[int]) -> Program:
+    """Insert R before every backward of `stages`: recomputation, or fetches from the host, of what that needs first.
+
+    >>> from stagewright.schedule.families import build
+    >>> print("\\n".join(insert_recomputation(build("1f1b", 2, 1), [0]).lines()))
+    0F0 0R0 0B0
+    1F0 1B0
+    """
+
+    def with_recomputation(actions: Sequence[Action]) -> Iterator[Action]:
+        for action in actions:
+            for part in action.parts:
+                if part.kind in _BACKWARD and part.stage in stages:
+                    yield Action(Kind.R, part.stage, part.microbatch)
+            yield action
+
+    return program.with_ranks(map(with_recomputation, program.ranks))

@@ -1,4 +1,4 @@
-"""Placements: which rank holds which stage."""
+"""Placements of stages on ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Placement:
         return max(self.rank_of_stage) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, in increasing order."""
+        """Return the stages of `rank`, in increasing order."""
         return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
 
 

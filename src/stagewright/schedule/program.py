@@ -19,7 +19,7 @@ _MOST_OF_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every rank does for one batch, in order.
+    """The actions of every rank for one batch, in order.
 
     >>> program = Program.from_text('''
     ...     program tiny
@@ -40,7 +40,7 @@ class Program:
     ranks: tuple[tuple[Action, ...], ...]
 
     def __hash__(self) -> int:
-        """Of the shape alone: a program has up to a million actions, and equal shapes are seldom other programs."""
+        """Hash only the shape: a program has up to a million actions, and different programs seldom have equal shapes."""
         return hash((self.name, self.placement, self.num_microbatches, tuple(map(len, self.ranks))))
 
     @property
@@ -68,23 +68,23 @@ class Program:
         return (action for actions in self.ranks for action in actions)
 
     def with_ranks(self, ranks: Iterable[Iterable[Action]]) -> Program:
-        """The same program with other actions."""
+        """Return the same program with other actions."""
         return replace(self, ranks=tuple(map(tuple, ranks)))
 
     def compute_only(self) -> Program:
-        """The program without transfers, sharding and steps."""
+        """Return the program without transfers, sharding and optimizer steps."""
         return self.with_ranks(
             (action for action in actions if action.kind in COMPUTE) for actions in self.ranks
         )
 
     def without_pairs(self) -> Program:
-        """The program with each overlapped pair as its forward and then its backward."""
+        """Return the program with each overlapped pair as its forward and then its backward."""
         return self.with_ranks(
             (part for action in actions for part in action.parts) for actions in self.ranks
         )
 
     def to_text(self) -> str:
-        """Lines: name, microbatches, placement, then one line of actions per rank."""
+        """Return lines with the name, microbatches, placement, then one line of actions per rank."""
         placement = " ".join(map(str, self.placement.rank_of_stage))
         head = [f"program {self.name}", f"microbatches {self.num_microbatches}", f"placement {placement}"]
         return (
@@ -92,7 +92,7 @@ class Program:
         )
 
     def lines(self) -> list[str]:
-        """One line of action texts per rank."""
+        """Return one line of action texts per rank."""
         return [" ".join(map(str, actions)) for actions in self.ranks]
 
     @classmethod
@@ -105,7 +105,7 @@ class Program:
         return _assembled(heads[0], heads[2].split(), heads[1], ranks)
 
     def to_document(self) -> dict[str, Any]:
-        """Plain data for JSON: `name`, `num_microbatches`, `rank_of_stage`, `ranks` (lists of texts)."""
+        """Return plain data for JSON: `name`, `num_microbatches`, `rank_of_stage`, `ranks` (lists of texts)."""
         return {
             "name": self.name,
             "num_microbatches": self.num_microbatches,
@@ -115,7 +115,7 @@ class Program:
 
     @classmethod
     def from_document(cls, document: object) -> Program:
-        """The program of `to_document`; further keys are left alone. Raises `ScheduleError` for anything else."""
+        """Return the program of `to_document`; other keys are ignored. Raise `ScheduleError` for anything else."""
         if not isinstance(document, Mapping):
             raise ScheduleError(f"a program document is an object of keys and values, not {_shown(document)}")
         for key, (holds, kind) in _DOCUMENT.items():
@@ -129,23 +129,23 @@ class Program:
 def build_program(
     name: str, placement: Placement, num_microbatches: int, order: Callable[[int], Iterable[Action]]
 ) -> Program:
-    """The program in which rank `r` performs ``order(r)``; raises `ScheduleError` without microbatches."""
+    """Build the program in which rank `r` performs ``order(r)``; raise `ScheduleError` without microbatches."""
     check_size(name, placement.num_stages, num_microbatches)
     ranks = tuple(tuple(order(rank)) for rank in range(placement.num_ranks))
     return Program(name, placement, num_microbatches, ranks)
 
 
 def check_name(name: str) -> None:
-    """Raises `ScheduleError` for a name that no schedule may have: tables, and files of other programs, repeat it."""
+    """Raise `ScheduleError` for an invalid name of a schedule: tables, and files of other programs, contain it."""
     if len(name) > _MOST_OF_NAME or one_line(name) != name:
         raise ScheduleError(
-            f"'{one_line(name[:_MOST_OF_NAME])}' is no name of a schedule: give it one line of at most {_MOST_OF_NAME} "
+            f"'{one_line(name[:_MOST_OF_NAME])}' is not a valid name of a schedule: use one line of at most {_MOST_OF_NAME} "
             "visible characters"
         )
 
 
 def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
-    """Raises `ScheduleError` for a program without microbatches, or with more than can be simulated."""
+    """Raise `ScheduleError` for a program without microbatches, or with too many to simulate."""
     if num_microbatches < 1:
         raise ScheduleError(f"{name}: a batch needs at least one microbatch, not {num_microbatches}")
     if 2 * num_stages * num_microbatches > MOST_ACTIONS:
@@ -157,8 +157,8 @@ def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
 
 def _after(word: str, lines: list[str], index: int) -> str:
     if index >= len(lines) or not lines[index].startswith(word):
-        found = f"'{lines[index][:40]}'" if index < len(lines) else "the end"
-        raise ScheduleError(f"line {index + 1} of a program must start with '{word}', found {found}")
+        start = f"'{lines[index][:40]}'" if index < len(lines) else "the end"
+        raise ScheduleError(f"line {index + 1} of a program must start with '{word}', found {start}")
     return lines[index].removeprefix(word).strip()
 
 
@@ -183,7 +183,7 @@ _DOCUMENT: dict[str, tuple[Callable[[object], bool], str]] = {
         'a list of lists of actions, such as [["0F0", "0B0"]]',
     ),
 }
-"""What a program document has: what each key must hold, and in words. In the order in which `_assembled` takes them."""
+"""Check and description of the value of each key of a program document, in the order of the parameters of `_assembled`."""
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Replay of a program without time: whether its actions can run, and what blocks them if not."""
+"""Replay of a program without time, which finds actions that cannot run and what blocks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.schedule.tokens import Rules, Token
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that cannot go on: its next action and the tokens nobody has made."""
+    """A rank that cannot continue: its next action and the tokens that it waits for."""
 
     rank: int
     action: Action
@@ -26,9 +26,10 @@ class Blocked:
 
 @dataclass
 class Replay:
-    """The state of a replay: the first `next_index[r]` of `ranks[r]` are done and the tokens numbered in `held` hold.
+    """The state of a replay: the first `next_index[r]` actions of `ranks[r]` are done, and the tokens numbered in `held`
+    hold.
 
-    What is still to come in `ranks` may be changed between runs.
+    Later actions in `ranks` may be changed between runs.
     """
 
     program: Program
@@ -45,24 +46,24 @@ class Replay:
         self.codes = EncodedRules(self.rules, self.program.num_microbatches)
 
     def run(self) -> list[Blocked]:
-        """Perform all that can be; return the ranks that are then blocked, none when all is done."""
+        """Perform all actions that can run; return the ranks that are then blocked, none if all are done."""
         ranks = range(self.program.num_ranks)
         self.go_on(ranks)
         return [blocked for rank in ranks if (blocked := self.blocked(rank))]
 
     def go_on(self, ranks: Iterable[int]) -> None:
-        """Perform what can be after what `ranks` come to next has changed."""
+        """Perform all actions that can run after the next actions of `ranks` have changed."""
         ready = list(ranks)
         while ready:
             ready += self._advance(ready.pop())
 
     def next_action(self, rank: int) -> Action | None:
-        """What rank `rank` comes to next; None when it is done."""
+        """Return the next action of `rank`; None when it is done."""
         index, actions = self.next_index[rank], self.ranks[rank]
         return actions[index] if index < len(actions) else None
 
     def blocked(self, rank: int) -> Blocked | None:
-        """What rank `rank` waits for, or ``None`` when it is done or can go on."""
+        """Return what `rank` waits for, or None if it is done or can continue."""
         index, actions = self.next_index[rank], self.ranks[rank]
         if index == len(actions):
             return None
@@ -74,7 +75,7 @@ class Replay:
         return Blocked(rank, actions[index], missing) if missing else None
 
     def perform(self, action: Action) -> list[int]:
-        """Let `action` happen, whether or not the program has it; return the ranks that waited for what it makes."""
+        """Perform `action`, whether or not the program has it; return the ranks that waited for its results."""
         return self._make(self.codes.effects(action))
 
     def _make(self, effects: Effects) -> list[int]:
@@ -85,7 +86,7 @@ class Replay:
         return [rank for code in effects.makes if code in waiting for rank in waiting.pop(code)]
 
     def _advance(self, rank: int) -> list[int]:
-        """Run `rank` as far as it goes; return the ranks that waited for something it made."""
+        """Run `rank` until it is blocked; return the ranks that waited for its results."""
         actions, index, held = self.ranks[rank], self.next_index[rank], self.held
         woken: list[int] = []
         while index < len(actions):

@@ -1,4 +1,4 @@
-"""Lowering of sharded data parallelism: when weights are gathered and dropped and gradients reduced."""
+"""Lowering of sharded data parallelism: gathers and releases of weights, and reductions of gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagewright.schedule.program import Program
 _USES_WEIGHTS = frozenset({Kind.F, Kind.I, Kind.B, Kind.R})
 _ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
 Run = tuple[int, int, int]
-"""A stage, and the indices of the first and the last action of a stretch that works on it alone."""
+"""A stage, and the indices of the first and the last action of a run that uses only this stage."""
 
 
 def insert_gathers(
@@ -21,15 +21,14 @@ def insert_gathers(
     stages: Collection[int] | None = None,
     weight_grads: Collection[int] = (),
 ) -> Program:
-    """`program` with the weights of `stages` (default: all) gathered before use and released after.
+    """Insert gathers of the weights of `stages` (default: all) before use, and releases after.
 
-    The weight gradients of the stages in `weight_grads` use weights too (those of normalisations, say).
+    The weight gradients of the stages in `weight_grads` use weights too (for example, of normalisations).
 
-    A rank has room for the whole weights of `num_buffers` stages. It always holds those that it will use
-    next, so a gather starts as soon as a buffer is free and runs under the computations of the stage
-    before: with breadth-first order every stage is gathered once per pass, with depth-first order once per
-    round of microbatches.
-    Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4 (arXiv 2211.05953).
+    A rank has buffers for the whole weights of `num_buffers` stages. It always holds those that it will use next, so a
+    gather starts as soon as a buffer is free and overlaps with the computations of the stage before: in breadth-first order
+    every stage is gathered once per forward and backward, in depth-first order once per round of microbatches. Source:
+    Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4 (arXiv 2211.05953).
 
     >>> from stagewright.schedule.families import build
     >>> print("\\n".join(insert_gathers(build("breadth-first", 1, 1, 3)).lines()))
@@ -46,13 +45,15 @@ def insert_gathers(
     )
 
 
-def insert_held(program: Program, stages: Collection[int], *, reduces_once: bool = False) -> Program:
-    """`program`, of one rank, with the weights of `stages` gathered in front of a microbatch's first forward and released,
-    and their gradients reduced, behind its last backward: a unit that stays whole in between. With `reduces_once` their
-    gradients are reduced behind the last microbatch alone.
+def insert_microbatch_gathers(
+    program: Program, stages: Collection[int], *, reduces_once: bool = False
+) -> Program:
+    """Insert, in a program of one rank, gathers of `stages` before a microbatch's first forward, and releases and reductions
+    after its last backward: a sharding unit that stays gathered in between. With `reduces_once` gradients are reduced only
+    after the last microbatch.
 
     >>> from stagewright.schedule.families import build
-    >>> print("\\n".join(insert_held(build("breadth-first", 1, 1, 3), [0, 2]).lines()))
+    >>> print("\\n".join(insert_microbatch_gathers(build("breadth-first", 1, 1, 3), [0, 2]).lines()))
     0GATHER 2GATHER 0F0 1F0 2F0 2B0 1B0 0B0 0RELEASE 2RELEASE 0REDUCE 2REDUCE
     """
     held = sorted(set(stages))
@@ -84,11 +85,10 @@ def _with_held(actions: Sequence[Action], held: Sequence[int], reduces_once: boo
 def insert_reductions(
     program: Program, num_buffers: int | None = None, stages: Collection[int] | None = None
 ) -> Program:
-    """`program` with the gradients of `stages` (default: all) reduced once a rank has no buffer to go on
-    with them.
+    """Insert reductions of the gradients of `stages` (default: all) where a rank has no buffer to keep accumulating them.
 
-    A rank has room for the gradients of `num_buffers` stages; ``None``: of all, so that each stage is
-    reduced once, right after its last backward, under the backwards of the stages before it.
+    A rank has buffers for the gradients of `num_buffers` stages; None: of all, so that each stage is reduced once, right
+    after its last backward, overlapped with the backwards of the stages before it.
 
     >>> from stagewright.schedule.families import build
     >>> print("\\n".join(insert_reductions(build("breadth-first", 1, 2, 2)).lines()))
@@ -115,7 +115,7 @@ def _with_gathers(
 
 
 def _swap(held: list[int], wanted: list[int]) -> Iterator[Action]:
-    """Release what is not wanted, gather what is not held."""
+    """Release stages that are no longer wanted, and gather those that are missing."""
     yield from (Action(Kind.RELEASE, stage) for stage in held if stage not in wanted)
     yield from (Action(Kind.GATHER, stage) for stage in wanted if stage not in held)
     held[:] = wanted
@@ -135,9 +135,9 @@ def _with_reductions(actions: Sequence[Action], num_buffers: int, stages: set[in
 def _runs(
     actions: Sequence[Action], kinds: frozenset[Kind], stages: set[int], weight_grads: Collection[int] = ()
 ) -> list[Run]:
-    """Stretches of actions of `kinds` (and of W for the stages of `weight_grads`) on one of `stages`, whatever
-    lies in between."""
-    found = [
+    """Return runs of actions of `kinds` (and of W for the stages of `weight_grads`) on one of `stages`, ignoring other
+    actions in between."""
+    uses = [
         (part.stage, index)
         for index, action in enumerate(actions)
         for part in action.parts
@@ -145,13 +145,13 @@ def _runs(
         if part.kind in kinds or (part.kind is Kind.W and part.stage in weight_grads)
     ]
     grouped = (
-        (stage, [index for _, index in group]) for stage, group in groupby(found, key=lambda entry: entry[0])
+        (stage, [index for _, index in group]) for stage, group in groupby(uses, key=lambda entry: entry[0])
     )
     return [(stage, indices[0], indices[-1]) for stage, indices in grouped]
 
 
 def _next_stages(runs: Sequence[Run], count: int) -> list[int]:
-    """The first `count` different stages of `runs`."""
+    """Return the first `count` different stages of `runs`."""
     stages: list[int] = []
     for stage, _, _ in runs:
         if len(stages) == count:

@@ -1,4 +1,4 @@
-"""Stages divided into consecutive parts on the same rank: smaller pieces to gather, release and reduce."""
+"""Division of stages into consecutive parts on the same rank: smaller units to gather, release and reduce."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BACKWARD = frozenset({Kind.I, Kind.B})
 
 
 def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
-    """`program` in which stage `s` is `num_parts[s]` consecutive stages, all on its rank.
+    """Divide stage `s` into `num_parts[s]` consecutive stages on its rank.
 
-    A forward is the forwards of the parts in order, a backward, whole or split, those in reverse order. An input gradient
-    still goes before all weight gradients of its stage, so that what other ranks wait for comes no later. A recomputation
-    right before its backward is divided with it: each part is recomputed when its own backward is next, so that one part
-    at a time is whole. Of an overlapped pair, forwards of parts are overlapped with backwards of parts one to one, and
-    what is left of the longer follows.
+    A forward becomes the forwards of the parts in order, a backward, full or split, those in reverse order. The input
+    gradient still comes before all weight gradients of its stage, so that other ranks do not wait longer. A recomputation
+    right before its backward is divided with it: each part is recomputed right before its own backward, so that one part at
+    a time is recomputed. In an overlapped pair, forwards of parts overlap with backwards of parts one to one, and the
+    remainder of the longer follows.
 
     >>> from stagewright.schedule.families import build
     >>> print(subdivided(build("1f1b", 2, 2), [2, 1]).to_text())
@@ -33,8 +33,8 @@ def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
     <BLANKLINE>
 
     Raises:
-        ScheduleError: not one number, at least 1, for each stage; or the program has transfers, sharding or steps: these
-            follow from the parts, and optimizer steps in the middle of a batch belong to whole stages.
+        ScheduleError: `num_parts` is not one number of at least 1 for each stage; or the program has transfers, sharding or
+            steps: these follow from the parts, and optimizer steps in the middle of a batch belong to whole stages.
     """
     if len(num_parts) != program.num_stages or min(num_parts) < 1:
         raise ScheduleError(
@@ -46,7 +46,9 @@ def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
     firsts = [0, *accumulate(num_parts)]
     parts = [range(first, last) for first, last in pairwise(firsts)]
     placed = program.placement.rank_of_stage
-    placement = Placement(tuple(placed[stage] for stage, own in enumerate(parts) for _ in own))
+    placement = Placement(
+        tuple(placed[stage] for stage, stage_parts in enumerate(parts) for _ in stage_parts)
+    )
     ranks = (tuple(_divided(actions, parts)) for actions in program.ranks)
     return replace(program, placement=placement, ranks=tuple(ranks))
 
@@ -68,28 +70,31 @@ def _divided(actions: Sequence[Action], parts: Sequence[range]) -> Iterator[Acti
 
 
 def _follows(backward: Action, recomputing: Action) -> bool:
-    """Whether a backward uses what was recomputed right before it."""
+    """Whether a backward uses the recomputation right before it."""
     same = (backward.stage, backward.microbatch) == (recomputing.stage, recomputing.microbatch)
     return same and backward.kind in _BACKWARD
 
 
 def _pieces(action: Action, recomputing: Action | None, parts: Sequence[range]) -> Iterator[Action]:
-    """The parts of an action, those of its backward with a recomputation before each."""
+    """Yield the parts of an action, those of its backward with a recomputation before each."""
     again: Sequence[Action] = () if recomputing is None else _parts(recomputing, parts)
     *forward, last = (_parts(part, parts) for part in action.parts)
     for index, piece in enumerate(zip_longest(*forward, last)):
         if again and index < len(again):
             yield again[index]
-        found = [part for part in piece if part is not None]
-        yield found[0] if len(found) == 1 else pair(*found)
+        pieces = [part for part in piece if part is not None]
+        yield pieces[0] if len(pieces) == 1 else pair(*pieces)
 
 
 def _parts(action: Action, parts: Sequence[range]) -> list[Action]:
-    """What an action of a stage is, part by part, in the order in which they run."""
+    """Return an action of a stage as actions of its parts, in running order."""
     if action.kind not in COMPUTE:
         raise ScheduleError(
             f"{action}: the stages of a program are divided before transfers, sharding and optimizer steps are put in; "
             "give the program of computations and recomputation"
         )
-    own = parts[action.stage]
-    return [replace(action, stage=part) for part in (own if action.kind is Kind.F else reversed(own))]
+    stage_parts = parts[action.stage]
+    return [
+        replace(action, stage=part)
+        for part in (stage_parts if action.kind is Kind.F else reversed(stage_parts))
+    ]

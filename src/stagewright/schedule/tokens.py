@@ -1,9 +1,8 @@
-"""The one rule of a schedule: what an action needs, makes and drops.
+"""Tokens and rules of schedules: what an action needs, makes and drops.
 
-Verification, lowering, simulation and execution all derive from `Rules`. A token is a fact that holds from
-the moment an action makes it: "the value of stage 1 for stage 2 of microbatch 0 is at hand". Tokens without
-a microbatch are a stage's state (its gathered weights, its accumulated gradients); the latest action to
-make one counts.
+Verification, lowering, simulation and execution all derive from `Rules`. A token is a fact that holds from the moment an
+action makes it: "the value of stage 1 for stage 2 of microbatch 0 is available". Tokens without a microbatch are a stage's
+state (its gathered weights, its accumulated gradients); the latest action that makes one counts.
 
 Stages depend on each other through *edges* (producer stage, consumer stage). The chain ``s -> s + 1`` is
 the default; further edges are skip connections. A forward needs the values of all edges that end in its
@@ -27,28 +26,28 @@ Edge = tuple[int, int]
 
 
 class What(StrEnum):
-    """What a token is about. For edge tokens `stage` makes it and `peer` uses it."""
+    """The subject of a token. Tokens of an edge are made by `stage` and used by `peer`."""
 
-    VALUE = "value"  # forward value at hand of its consumer
+    VALUE = "value"  # forward value available to its consumer
     VALUE_OUT = "value to send"  # forward value at its producer, not yet sent
     VALUE_SENT = "sent value"
     VALUE_POSTED = "posted receive of the value"
-    GRADIENT = "gradient"  # gradient at hand of the stage that made the value
+    GRADIENT = "gradient"  # gradient available to the stage that computed the value
     GRADIENT_OUT = "gradient to send"
     GRADIENT_SENT = "sent gradient"
     GRADIENT_POSTED = "posted receive of the gradient"
     CHECKPOINT = "stage input kept for recomputation"
     ACTIVATIONS = "saved values"
-    HELD = "values held for the weight gradient"
+    HELD = "values saved for the weight gradient"
     WEIGHTS = "gathered weights"
     ACCUMULATED = "accumulated gradients"
     REDUCED = "reduced gradients"
 
-    __hash__ = str.__hash__  # that of enumerations runs Python code; tokens are hashed by the million
+    __hash__ = str.__hash__  # the enum's own runs Python code, and tokens are hashed by the million
 
 
 class Token(NamedTuple):
-    """A fact about a stage or about the edge from `stage` to `peer`, of one microbatch or of the batch."""
+    """A fact about a stage or about the edge from `stage` to `peer`, for one microbatch or the batch."""
 
     what: What
     stage: int
@@ -62,7 +61,7 @@ class Token(NamedTuple):
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
-    """The edges of a plain pipeline.
+    """Return the edges of a plain pipeline.
 
     >>> chain(3)
     ((0, 1), (1, 2))
@@ -72,11 +71,10 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Needs, makes and drops of every action of a program with these edges.
+    """The tokens that every action of a program with these edges needs, makes and drops.
 
-    `is_lowered`: values cross ranks by explicit sends and receives. `recomputed`, `sharded`: the stages
-    that run R, and GATHER, at all. `sends_block`: a send waits until its receive is posted (rendezvous),
-    which is stricter than what any transport does.
+    `is_lowered`: values cross ranks by explicit sends and receives. `recomputed`, `sharded`: the stages that have any R or
+    GATHER. `sends_block`: a send waits until its receive is posted (rendezvous), which is stricter than any transport.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -89,7 +87,7 @@ class Rules:
 
     @classmethod
     def of(cls, program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = False) -> Rules:
-        """The rules of `program`; `edges` defaults to the chain."""
+        """Return the rules of `program`; `edges` defaults to the chain."""
         return cls.of_actions(program, program.placement, edges, sends_block=sends_block)
 
     @classmethod
@@ -101,7 +99,7 @@ class Rules:
         *,
         sends_block: bool = False,
     ) -> Rules:
-        """The rules of any program that consists of `actions`, in whatever order and number."""
+        """Return the rules of any program that consists of `actions`, in any order and number."""
         stages: dict[Kind, set[int]] = {Kind.R: set(), Kind.GATHER: set(), Kind.REDUCE: set()}
         is_lowered = False
         for action in actions:
@@ -119,23 +117,23 @@ class Rules:
         )
 
     def lowered(self) -> Rules:
-        """The same rules for a program with explicit sends and receives."""
+        """Return the same rules for a program with explicit sends and receives."""
         return replace(self, is_lowered=True)
 
     def needs(self, action: Action) -> tuple[Token, ...]:
-        """Tokens that must hold before `action` starts."""
+        """Return the tokens that must hold before `action` starts."""
         return _flat(map(self._needs, action.parts))
 
     def _needs(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
-                arrived = [self._arrived(Kind.F, a, stage, microbatch) for a in self.producers[stage]]
+                arrived = [self._available(Kind.F, a, stage, microbatch) for a in self.producers[stage]]
                 return (*_flat(arrived), *self._weights(stage))
             case Kind.R:
                 return (Token(What.CHECKPOINT, stage, microbatch), *self._weights(stage))
             case Kind.I | Kind.B:
-                arrived = [self._arrived(Kind.B, c, stage, microbatch) for c in self.consumers[stage]]
+                arrived = [self._available(Kind.B, c, stage, microbatch) for c in self.consumers[stage]]
                 return (*_flat(arrived), Token(What.ACTIVATIONS, stage, microbatch), *self._weights(stage))
             case Kind.W:
                 return (Token(What.HELD, stage, microbatch),)
@@ -152,20 +150,20 @@ class Rules:
                 return ()
 
     def makes(self, action: Action) -> tuple[Token, ...]:
-        """Tokens that hold once `action` is done."""
+        """Return the tokens that hold once `action` is done."""
         return _flat(map(self._makes, action.parts))
 
     def _makes(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
-                values = (self._made(Kind.F, stage, c, microbatch) for c in self.consumers[stage])
+                values = (self._produced(Kind.F, stage, c, microbatch) for c in self.consumers[stage])
                 saved = What.CHECKPOINT if stage in self.recomputed else What.ACTIVATIONS
                 return (*values, Token(saved, stage, microbatch))
             case Kind.R:
                 return (Token(What.ACTIVATIONS, stage, microbatch),)
             case Kind.I | Kind.B:
-                gradients = (self._made(Kind.B, stage, a, microbatch) for a in self.producers[stage])
+                gradients = (self._produced(Kind.B, stage, a, microbatch) for a in self.producers[stage])
                 if kind is Kind.I:
                     return (*gradients, Token(What.HELD, stage, microbatch))
                 return (*gradients, Token(What.ACCUMULATED, stage))
@@ -184,7 +182,7 @@ class Rules:
                 return ()
 
     def drops(self, action: Action) -> tuple[Token, ...]:
-        """Tokens that hold no longer once `action` is done; all of them are of the action's own stage."""
+        """Return the tokens that no longer hold once `action` is done; all are of the action's own stage."""
         dropping = (part for part in action.parts if part.kind in _DROPS)
         return tuple(Token(_DROPS[part.kind], part.stage, part.microbatch) for part in dropping)
 
@@ -200,18 +198,20 @@ class Rules:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that need each stage's value, and whose gradients it needs."""
+        """Stages that need each stage's value, and whose gradients that stage needs."""
         stages = range(len(self.rank_of_stage))
         return tuple(tuple(c for a, c in self.edges if a == stage) for stage in stages)
 
     def _weights(self, stage: int) -> tuple[Token, ...]:
         return (Token(What.WEIGHTS, stage),) if stage in self.sharded else ()
 
-    def _made(self, direction: Kind, stage: int, user: int, microbatch: int | None) -> Token:
+    def _produced(self, direction: Kind, stage: int, user: int, microbatch: int | None) -> Token:
         must_be_sent = self.is_lowered and self.crosses(stage, user)
         return Token((_OUT if must_be_sent else _AT_HAND)[direction], stage, microbatch, user)
 
-    def _arrived(self, direction: Kind, maker: int, stage: int, microbatch: int | None) -> tuple[Token, ...]:
+    def _available(
+        self, direction: Kind, maker: int, stage: int, microbatch: int | None
+    ) -> tuple[Token, ...]:
         if self.is_lowered and self.crosses(maker, stage):
             whats: tuple[What, ...] = (_SENT[direction], _POSTED[direction])
         else:

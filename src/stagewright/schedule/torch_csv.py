@@ -1,4 +1,4 @@
-"""The schedule files of `torch.distributed.pipelining`: one line of comma-separated actions per rank.
+"""Schedule files of `torch.distributed.pipelining`: one line of comma-separated actions per rank.
 
 Source: PyTorch 2.13, torch/distributed/pipelining/schedules.py (`_Action`, `_dump_csv`, `_load_csv`).
 """
@@ -19,13 +19,13 @@ _NAMES = {"UNSHARD": Kind.GATHER, "RESHARD": Kind.RELEASE, "REDUCE_GRAD": Kind.R
 
 
 def read_torch_csv(text: str, name: str = "file") -> Program:
-    """The program in a file of PyTorch, compute-only or with transfers.
+    """Read the program in a file of PyTorch, compute-only or with transfers.
 
-    Empty cells are left out: they only show where a rank waits. Placement and number of microbatches follow
-    from the actions.
+    Empty cells are ignored: they only show where a rank waits. Placement and number of microbatches follow from the
+    actions.
 
     Raises:
-        ScheduleError: a cell that is no action, stages on two ranks or on none.
+        ScheduleError: a cell is not an action, or a stage is on two ranks or on none.
 
     >>> print(read_torch_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1\\n").to_text())
     program file
@@ -56,7 +56,7 @@ def read_torch_csv(text: str, name: str = "file") -> Program:
 
 
 def write_torch_csv(program: Program) -> str:
-    """The compute-only file of `program`, which PyTorch's runtime loads and lowers itself.
+    """Return the compute-only file of `program`, which PyTorch's runtime loads and lowers itself.
 
     Raises:
         ScheduleError: the program has computations PyTorch does not know (recomputation).
@@ -82,11 +82,11 @@ def _cells(line: str) -> Iterator[Action]:
 
 def _cell(action: Action) -> str:
     parts = ";".join(map(str, action.parts))
-    return f"({parts})OVERLAP_F_B" if action.beside else parts
+    return f"({parts})OVERLAP_F_B" if action.overlapped else parts
 
 
 def read_torch_action(text: str) -> Action:
-    """One action as PyTorch writes it.
+    """Read one action as PyTorch writes it.
 
     >>> str(read_torch_action("0UNSHARD"))
     '0GATHER'

@@ -1,4 +1,4 @@
-"""Verification: a program that passes will run to its end and do every piece of work exactly once."""
+"""Verification of programs: a valid program runs to its end and does all work exactly once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stagewright.schedule.tokens import Edge, Rules
 def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     """Return `program` if it is placed, complete, matched, ordered and free of deadlock.
 
-    A lowered program must run on lanes that run transfers in the order issued, and is held to a stricter rule
-    than any transport needs: it must run even if every send waits until its receive is posted.
+    A lowered program must not hang on lanes that run transfers in issue order. It must also satisfy a stricter rule than any
+    transport needs: it must run even if every send waits until its receive is posted.
 
     Raises:
         ScheduleError: names the rule, the action and, for a deadlock, what every rank is blocked at.
@@ -36,7 +36,7 @@ def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
 
 
 def check_placed(program: Program) -> None:
-    """Every action is on the rank that holds its stage, and names a stage and a microbatch that exist."""
+    """Check that every action is on the rank of its stage, and that its stage and microbatch exist."""
     for rank, actions in enumerate(program.ranks):
         for part in (part for action in actions for part in action.parts):
             _check_part_placed(program, rank, part)
@@ -59,7 +59,7 @@ def _check_part_placed(program: Program, rank: int, action: Action) -> None:
 
 
 def check_complete(program: Program) -> None:
-    """Every stage and microbatch has one forward, and one full backward or both halves of one."""
+    """Check that every stage and microbatch has one forward, and one full backward or both halves of one."""
     computations = (part for action in program for part in action.parts if part.kind in COMPUTE)
     counts = Counter((part.kind, part.stage, part.microbatch) for part in computations)
     for stage in range(program.num_stages):
@@ -81,7 +81,7 @@ def check_complete(program: Program) -> None:
 
 
 def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None:
-    """Every action comes after those of its own rank that make what it needs, before those that drop it."""
+    """Check that every action comes after the actions of its rank that make its tokens, and before those that drop them."""
     codes = EncodedRules(Rules.of(program, edges), program.num_microbatches)
     for rank, actions in enumerate(program.ranks):
         effects = [codes.effects(action) for action in actions]
@@ -99,7 +99,7 @@ def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None
 
 
 def check_reduced(program: Program) -> None:
-    """No gradient is added to a stage after its last reduction."""
+    """Check that no gradient is added to a stage after its last reduction."""
     unreduced: dict[int, Action] = {}
     reduced: set[int] = set()
     for action in program:
@@ -112,12 +112,12 @@ def check_reduced(program: Program) -> None:
     for stage in sorted(unreduced.keys() & reduced):
         raise ScheduleError(
             f"{unreduced[stage]} adds to the gradients of stage {stage} after their last reduction; "
-            f"move {stage}REDUCE behind it"
+            f"move {stage}REDUCE after it"
         )
 
 
 def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = None) -> None:
-    """Every value and gradient that crosses ranks is sent once and received once, and nothing else is."""
+    """Check that every value and gradient that crosses ranks is sent and received once, and nothing else is."""
     rules = Rules.of(program, edges)
     expected = Counter(
         transfer
@@ -131,14 +131,14 @@ def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = Non
             Action(Kind.RECV_B, a, microbatch, c),
         )
     )
-    found = Counter(action for action in program if action.kind in TRANSFERS)
-    if found == expected:
+    transfers = Counter(action for action in program if action.kind in TRANSFERS)
+    if transfers == expected:
         return
-    for action, count in (expected - found).items():
+    for action, count in (expected - transfers).items():
         raise ScheduleError(
             f"{action} is missing {count} time(s): add it, or lower the compute-only program again"
         )
-    for action, count in (found - expected).items():
+    for action, count in (transfers - expected).items():
         raise ScheduleError(
             f"{action} occurs {count} time(s) too often: it matches no edge between stages of two ranks"
         )
@@ -147,7 +147,7 @@ def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = Non
 def check_free_of_deadlock(
     program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True
 ) -> None:
-    """The program runs to its end; with `sends_block` even if every send waits for its receive to be posted."""
+    """Check that the program runs to its end; with `sends_block` even if every send waits until its receive is posted."""
     rules = Rules.of(program, edges, sends_block=sends_block and program.is_lowered)
     if blocked := Replay(program, rules).run():
         raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))

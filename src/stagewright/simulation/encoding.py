@@ -49,8 +49,8 @@ def _shifted(action: Action, by: int) -> Action:
     """`action` of a microbatch `by` further on."""
     if action.microbatch is None:
         return action
-    beside = action.beside and _shifted(action.beside, by)
-    return Action(action.kind, action.stage, action.microbatch + by, action.peer, beside)
+    overlapped = action.overlapped and _shifted(action.overlapped, by)
+    return Action(action.kind, action.stage, action.microbatch + by, action.peer, overlapped)
 
 
 @lru_cache(maxsize=8)
@@ -61,8 +61,8 @@ def encode(program: Program) -> EncodedProgram:
     pattern = np.empty(program.num_actions, np.int32)
     microbatch = np.zeros(program.num_actions, np.int32)
     for i, action in enumerate(program):
-        beside, first = action.beside, action.microbatch or 0
-        lag = None if beside is None else (beside.stage, (beside.microbatch or 0) - first)
+        overlapped, first = action.overlapped, action.microbatch or 0
+        lag = None if overlapped is None else (overlapped.stage, (overlapped.microbatch or 0) - first)
         key = (action.kind, action.stage, action.peer, lag)
         index = index_of.get(key)
         if index is None:

@@ -61,7 +61,7 @@ class Structure:
 
     @cached_property
     def runs_beside(self) -> NDArray[np.bool_]:
-        """Per pattern, whether it runs beside the computations."""
+        """Per pattern, whether it overlaps with the computations."""
         return self.tables.stream != COMPUTE_STREAM
 
     def per_pattern(self, table: Floats) -> Floats:
@@ -117,7 +117,7 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         slot_seconds=np.zeros(len(number)),
         slot_user=_ints(_user(slot, rules) for slot in number),
     )
-    seconds = [pattern.parts[1] for pattern in encoded.patterns if pattern.beside]
+    seconds = [pattern.parts[1] for pattern in encoded.patterns if pattern.overlapped]
     return Structure(
         rules,
         tables,
@@ -131,7 +131,7 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         stride,
         row=_ints(_row(pattern.kind, pattern.stage in rules.recomputed) for pattern in encoded.patterns),
         stage=_ints(pattern.stage for pattern in encoded.patterns),
-        pairs=_ints(index for index, pattern in enumerate(encoded.patterns) if pattern.beside),
+        pairs=_ints(index for index, pattern in enumerate(encoded.patterns) if pattern.overlapped),
         second_row=_ints(_row(part.kind, part.stage in rules.recomputed) for part in seconds),
         second_stage=_ints(part.stage for part in seconds),
         num_tokens=int(sizes.sum()),

@@ -11,7 +11,7 @@ import numpy as np
 
 from stagewright.planning.joint.layout import build_stages
 from stagewright.schedule.list_scheduler.kernels import list_schedule
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
 from stagewright.schedule.list_scheduler.terms import Rule
 
 NUM_MOVES = 11
@@ -33,9 +33,9 @@ def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batc
         if stages.offsets[rank] == stages.offsets[rank + 1] or needed > stages.limit[rank] * (1 + 1e-9):
             return np.inf
     window = window_of(stages, rule.depth)
-    due = due_dates(stages, rule, shifts)
-    left_out = batch[1] * due.cycle
-    return left_out + list_schedule(stages, batch[0], rule, window, due, give_up_s - left_out)[0]
+    deadlines = deadlines_of(stages, rule, shifts)
+    left_out = batch[1] * deadlines.cycle
+    return left_out + list_schedule(stages, batch[0], rule, window, deadlines, give_up_s - left_out)[0]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -61,7 +61,7 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
         choice = np.random.random()
         if choice < 0.1:
             new_rule = _other_rule(rule)
-        elif choice < 0.4 and rule.stretch > 0.0:
+        elif choice < 0.4 and rule.deadline_scale > 0.0:
             _shift(new_shifts, ranks, cycle)
         else:
             move_layers(new_ranks, new_cuts, num_ranks, tables[0][0])
@@ -92,7 +92,7 @@ def _save(thrift, num_tables):
 
 @numba.njit(cache=True, nogil=True)
 def _shift(shifts, ranks, cycle):
-    """Change due dates of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
+    """Change deadlines of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
     layers (all alike, or those near the start one way and those near the end the other). Either microbatch 0
     and with it all others, or the pace of those that follow."""
     num_layers = shifts.shape[1]
@@ -117,8 +117,8 @@ def _shift(shifts, ranks, cycle):
 def _other_rule(rule):
     """The rule with one choice changed."""
     which = np.random.randint(8)
-    forward_next, oldest, deep, depth, share, backlog, stretch = (
-        rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.backlog, rule.stretch,
+    forward_next, oldest, deep, depth, share, max_deferred, deadline_scale = (
+        rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.max_deferred, rule.deadline_scale,
     )  # fmt: skip
     if which == 0:
         forward_next = 1 - forward_next
@@ -131,12 +131,12 @@ def _other_rule(rule):
     elif which == 4:
         share = np.random.randint(5) / 4.0
     elif which == 5:
-        backlog = NO_BACKLOG if np.random.random() < 0.5 else np.random.randint(8)
+        max_deferred = UNLIMITED if np.random.random() < 0.5 else np.random.randint(8)
     elif np.random.random() < 0.1:
-        stretch = 0.0 if stretch > 0.0 else 1.5
+        deadline_scale = 0.0 if deadline_scale > 0.0 else 1.5
     else:
-        stretch *= 0.7 + 0.6 * np.random.random()
-    return Rule(forward_next, oldest, deep, depth, share, backlog, rule.holds_back, stretch)
+        deadline_scale *= 0.7 + 0.6 * np.random.random()
+    return Rule(forward_next, oldest, deep, depth, share, max_deferred, rule.holds_back, deadline_scale)
 
 
 @numba.njit(cache=True, nogil=True)

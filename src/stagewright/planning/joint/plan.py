@@ -12,7 +12,7 @@ from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.list_scheduler.kernels import list_schedule
-from stagewright.schedule.list_scheduler.priorities import due_dates, window_of
+from stagewright.schedule.list_scheduler.priorities import deadlines_of, window_of
 from stagewright.schedule.list_scheduler.terms import Order, Stages
 from stagewright.schedule.program import Program
 from stagewright.simulation import EncodedProgram, Timeline, encode, simulate
@@ -74,8 +74,8 @@ def scheduled(name: str, problem: Problem, layout: Layout, policy: Policy) -> Jo
     """The list schedule of `layout` by `policy`; None where a rank cannot hold one microbatch."""
     stages = stages_of(problem, layout)
     window = window_of(stages, policy.rule.depth)
-    due = due_dates(stages, policy.rule, policy.shifts)
-    makespan, order = list_schedule(stages, problem.num_microbatches, policy.rule, window, due, np.inf)
+    deadlines = deadlines_of(stages, policy.rule, policy.shifts)
+    makespan, order = list_schedule(stages, problem.num_microbatches, policy.rule, window, deadlines, np.inf)
     if not np.isfinite(makespan):
         return None
     return judged(name, problem, layout, encode_order(name, layout, stages, order), policy)

@@ -11,7 +11,7 @@ from stagewright.schedule.list_scheduler.terms import Floats, Rule
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A rule, and by how many seconds the due dates of each layer's forwards (row 0) and input gradients
+    """A rule, and by how many seconds the deadlines of each layer's forwards (row 0) and input gradients
     (row 1) are shifted, and by which share of a cycle further apart those of two microbatches are (rows 2 and 3)."""
 
     rule: Rule
@@ -19,5 +19,5 @@ class Policy:
 
     @classmethod
     def of(cls, rule: Rule, num_layers: int) -> Policy:
-        """The rule with no due date shifted."""
+        """The rule with no deadline shifted."""
         return cls(rule, np.zeros((4, num_layers)))

@@ -26,7 +26,7 @@ from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
 from stagewright.schedule.list_scheduler.kernels import list_schedule
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
 from stagewright.schedule.list_scheduler.terms import Ints, Order, Rule, Stages
 
 Report = Callable[[float, float], None]
@@ -46,7 +46,7 @@ _SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
 _JUDGED = 4
 """How many of the plans found are simulated at the end."""
-_STRETCHES = (0.0, 1.5, 3.0, 5.0)
+_DEADLINE_SCALES = (0.0, 1.5, 3.0, 5.0)
 _COARSE = 0.6
 """Share of a search in which large batches are cut short."""
 _POLISH = 0.75
@@ -193,11 +193,11 @@ class _Search:
         layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
         shifts = np.zeros((4, self.problem.layers.num_layers))
         actions = 3 * self.problem.layers.num_layers * self.batch[0]
-        most = _OPENING * _WORK_PER_ROUND // (len(layouts) * len(_STRETCHES) * (_CALL + actions))
+        most = _OPENING * _WORK_PER_ROUND // (len(layouts) * len(_DEADLINE_SCALES) * (_CALL + actions))
         states = [
-            self._state(layout, Policy(_rule(stretch), shifts), thrift)
+            self._state(layout, Policy(_rule(deadline_scale), shifts), thrift)
             for layout in layouts
-            for stretch in _STRETCHES
+            for deadline_scale in _DEADLINE_SCALES
             for thrift in _thrifts(self.problem, most)
         ]
         states += [
@@ -315,9 +315,11 @@ class _Search:
     def _order_of(self, state: State) -> Ordered:
         stages = self._stages(state)
         window = window_of(stages, state.rule.depth)
-        due = due_dates(stages, state.rule, state.shifts)
+        deadlines = deadlines_of(stages, state.rule, state.shifts)
         M = self.problem.num_microbatches
-        return Ordered(state.makespan_s, state, list_schedule(stages, M, state.rule, window, due, np.inf)[1])
+        return Ordered(
+            state.makespan_s, state, list_schedule(stages, M, state.rule, window, deadlines, np.inf)[1]
+        )
 
     def _stages(self, state: State) -> Stages:
         return build_stages(state.ranks, state.cuts, state.thrift, *self.problem.tables)
@@ -384,5 +386,5 @@ def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
     return known[:: -ceil(len(known) / max(3, most_rows))]
 
 
-def _rule(stretch: float) -> Rule:
-    return Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, stretch)
+def _rule(deadline_scale: float) -> Rule:
+    return Rule(1, False, False, np.inf, 0.0, UNLIMITED, False, deadline_scale)

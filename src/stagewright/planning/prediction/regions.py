@@ -21,7 +21,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 from stagewright.schedule import Program
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 
 
 def layers_policy(graph: OperatorGraph) -> Policy:

@@ -11,7 +11,7 @@ from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.schedule import Kind, Program, insert_gathers, insert_held, insert_reductions
+from stagewright.schedule import Kind, Program, insert_gathers, insert_microbatch_gathers, insert_reductions
 
 NUM_BUFFERS = 2
 """Stages of which a rank holds gathered parameters, or whole gradients to add to, at once: one in use, one on its way."""
@@ -53,7 +53,7 @@ def sharded_program(
         program = insert_reductions(program, None if reduces_once else NUM_BUFFERS, scattered)
     rest = sorted(set(everything) - set(scattered))
     program = insert_reductions(program, None, rest) if rest else program
-    return insert_held(program, held, reduces_once=reduces_once) if held else program
+    return insert_microbatch_gathers(program, held, reduces_once=reduces_once) if held else program
 
 
 def sharded_like(program: Program, num_buffers: int | None, other: Program) -> Program:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from stagewright.planning.prediction.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
 from stagewright.schedule import Kind, Program, build, subdivided
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 
 _PERIODIC = frozenset({"1f1b", "pipedream", "interleaved-1f1b"})
 """Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before; with

@@ -16,7 +16,7 @@ from stagewright.graph.policy import Policy, Reruns
 from stagewright.graph.stage import Stage
 from stagewright.planning.prediction.pipeline import Pipeline, Variants
 from stagewright.schedule import Program
-from stagewright.schedule.saving import insert_recomputation
+from stagewright.schedule.lower import insert_recomputation
 
 _AHEAD = 4
 """Of the largest offloaded value: with two, a decoder's values wait for the link at the end of each block although it has

@@ -126,7 +126,7 @@ def scene_of(
 def _bars(timeline: Timeline) -> Bars:
     encoded = timeline.encoded
     lasts = np.flatnonzero(timeline.end_s > timeline.start_s)
-    is_pair = np.array([each.beside is not None for each in encoded.patterns], bool)
+    is_pair = np.array([each.overlapped is not None for each in encoded.patterns], bool)
     pairs = lasts[is_pair[encoded.pattern[lasts]]]
     index = np.concatenate([lasts, pairs])
     is_second = np.arange(len(index)) >= len(lasts)

@@ -1,4 +1,4 @@
-"""Memory limits below the given one that a search also tries, and times that no schedule beats."""
+"""Smaller memory limits for a search to try, and lower bounds on the time of a schedule."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from stagewright.schedule.list_scheduler.terms import TINY, Floats, Stages
 
 
 def one_microbatch(stages: Stages) -> float:
-    """Memory of the rank that needs most for one microbatch alone."""
+    """Return the memory of one microbatch on the rank that needs most."""
     return float(_per_rank(stages, stages.saved).max())
 
 
 def smaller_limits(stages: Stages, num_microbatches: int) -> Iterator[Floats]:
-    """Every lower limit that is a multiple of half a microbatch's memory, per rank, the highest first.
+    """Yield per rank all smaller limits that are multiples of half a microbatch's memory, the highest first.
 
-    These steps are the same whatever the limit, so whoever tries them all does no worse with a higher one.
-    Memory for all microbatches limits nothing, so nothing above it is tried.
+    These steps are the same for every limit, so a search over all of them is not worse with a higher limit. Memory for all
+    microbatches is no restriction, so nothing above it is tried.
     """
     step = one_microbatch(stages) / 2
     if step <= 0:
@@ -30,18 +30,18 @@ def smaller_limits(stages: Stages, num_microbatches: int) -> Iterator[Floats]:
 
 
 def shortest_possible(stages: Stages, num_microbatches: int, by_span: bool) -> float:
-    """Seconds that no order within the limit undercuts, of the longest span of a rank or the makespan.
+    """Return a lower bound in seconds, within the limit, on the longest span of a rank or the makespan.
 
-    A microbatch occupies memory from its forward to its input gradient at the earliest, so many at a time as the limit
-    allows. A rank does all its work; beside it the ranks before it wait for the first value to reach it and for the
-    last gradient to come back from it. For the makespan a rank waits for its first value as well.
+    A microbatch occupies memory at least from its forward to its input gradient, and the limit bounds how many do at a time.
+    A rank does all its work; meanwhile the ranks before it wait for the first value to reach it and for the last gradient
+    to come back from it. For the makespan a rank waits for its first value as well.
     """
     num_ranks = len(stages.limit)
     first = np.array(
         [stages.members[stages.offsets[rank] : stages.offsets[rank + 1]].min() for rank in range(num_ranks)]
     )
-    forward_at = np.cumsum(stages.forward + stages.hop) - stages.forward
-    back_s = np.append(0.0, np.cumsum(stages.input_grad[:-1] + stages.hop[1:]))
+    forward_at = np.cumsum(stages.forward + stages.transfer) - stages.forward
+    back_s = np.append(0.0, np.cumsum(stages.input_grad[:-1] + stages.transfer[1:]))
     with np.errstate(divide="ignore", invalid="ignore"):
         memory_s = num_microbatches * _per_rank(stages, _occupied(stages)) / stages.limit
     span_s = np.nan_to_num(memory_s)
@@ -60,11 +60,11 @@ def shortest_possible(stages: Stages, num_microbatches: int, by_span: bool) -> f
 
 
 def _in_rounds(rank: int, stages: Stages, num_microbatches: int) -> tuple[float, float]:
-    """Seconds of a rank's span, and of that to its last input gradient.
+    """Return lower bounds on a rank's span, and on the part of it up to its last input gradient, in seconds.
 
-    Until the first microbatch of a round is back a rank has no more to do than the forwards that it has memory for. A
-    rank of one stage has memory for the next round only when the first of this one is back. Behind the last input
-    gradient are no more weight gradients than memory is held for.
+    Until the first microbatch of a round is back, a rank can only run the forwards that it has memory for. A rank of one
+    stage has memory for the next round only when the first microbatch of this one is back. The number of weight gradients
+    after the last input gradient is bounded by the memory that they need.
     """
     members = stages.members[stages.offsets[rank] : stages.offsets[rank + 1]]
     low, high = int(members.min()), int(members.max())
@@ -75,7 +75,7 @@ def _in_rounds(rank: int, stages: Stages, num_microbatches: int) -> tuple[float,
     limit = float(stages.limit[rank]) * (1.0 + TINY)
     to_last_s, last_s = float((forward + input_grad).sum()), float(weight_grad.sum())
     trip = float(stages.forward[low:].sum() + stages.input_grad[high + 1 :].sum())
-    trip += float(stages.hop[low + 1 :].sum() + stages.hop[high + 1 :].sum())
+    trip += float(stages.transfer[low + 1 :].sum() + stages.transfer[high + 1 :].sum())
     before, round_s, size = np.zeros(1), 0.0, float(num_microbatches)
     if saved.min() > 0 and np.isfinite(limit):
         size = min(
@@ -88,19 +88,19 @@ def _in_rounds(rank: int, stages: Stages, num_microbatches: int) -> tuple[float,
         more_s = min(last_s, float(input_grad[0])) if size * saved[0] + held[0] > limit else 0.0
         round_s = trip + float(input_grad[0]) + (last_s if held[0] >= saved[0] else more_s)
         before = np.arange((num_microbatches - 1) // size + 1)
-    left = num_microbatches - before * size
-    begun_s = before * round_s + np.maximum(0.0, trip - np.minimum(size, left) * float(forward.sum()))
-    whole_s = begun_s + left * (to_last_s + last_s)
-    without_last_s = begun_s + left * to_last_s
+    remaining = num_microbatches - before * size
+    begun_s = before * round_s + np.maximum(0.0, trip - np.minimum(size, remaining) * float(forward.sum()))
+    whole_s = begun_s + remaining * (to_last_s + last_s)
+    without_last_s = begun_s + remaining * to_last_s
     if len(members) == 1:
-        without_last_s += np.maximum(0.0, left - put_off) * last_s
+        without_last_s += np.maximum(0.0, remaining - put_off) * last_s
     return float(whole_s.max()), float(without_last_s.max())
 
 
 def _occupied(stages: Stages) -> Floats:
-    """Memory times seconds that a microbatch takes at least on every stage."""
+    """Return a lower bound on memory times seconds of a microbatch on every stage."""
     around = stages.forward + stages.input_grad
-    beyond = np.concatenate([np.cumsum((around + 2 * stages.hop)[:0:-1])[::-1], [0.0]])
+    beyond = np.concatenate([np.cumsum((around + 2 * stages.transfer)[:0:-1])[::-1], [0.0]])
     return stages.saved * (around + beyond) + stages.held * stages.weight_grad
 
 

@@ -18,7 +18,7 @@ from stagewright.schedule.list_scheduler.order_times import (
     shift,
     time_order,
 )
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of
 from stagewright.schedule.list_scheduler.terms import (
     FORWARD,
     INPUT_GRAD,
@@ -31,11 +31,11 @@ from stagewright.schedule.list_scheduler.terms import (
 )
 
 ORDER_ALONE = 1.02
-"""By how much a list schedule may be longer than an order worth having: its weight gradients are filled in anew."""
+"""Maximum length of a list schedule relative to a useful order: its weight gradients are then filled in again."""
 
 
 class Finalists(NamedTuple):
-    """The shortest orders, the best first, each with the index of its fill rule; infinite seconds where none is."""
+    """The shortest orders, the best first, each with the index of its fill rule; unused places have infinite seconds."""
 
     seconds: Floats
     rule: Ints
@@ -45,7 +45,7 @@ class Finalists(NamedTuple):
 
 
 class Patterns(NamedTuple):
-    """Orders in which microbatch ``m`` runs every pass ``m * interval`` after microbatch 0, per pattern."""
+    """Patterns: orders in which microbatch ``m`` runs every pass ``m * interval`` after microbatch 0."""
 
     forward_at: Floats  # [pattern, stage]
     input_grad_at: Floats
@@ -57,10 +57,10 @@ class Patterns(NamedTuple):
 def choose_starts(
     stages, num_microbatches, by_span, rules, most_s, enough_s, given, windows, finalists
 ):  # fmt: skip
-    """Fill `finalists` with the shortest orders within `most_s` of those `given` and of list schedules, until one of
-    `enough_s` is found.
+    """Fill `finalists` with the shortest orders within `most_s` among those `given` and list schedules, until one takes
+    `enough_s` or less.
 
-    Each is timed under all of `rules`. Of orders that take the same time the first is kept.
+    Each is timed under all of `rules`. Among orders of equal time the first is kept.
     """
     state, order = new_state(stages, num_microbatches), new_order(finalists.passes.shape[1])
     least = least_times(stages, num_microbatches, by_span)
@@ -75,11 +75,11 @@ def choose_starts(
             deep = flags % 2 > 0
             if deep and len(stages.rank) == len(stages.limit):
                 continue  # no rank has a choice among forwards
-            rule = Rule(flags // 2 % 3, False, deep, 1.0, 0.5 * (flags // 6), NO_BACKLOG, False, 0.0)
+            rule = Rule(flags // 2 % 3, False, deep, 1.0, 0.5 * (flags // 6), UNLIMITED, False, 0.0)
             give_up_s = ORDER_ALONE * min(most_s, finalists.seconds[-1])
             slack = give_up_s - least + first_arrivals(stages)
-            due = due_dates(stages, rule, shifts)
-            seconds, listed = list_within(stages, num_microbatches, rule, windows[n], due, slack)
+            deadlines = deadlines_of(stages, rule, shifts)
+            seconds, listed = list_within(stages, num_microbatches, rule, windows[n], deadlines, slack)
             if seconds < np.inf:
                 is_kept = listed.passes != WEIGHT_GRAD
                 order.passes[:], order.stages[:] = listed.passes[is_kept], listed.stages[is_kept]
@@ -88,7 +88,7 @@ def choose_starts(
 
 @numba.njit(cache=True, nogil=True)
 def choose_patterns(stages, num_microbatches, by_span, rules, most_s, patterns, finalists):
-    """As `choose_starts`, of patterns."""
+    """Fill `finalists` as `choose_starts` does, from patterns."""
     state, order = new_state(stages, num_microbatches), new_order(finalists.passes.shape[1])
     least = least_times(stages, num_microbatches, by_span)
     for n in range(len(patterns.interval)):
@@ -104,7 +104,7 @@ def _rule(row):
 
 @numba.njit(cache=True, nogil=True)
 def _consider(order, stages, by_span, rules, most_s, least, finalists, state):
-    """Let the order take its place among `finalists` if it is shorter than one of them and than `most_s`."""
+    """Insert the order into `finalists` if it is shorter than one of them and than `most_s`."""
     best, best_rule = min(most_s, finalists.seconds[-1]), -1
     peak, none = np.empty(len(stages.limit)), new_order(0)
     for index in range(len(rules)):
@@ -131,8 +131,8 @@ def _consider(order, stages, by_span, rules, most_s, least, finalists, state):
 
 @numba.njit(cache=True, nogil=True)
 def order_of_pattern(n, patterns, stages, num_microbatches, order):
-    """Where passes of pattern `n` would overlap they follow in the order of their times; returns each rank's memory
-    when weight gradients follow at once."""
+    """Fill `order` from pattern `n`, with overlapping passes in the order of their times; return each rank's peak memory if
+    weight gradients follow at once."""
     num_ranks = len(stages.offsets) - 1
     peak = np.zeros(num_ranks)
     count = np.zeros((2, len(stages.rank)), np.int64)
@@ -171,11 +171,11 @@ def peaks(patterns, stages, num_microbatches):
 def improve(
     order, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
 ):  # fmt: skip
-    """The best order found by moving single passes by a few places: its seconds and the complete order.
+    """Improve an order by moving single passes by a few places; return the best seconds and complete order.
 
-    There are `num_moves` moves behind every gain, where that makes no more than `most_moves`.
+    The search continues for `num_moves` moves after every gain, up to `most_moves` in all.
 
-    Moves that lengthen the order are accepted as in annealing: by `start_share` of its length at first, by less and less.
+    Moves that lengthen the order are accepted as in simulated annealing: by `start_share` of its length at first, then less.
     """
     np.random.seed(seed)
     lengths = 2 * num_microbatches * np.diff(stages.offsets)

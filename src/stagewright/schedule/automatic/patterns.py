@@ -1,4 +1,4 @@
-"""Orders to start from: patterns in which every microbatch takes the same path a fixed time later."""
+"""Starting orders from patterns, in which every microbatch takes the same path a fixed time later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.schedule.list_scheduler.terms import Floats, Ints, Stages
 
 
 def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.random.Generator) -> Patterns:
-    """Random patterns, half of them for equal passes without transfer times, half for the passes as they are.
+    """Return random patterns, half of them for equal passes without transfer times, half for the given passes.
 
     Source: the building blocks of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv
     2405.15362).
@@ -24,18 +24,18 @@ def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.r
         for gaps in islice(_gap_choices(model, rng), num_patterns // 2)
     ]
     num_stages, num_ranks = len(stages.rank), len(stages.limit)
-    forward_at = np.array([each[0] for each in times]).reshape(-1, num_stages)
-    input_grad_at = np.array([each[1] for each in times]).reshape(-1, num_stages)
-    interval = np.array([each[2] for each in times])
-    found = Patterns(forward_at, input_grad_at, interval, np.empty((len(times), num_ranks)))
-    peaks(found, stages, num_microbatches)
-    return found
+    forward_at = np.array([start[0] for start in times]).reshape(-1, num_stages)
+    input_grad_at = np.array([start[1] for start in times]).reshape(-1, num_stages)
+    interval = np.array([start[2] for start in times])
+    result = Patterns(forward_at, input_grad_at, interval, np.empty((len(times), num_ranks)))
+    peaks(result, stages, num_microbatches)
+    return result
 
 
 def _gap_choices(stages: Stages, rng: np.random.Generator) -> Iterator[Floats]:
-    """Random gaps, equal along each leg of the path (a stretch of stages on successive ranks), without end.
+    """Yield random gaps without end, equal along each leg of the path (a run of stages on successive ranks).
 
-    Gaps that fit whole passes of other microbatches are likelier than others.
+    Gaps that fit whole passes of other microbatches are more likely.
     """
     legs = _legs(stages.rank)
     num_legs = int(legs.max()) + 1
@@ -48,25 +48,24 @@ def _gap_choices(stages: Stages, rng: np.random.Generator) -> Iterator[Floats]:
 
 
 def _uniform_times(stages: Stages) -> Stages:
-    """The same pipeline with passes of one second and no transfer times; its patterns often carry over."""
+    """Return the same pipeline with passes of one second and no transfer times; its patterns often carry over."""
     ones, zeros = np.ones(len(stages.rank)), np.zeros(len(stages.rank))
-    return stages._replace(forward=ones, input_grad=ones, weight_grad=ones, hop=zeros)
+    return stages._replace(forward=ones, input_grad=ones, weight_grad=ones, transfer=zeros)
 
 
 def _first_times(stages: Stages, gaps: Floats) -> tuple[Floats, Floats]:
-    """Start of every forward and input gradient of microbatch 0.
+    """Return the start of every forward and input gradient of microbatch 0.
 
-    `gaps[0, s]` seconds go by before the forward of stage `s` beyond what it waits for, `gaps[1, s]` before
-    its input gradient.
+    The forward of stage `s` starts `gaps[0, s]` seconds after its input arrives, its input gradient `gaps[1, s]` seconds.
     """
-    forward_at = np.concatenate([[0.0], np.cumsum(stages.forward[:-1] + stages.hop[1:] + gaps[0, 1:])])
+    forward_at = np.concatenate([[0.0], np.cumsum(stages.forward[:-1] + stages.transfer[1:] + gaps[0, 1:])])
     begun = forward_at[-1] + stages.forward[-1] + gaps[1, -1]
-    steps = (stages.input_grad[1:] + stages.hop[1:] + gaps[1, :-1])[::-1]
+    steps = (stages.input_grad[1:] + stages.transfer[1:] + gaps[1, :-1])[::-1]
     return forward_at, np.concatenate([[begun], begun + np.cumsum(steps)])[::-1]
 
 
 def _legs(rank: Ints) -> Ints:
-    """A number per stage: stages that go on in the direction of the stage before share one.
+    """Number the legs of the path per stage: stages that continue in the same direction share a number.
 
     >>> _legs(np.array([0, 1, 2, 2, 1, 0])).tolist()
     [0, 1, 1, 2, 3, 3]

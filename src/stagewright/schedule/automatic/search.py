@@ -15,7 +15,7 @@ from stagewright.schedule.automatic.orders import Finalists, Patterns, choose_pa
 from stagewright.schedule.automatic.patterns import patterns
 from stagewright.schedule.families.linear import zb_h1, zb_h2
 from stagewright.schedule.families.v_shaped import zb_v
-from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
 from stagewright.schedule.list_scheduler.terms import TINY, Floats, Ints, Order, Stages
 from stagewright.schedule.placement import Placement, linear, v
@@ -28,20 +28,20 @@ FILL_RULES = np.array(
 WINDOWS = (1.0, 1.5, 2.0, 3.0)
 NUM_FINALISTS = 4
 START_SHARES = (0.0, 0.0003, 0.001, 0.003)
-"""By how much of its length an order may become longer in between, in each turn; see `improve`. The finalists take turns."""
+"""Fraction of its length by which an order may temporarily become longer, in each turn; see `improve`. The finalists take
+turns."""
 PATIENCE = 3
-"""The turn in which an order may not become longer ends when so many times the moves of another turn have gained nothing."""
+"""The turn in which an order may not become longer ends after this many times the moves of another turn without a gain."""
 MOST_TURNS = 8
-"""It has as many moves as so many other turns at most."""
+"""Its maximum number of moves, in multiples of another turn."""
 ACTIONS_PER_MOVE = 30_000
-"""Short orders are given more moves than long ones, so that all moves of a start time about so many actions for every one of
-`num_moves`, and take as long."""
+"""Actions timed per unit of `num_moves`: short orders get more moves than long ones, so that they take equally long."""
 MOVES_PER_ACTION = 0.15
-"""No order is given more moves than so many for each of its actions and of `num_moves`: very short ones do not need them."""
+"""Maximum number of moves of an order, per action and unit of `num_moves`: very short ones do not need more."""
 WORTH_A_TRY = 1.03
-"""Starts that are longer than the best start under the same limit by more are not improved."""
+"""Maximum length of a start to be improved, relative to the best start under the same limit."""
 NEARLY = 1.005
-"""None is improved under a limit whose best start is longer than the best order so far by more."""
+"""Maximum length of the best start under a limit, relative to the best order so far, for any start to be improved."""
 
 
 def automatic(
@@ -57,20 +57,18 @@ def automatic(
     seed: int = 0,
     name: str = "zb-auto",
 ) -> Program:
-    """A schedule with split backwards, as short as the search finds, that keeps within `memory_limit` on
-    every rank.
+    """Search for a short schedule with split backwards within `memory_limit` on every rank.
 
-    Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last
-    computation (the time of a batch when batches follow each other without a barrier). Starts from the
-    known schedules, list schedules and `num_patterns` repeated patterns, times each with weight gradients
-    filled in under six rules, and lets the best four make small moves: `num_moves` of an order of 7,500 actions, more of
-    a shorter one, and more while they gain. The search ends early when it reaches `good_enough_s`. One seed, one
-    result. Both numbers may be lowered where many schedules are compared.
+    Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last computation (the time of
+    a batch when batches follow each other without a barrier). Starts from the known schedules, list schedules and
+    `num_patterns` repeated patterns, times each with weight gradients filled in under six rules, and improves the best four
+    by small moves: `num_moves` for an order of 7,500 actions, more for a shorter one, and more while they gain. The search
+    ends early when it reaches `good_enough_s`. The same seed gives the same result. Both numbers may be lowered where many
+    schedules are compared.
 
-    More memory hardly ever makes the result longer: the search is repeated under every smaller limit, in steps of half
-    of what a microbatch needs, and the best is kept. It leaves out limits under which no start comes near the best so
-    far, so now and then it misses an order that it finds where the limit is smaller. (Limits between two steps may
-    differ as well.)
+    More memory hardly ever makes the result longer: the search is repeated under every smaller limit, in steps of half a
+    microbatch's memory, and the best is kept. It skips limits under which no start comes near the best so far, so
+    occasionally it misses an order that it finds with a smaller limit. (Limits between two steps may differ as well.)
 
     Source: the aim and the filling of gaps follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
     section 3 (arXiv 2401.10241); the patterns Qi et al. 2024, "Pipeline Parallelism with Controllable
@@ -82,18 +80,18 @@ def automatic(
     """
     stages = stages_of(placement, times, memory_limit)
     aim = Aim(by_span, num_moves, num_patterns, good_enough_s, seed)
-    found = _best_within(placement, num_microbatches, stages, aim)
-    if found is None:
+    order = _best_within(placement, num_microbatches, stages, aim)
+    if order is None:
         raise ScheduleError(
             f"{name}: no order of {num_microbatches} microbatches fits a memory limit of {memory_limit}; "
             f"one microbatch alone needs {one_microbatch(stages)}"
         )
-    return program_of(name, placement, num_microbatches, found, stages.offsets)
+    return program_of(name, placement, num_microbatches, order, stages.offsets)
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a search minimises and how long it goes on."""
+    """The objective and the effort of a search."""
 
     by_span: bool
     num_moves: int
@@ -103,9 +101,9 @@ class Aim:
 
 
 def _best_within(placement: Placement, num_microbatches: int, stages: Stages, aim: Aim) -> Order | None:
-    """The best complete order of a search under the limit and under smaller ones.
+    """Return the best complete order of a search under the limit and under smaller ones.
 
-    A search does not find the best, and may find less with more memory.
+    A search does not find the optimum, and its result may be worse with more memory.
     """
     search = _Search(placement, num_microbatches, aim, one_microbatch(stages) / 2)
     for limit in chain([stages.limit], smaller_limits(stages, num_microbatches)):
@@ -119,7 +117,7 @@ def _best_within(placement: Placement, num_microbatches: int, stages: Stages, ai
 
 @dataclass
 class _Search:
-    """The best complete order so far, ``None`` while none fits the memory; `step` is that of smaller limits."""
+    """A search with the best complete order so far, None while none fits the memory; `step` is between smaller limits."""
 
     placement: Placement
     num_microbatches: int
@@ -131,7 +129,7 @@ class _Search:
     _patterns: Patterns | None = None
 
     def under(self, stages: Stages, enough_s: float) -> None:
-        """Look for a shorter order under the limit of `stages`; one of `enough_s` will do."""
+        """Search for a shorter order under the limit of `stages`, until one takes `enough_s` or less."""
         finalists = self._starts(stages, enough_s)
         is_worth = finalists.seconds[0] < NEARLY * self.best_s
         num_worth = int((finalists.seconds < WORTH_A_TRY * finalists.seconds[0]).sum()) if is_worth else 0
@@ -141,7 +139,7 @@ class _Search:
             self._improve(turn, turn % num_worth, finalists, stages, enough_s)
 
     def _starts(self, stages: Stages, enough_s: float) -> Finalists:
-        """The shortest of the known schedules, of list schedules and of patterns."""
+        """Return the shortest of the known schedules, list schedules and patterns."""
         shape = NUM_FINALISTS, 2 * self.num_microbatches * len(stages.rank)
         finalists = Finalists(
             np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64),
@@ -158,14 +156,14 @@ class _Search:
         return _handmade(self.placement, self.num_microbatches)
 
     def patterns(self, stages: Stages) -> Patterns:
-        """The same under every limit."""
+        """Return the patterns, which are the same under every limit."""
         if self._patterns is None:
             rng = np.random.default_rng(self.aim.seed)
             self._patterns = patterns(stages, self.num_microbatches, self.aim.num_patterns, rng)
         return self._patterns
 
     def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
-        """Move passes of a start within the memory that it needs, so that it comes out the same under any limit."""
+        """Improve a start within the memory that it needs, so that the result is the same under any limit."""
         peak, order = finalists.peak[place], Order(finalists.passes[place], finalists.stages[place])
         key = turn, int(finalists.rule[place]), peak.tobytes(), *(row.tobytes() for row in order)
         if key in self.tried:
@@ -187,7 +185,7 @@ class _Search:
 
 
 def _handmade(placement: Placement, num_microbatches: int) -> Order:
-    """The known zero-bubble schedules of this placement, [schedule, :], without weight gradients."""
+    """Return the known zero-bubble schedules of this placement, [schedule, :], without weight gradients."""
     num_ranks = placement.num_ranks
     programs: list[Program] = []
     if placement == linear(num_ranks):
@@ -197,14 +195,16 @@ def _handmade(placement: Placement, num_microbatches: int) -> Order:
     passes = [[a for a in program if a.kind is not Kind.W] for program in programs]
     shape = len(programs), 2 * num_microbatches * placement.num_stages
     return Order(
-        np.array([[KINDS.index(a.kind) for a in each] for each in passes], np.int8).reshape(shape),
-        np.array([[a.stage for a in each] for each in passes], np.int16).reshape(shape),
+        np.array(
+            [[KINDS.index(a.kind) for a in program_passes] for program_passes in passes], np.int8
+        ).reshape(shape),
+        np.array([[a.stage for a in program_passes] for program_passes in passes], np.int16).reshape(shape),
     )
 
 
 def _windows(stages: Stages) -> Ints:
-    """Most microbatches in flight per stage, for list schedules: multiples of the stages to go."""
+    """Return the maximum microbatches in flight per stage, for list schedules: multiples of the number of later stages."""
     num_ranks, num_stages = len(stages.limit), len(stages.rank)
     to_go = (num_stages - 1 - np.arange(num_stages)) * num_ranks / num_stages
     windows = [np.ceil(factor * to_go) + 1 for factor in WINDOWS]
-    return np.array([*windows, np.full(num_stages, NO_BACKLOG)], np.int64)
+    return np.array([*windows, np.full(num_stages, UNLIMITED)], np.int64)

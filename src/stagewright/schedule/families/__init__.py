@@ -1,4 +1,4 @@
-"""One pure function per schedule family, and the registry that finds them by name."""
+"""Builders of schedules: one pure function per schedule, and their registry by name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FAMILIES: dict[str, Callable[..., Program]] = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
 }
-"""Builders by name. Each takes `num_ranks`, `num_microbatches`, `num_chunks` if it places several stages on
-a rank, and options of its own as keywords."""
+"""Builders by name. Each takes `num_ranks`, `num_microbatches`, `num_chunks` if it places several stages on a rank, and its
+own options as keywords."""
 
 
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -43,17 +43,17 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 0 <= value <= MOST_ACTIONS, f"a number from 0 to {MOST_ACTIONS:,}"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value <= MOST_PREDICTED, "a number of at least 0"),
 }  # fmt: skip
-"""By the type that a builder names: whether it can be that value, and what it is in words."""
+"""Check and description of the value of an option, by its annotated type."""
 
 
 def options_of(name: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the builder of the family `name`; none where there is no such family."""
+    """Return the parameters of the builder of the schedule `name`; empty if there is no such schedule."""
     builder = FAMILIES.get(name.lower())
     return {} if builder is None else inspect.signature(builder).parameters
 
 
 def check_written(name: str, options: Iterable[str]) -> None:
-    """Raises `ScheduleError` for options of the family `name` that are objects, which no command line can give."""
+    """Raise `ScheduleError` for options of the schedule `name` that are objects, which a command line cannot give."""
     accepted = options_of(name)
     for option in options:
         if option in accepted and _kind(accepted[option]) not in _OPTIONS:
@@ -65,10 +65,10 @@ def check_written(name: str, options: Iterable[str]) -> None:
 def build(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, **options: Any
 ) -> Program:
-    """The program of the family `name`, by default with the family's own number of stages per rank.
+    """Build the program of the schedule `name`, by default with its own number of stages per rank.
 
     Raises:
-        ScheduleError: an unknown family or option, or sizes that the family cannot build.
+        ScheduleError: an unknown schedule or option, or sizes that the schedule does not support.
 
     >>> build("1f1b", 2, 2).lines()
     ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
@@ -78,8 +78,8 @@ def build(
     """
     builder = FAMILIES.get(name.lower())
     if builder is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), FAMILIES)}; known: {known}")
+        names = ", ".join(sorted(FAMILIES))
+        raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), FAMILIES)}; known: {names}")
     if num_ranks < 1:
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
     check_size(name, num_ranks * (num_chunks or 1), num_microbatches)
@@ -92,11 +92,11 @@ def build(
             raise ScheduleError(f"option {option} of {name} is {_OPTIONS[kind][1]}, not {str(value)[:40]!r}")
     if "num_chunks" not in accepted:
         program = builder(num_ranks, num_microbatches, **options)
-        own = program.num_stages // num_ranks
-        if num_chunks not in (None, own):
+        chunks = program.num_stages // num_ranks
+        if num_chunks not in (None, chunks):
             raise ScheduleError(
-                f"{name} places {own} {'stage' if own == 1 else 'stages'} on each rank: leave out num_chunks={num_chunks} "
-                f"(--chunks), or give {own}"
+                f"{name} places {chunks} {'stage' if chunks == 1 else 'stages'} on each rank: "
+                f"leave out num_chunks={num_chunks} (--chunks), or give {chunks}"
             )
         return program
     if num_chunks is not None:

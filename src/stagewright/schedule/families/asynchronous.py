@@ -1,4 +1,4 @@
-"""Asynchronous 1F1B: steps without a flush, on several versions of the weights. For simulation only."""
+"""Asynchronous 1F1B: optimizer steps without a flush, with several versions of the weights. For simulation only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from stagewright.schedule.program import Program, build_program
 
 
 def pipedream(num_ranks: int, num_microbatches: int) -> Program:
-    """1F1B in which every stage steps after every backward; rank r keeps up to ``P - r`` versions of its
-    weights.
+    """1F1B in which every stage steps after every backward; rank r keeps up to ``P - r`` versions of its weights.
 
     Source: Narayanan et al. 2019, "PipeDream", section 3.3 (weight stashing; SOSP '19).
 
@@ -27,8 +26,7 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Program:
 
 
 def pipedream_2bw(num_ranks: int, num_microbatches: int, *, step_every: int | None = None) -> Program:
-    """1F1B that steps every `step_every` microbatches (default P, the least); two versions of the weights
-    suffice.
+    """1F1B that steps every `step_every` microbatches (default P, the minimum), with at most two versions of the weights.
 
     Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1 (arXiv
     2006.09503).
@@ -43,9 +41,9 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, *, step_every: int | No
 
 
 def weight_versions(program: Program) -> list[int]:
-    """Per rank how many versions of its weights are needed at once.
+    """Return per rank how many versions of its weights are needed at once.
 
-    A microbatch's backward uses the version its forward used; a version lives until the last such backward.
+    A microbatch's backward uses the version that its forward used; a version lives until the last such backward.
     """
     if not any(action.kind is Kind.STEP for action in program):
         return [1] * program.num_ranks

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules found by search for given stage times and memory: any limit, V-Half, V-Min."""
+"""Zero-bubble schedules from a search with given stage times and memory: any limit, V-Half, V-Min."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def zb_auto(
     by_span: bool = False,
     num_moves: int = 2000,
 ) -> Program:
-    """The automatic zero-bubble schedule on one stage per rank.
+    """Automatic zero-bubble schedule with one stage per rank.
 
-    `times` default to equal passes of one second and one unit of memory per microbatch, half of it kept for
-    the weight gradient; `memory_limit` to that of 1F1B on rank 0, P units. See `automatic.automatic`.
+    `times` default to equal passes of one second and one unit of memory per microbatch, half of it saved for the weight
+    gradient; `memory_limit` to that of 1F1B on rank 0, P units. See `automatic.automatic`.
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (arXiv 2401.10241).
 
     >>> print("\\n".join(zb_auto(2, 3).lines()))
@@ -43,7 +43,7 @@ def zb_auto(
 def v_half(
     num_ranks: int, num_microbatches: int, *, times: StageTimes | None = None, num_moves: int = 2000
 ) -> Program:
-    """Half the activations of 1F1B: at most ``(P + 2) // 2`` microbatches of both the rank's stages.
+    """Schedule with half the activations of 1F1B: at most ``(P + 2) // 2`` microbatches of both stages of a rank.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3 (arXiv 2405.15362).
 
@@ -57,7 +57,7 @@ def v_half(
 def v_min(
     num_ranks: int, num_microbatches: int, *, times: StageTimes | None = None, num_moves: int = 2000
 ) -> Program:
-    """A third of the activations of 1F1B: at most ``(P + 4) // 3`` microbatches of both the rank's stages.
+    """Schedule with a third of the activations of 1F1B: at most ``(P + 4) // 3`` microbatches of both stages of a rank.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3 (arXiv 2405.15362).
 

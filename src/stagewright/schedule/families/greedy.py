@@ -1,4 +1,4 @@
-"""The greedy list scheduler: every rank always takes the most urgent work that is ready. Hanayo's waves by the same rule."""
+"""Greedy list schedules: every rank always takes the most urgent work that is ready. Hanayo's waves follow the same rule."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def greedy(
     delays_unhidden: bool = True,
     max_in_flight: int | None = None,
 ) -> Program:
-    """Split backwards scheduled greedily for given pass times on any placement (default: looped, equal
-    passes).
+    """Greedy schedule with split backwards for given pass times on any placement (default: looped, equal passes).
 
-    Ready work is taken in the order input gradient, forward, weight gradient, after an input gradient with
-    the forward first; input gradients of the deepest stage first, the others by microbatch. With
-    `delays_unhidden`, once backwards have begun, work whose input has just come from the rank that started
-    last waits behind other ready work, because its transfer could not hide behind a computation.
-    `max_in_flight` bounds the microbatches between their first forward and their last input gradient.
+    Ready work is taken in the order input gradient, forward, weight gradient; after an input gradient the forward comes
+    first. Input gradients of the deepest stage come first, other work is ordered by microbatch. With `delays_unhidden`, once
+    backwards have begun, work whose input has just come from the rank that started last waits for other ready work, because
+    no computation could hide its transfer. `max_in_flight` bounds the microbatches between their first forward and their
+    last input gradient.
 
     Source: the list scheduler of AdaPtis (Guo et al. 2025, arXiv 2509.23722) as in
     github.com/guojihu-hana/SimPipe.
@@ -43,7 +42,7 @@ def greedy(
     import numpy as np  # here, because numba takes half a second to import
 
     from stagewright.schedule.list_scheduler.kernels import list_schedule
-    from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates
+    from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of
     from stagewright.schedule.list_scheduler.stage_times import StageTimes, program_of, stages_of
     from stagewright.schedule.list_scheduler.terms import Rule
 
@@ -51,19 +50,19 @@ def greedy(
     if placement.num_ranks != num_ranks:
         raise ScheduleError(f"greedy: a placement on {placement.num_ranks} ranks for {num_ranks} ranks")
     stages = stages_of(placement, times or StageTimes.uniform(placement.num_stages), np.inf)
-    rule = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, delays_unhidden, 0.0)
-    window = np.full(placement.num_stages, NO_BACKLOG)
-    window[0] = max_in_flight or NO_BACKLOG
-    due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))
-    _, order = list_schedule(stages, num_microbatches, rule, window, due, np.inf)
+    rule = Rule(1, False, False, np.inf, 0.0, UNLIMITED, delays_unhidden, 0.0)
+    window = np.full(placement.num_stages, UNLIMITED)
+    window[0] = max_in_flight or UNLIMITED
+    deadlines = deadlines_of(stages, rule, np.zeros((4, placement.num_stages)))
+    _, order = list_schedule(stages, num_microbatches, rule, window, deadlines, np.inf)
     return program_of("greedy", placement, num_microbatches, order, stages.offsets)
 
 
 def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
-    """1F1B over stages that run down and up the ranks, `num_chunks` (two per wave) on each.
+    """1F1B over stages that run down and up the ranks, with `num_chunks` (two per wave) on each.
 
-    The order is that of list scheduling with backwards twice as long as forwards: backwards first, deepest
-    stage first, at most 2 P microbatches under way.
+    The order is that of list scheduling with backwards twice as long as forwards: backwards first, deepest stage first, at
+    most 2 P microbatches in flight.
 
     Source: Liu et al. 2023, "Hanayo: Harnessing
     Wave-like Pipeline Parallelism", section 3 (arXiv 2308.15762); the paper gives no closed form, so this

@@ -1,4 +1,4 @@
-"""One stage per rank: GPipe, 1F1B, and ZB-H1 and ZB-H2, which put weight gradients off to fill the bubbles of 1F1B."""
+"""Schedules with one stage per rank: GPipe, 1F1B, and ZB-H1 and ZB-H2, which defer weight gradients to fill bubbles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gpipe(num_ranks: int, num_microbatches: int, *, split_backward: bool = False
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, *, split_backward: bool = False) -> Program:
-    """One forward, one backward in turn after ``P - 1 - rank`` forwards of warm-up.
+    """One forward and one backward in turn after ``P - 1 - rank`` forwards of warm-up.
 
     Bubble ``(P - 1)(t_F + t_B)``; rank r holds at most ``min(P - r, M)`` microbatches.
     Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
@@ -51,7 +51,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, *, split_backward: bool =
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
-    """1F1B whose ranks put off as many weight gradients as 1F1B's memory allows.
+    """1F1B with as many deferred weight gradients as the memory of 1F1B allows.
 
     Bubble ``(P - 1)(t_F + t_I - t_W)``, memory of 1F1B.
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 (arXiv 2401.10241).
@@ -65,7 +65,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
-    """More forwards before the first backward: no bubble for t_F = t_I = t_W, with nearly twice the memory.
+    """ZB-H1 with more forwards before the first backward: no bubble for t_F = t_I = t_W, with nearly twice the memory.
 
     Bubble ``(P - 1)(t_F + t_I - 2 t_W)`` of the longest rank's span from its first to its last computation,
     given at least ``2 P - 1`` microbatches; rank 0 holds ``2 P - 1`` of them. The optimizer must not wait
@@ -82,7 +82,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
 
 
 def _handmade(name: str, num_ranks: int, num_microbatches: int, factor: int) -> Program:
-    """Weight gradients begin once a rank has issued as many forwards as rank 0 has in warm-up."""
+    """Build a schedule whose weight gradients begin once a rank has issued as many forwards as rank 0 in warm-up."""
 
     def order(rank: int) -> Iterator[Action]:
         warmup = min(num_microbatches, factor * (num_ranks - 1 - rank) + 1)

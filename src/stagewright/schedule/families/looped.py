@@ -1,4 +1,4 @@
-"""Several stages per rank, which loop around the ranks: interleaved 1F1B goes depth first, breadth-first stage by stage."""
+"""Schedules with several stages per rank, looped around the ranks: interleaved (depth-first) and breadth-first."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ def interleaved_1f1b(
     split_backward: bool = False,
     round_size: int | None = None,
 ) -> Program:
-    """1F1B over stages that loop around the ranks; the stage changes with every round of microbatches.
+    """1F1B over stages looped around the ranks; a rank changes its stage with every round of microbatches.
 
-    A round has `round_size` microbatches, by default P, or more where that does not divide M, so that any M
-    works; with M < P there is one round. Makespan ``((v - 1) max(M, P) + M + P - 1)(t_f + t_b)`` for stage
-    times t; with P dividing M the rank r holds at most ``(v - 1) P + 2 (P - 1 - r) + 1`` stage activations.
+    A round has `round_size` microbatches, by default P, or more if that does not divide M, so that any M works; with M < P
+    there is one round. Makespan ``((v - 1) max(M, P) + M + P - 1)(t_f + t_b)`` for stage times t; if P divides M, rank r
+    holds at most ``(v - 1) P + 2 (P - 1 - r) + 1`` stage activations.
 
-    With rounds of P, every transfer around the ranks is waited for: a microbatch comes back just when its
-    first rank has nothing else to do. Rounds a few microbatches longer hide these transfers for as many more
-    stage activations per further chunk.
+    With rounds of P, no transfer around the ranks is hidden: a microbatch comes back just when its first rank has nothing
+    else to do. Rounds with k more microbatches hide these transfers, for k more stage activations per further chunk.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2 (arXiv
     2104.04473); longer rounds as in Megatron-LM (`microbatch-group-size-per-virtual-pipeline-stage`).
 
     Raises:
-        ScheduleError: a round shorter than P, in which ranks would wait for each other.
+        ScheduleError: a round is shorter than P, so that ranks would wait for each other.
 
     >>> print("\\n".join(interleaved_1f1b(2, 2).lines()))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
@@ -58,8 +57,7 @@ def interleaved_1f1b(
 
 
 def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
-    """Interleaved 1F1B with half the warm-up and weight gradients `rank` backwards behind their input
-    gradients.
+    """Interleaved 1F1B with half the warm-up, and weight gradients `rank` backwards after their input gradients.
 
     Source: ScheduleInterleavedZeroBubble of torch.distributed.pipelining (PyTorch 2.13), after Qi et al.
     2023, "Zero Bubble Pipeline Parallelism", section 2 (arXiv 2401.10241).
@@ -71,11 +69,13 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
 
     def order(rank: int) -> Iterator[Action]:
         forwards, backwards = _passes(num_ranks, num_microbatches, num_chunks, rank, num_ranks)
-        put_off: list[list[Action]] = [[]] * rank + [[Action(Kind.W, *each)] for each in backwards]
-        split = [[Action(Kind.I, *each), *late] for each, late in zip(backwards, put_off, strict=False)]
+        deferred: list[list[Action]] = [[]] * rank + [[Action(Kind.W, stage, m)] for stage, m in backwards]
+        split = [
+            [Action(Kind.I, stage, m), *late] for (stage, m), late in zip(backwards, deferred, strict=False)
+        ]
         longest = len(rounds(num_microbatches, num_ranks)[0])
         yield from in_turn(forwards, split, (num_chunks - 1) * longest + num_ranks - 1 - rank)
-        yield from chain.from_iterable(put_off[len(backwards) :])
+        yield from chain.from_iterable(deferred[len(backwards) :])
 
     return build_program("interleaved-zb", loop(num_ranks, num_chunks), num_microbatches, order)
 
@@ -83,7 +83,8 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
 def _passes(
     num_ranks: int, num_microbatches: int, num_chunks: int, rank: int, round_size: int
 ) -> tuple[list[Action], list[tuple[int, int]]]:
-    """All forwards of `rank` in order, and (stage, microbatch) of all backwards, in rounds of at least `round_size`."""
+    """Return all forwards of `rank` in order, and (stage, microbatch) of all backwards, in rounds of at least
+    `round_size`."""
     stages = range(rank, num_ranks * num_chunks, num_ranks)
     groups = rounds(num_microbatches, round_size)
     forwards = [Action(Kind.F, stage, m) for group in groups for stage in stages for m in group]
@@ -99,14 +100,12 @@ def breadth_first(
     last_first: bool = False,
     split_backward: bool = False,
 ) -> Program:
-    """The rank's stages in increasing order, forwards of all microbatches each; then in decreasing order,
-    backwards.
+    """Forwards of all microbatches, stage by stage; then backwards of all microbatches, in reverse order of stages.
 
-    Makespan ``((v - 1) max(M, P) + M + P - 1)(t_f + t_b)`` for stage times t and any M; a rank holds all M
-    v stage activations. Weights of a sharded stage are needed in one stretch per pass, so one gather serves
-    all microbatches. With `num_groups` the microbatches go through in so many groups one after the other
-    (depth first over groups, breadth first within), which holds only a group's activations at a time.
-    `last_first`: backwards begin with the last microbatch.
+    Makespan ``((v - 1) max(M, P) + M + P - 1)(t_f + t_b)`` for stage times t and any M; a rank holds all M v stage
+    activations. A sharded stage uses its weights without interruption, so one gather serves all microbatches. With
+    `num_groups` the microbatches are divided into groups that follow each other (depth first over groups, breadth first
+    within), so that only one group's activations are held at a time. `last_first`: backwards begin with the last microbatch.
 
     Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4 (arXiv 2211.05953); groups as
     in Fast-LLM's `depth_first_micro_batches`, `last_first` as in PyTorch's ScheduleLoopedBFS.

@@ -1,4 +1,4 @@
-"""Pieces that several schedule families are made of."""
+"""Building blocks of several schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagewright.schedule.action import Action, Kind
 
 
 def backward(stage: int, microbatch: int, split: bool) -> tuple[Action, ...]:
-    """A full backward, or its input gradient with the weight gradient right behind.
+    """Return a full backward, or its input gradient followed by its weight gradient.
 
     >>> [str(action) for action in backward(2, 0, split=True)]
     ['2I0', '2W0']
@@ -23,7 +23,7 @@ def backward(stage: int, microbatch: int, split: bool) -> tuple[Action, ...]:
 def in_turn(
     forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], warmup: int
 ) -> Iterator[Action]:
-    """1F1B: after `warmup` forwards one forward, while there are any, and one backward in turn."""
+    """Yield 1F1B: after `warmup` forwards, one forward (if any is left) and one backward in turn."""
     yield from forwards[:warmup]
     for forward, backward in zip_longest(forwards[warmup:], backwards):
         if forward is not None:
@@ -32,7 +32,7 @@ def in_turn(
 
 
 def rounds(num_microbatches: int, at_least: int) -> list[range]:
-    """Microbatches in as many rounds as have `at_least` microbatches each, longer rounds first.
+    """Divide microbatches into as many rounds of `at_least` microbatches as possible, longer rounds first.
 
     >>> rounds(8, 4), rounds(7, 3), rounds(2, 4)
     ([range(0, 4), range(4, 8)], [range(0, 4), range(4, 7)], [range(0, 2)])
@@ -44,12 +44,10 @@ def rounds(num_microbatches: int, at_least: int) -> list[range]:
 
 
 def numbered(steps: Iterable[tuple[Kind, int | None]], num_microbatches: int) -> Iterator[Action]:
-    """Give each step (kind, stage) the next microbatch of that kind and stage; leave out those that do not
-    exist.
+    """Give each step (kind, stage) the next microbatch of that kind and stage; leave out microbatches that do not exist.
 
-    A weight gradient takes the oldest input gradient still without one: of its stage, or of any when its
-    stage is ``None``. Leaving microbatches out keeps an order valid, because no microbatch waits for
-    another.
+    A weight gradient belongs to the oldest input gradient without one: of its stage, or of any if its stage is None. Leaving
+    microbatches out keeps an order valid, because no microbatch waits for another.
 
     >>> steps = [(Kind.F, 0), (Kind.F, 0), (Kind.B, 0), (Kind.I, 0), (Kind.W, None)]
     >>> " ".join(map(str, numbered(steps, 2)))

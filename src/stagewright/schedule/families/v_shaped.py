@@ -1,4 +1,4 @@
-"""ZB-V and DualPipeV: two stages per rank, down the ranks and back up."""
+"""V-shaped schedules, with two stages per rank, down the ranks and back up: ZB-V and DualPipeV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Step = tuple[Kind, int | None]
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Program:
-    """Zero bubble at the memory of 1F1B: no bubble for t_F = t_I = t_W and at least ``2 P - 1`` microbatches.
+    """Zero-bubble schedule with the memory of 1F1B: no bubble for t_F = t_I = t_W and at least ``2 P - 1`` microbatches.
 
     Rank r holds the stages r and 2 P - 1 - r. With fewer microbatches it is the same order without the
     missing ones.
@@ -46,13 +46,11 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Program:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int, *, overlap: bool = False) -> Program:
-    """Forwards of one stage of the rank beside backwards of the other, weight gradients split off only at
-    the ends.
+    """Forwards of one stage of a rank alternate with backwards of the other; backwards are split only at the ends.
 
-    With `overlap` a forward directly before a full backward of the other stage runs as one pair with it. A
-    rank holds at most ``2 P + 1`` stage activations and, with pairs of t_P seconds, idles ``(P - 1)(t_P +
-    t_B - 3 t_W)``; needs ``2 P`` microbatches to fill, fewer run as the same order without the missing
-    ones.
+    With `overlap` a forward directly before a full backward of the other stage runs as one pair with it. A rank holds at
+    most ``2 P + 1`` stage activations and, with pairs of t_P seconds, idles ``(P - 1)(t_P + t_B - 3 t_W)``. Fewer than ``2
+    P`` microbatches run in the same order without the missing ones.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1 (arXiv 2412.19437), and
     github.com/deepseek-ai/DualPipe; the order of ScheduleDualPipeV of torch.distributed.pipelining (PyTorch
@@ -88,16 +86,20 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, *, overlap: bool = False) 
 
 
 def _paired(actions: Sequence[Action], skip_first: bool) -> Iterator[Action]:
-    """Each forward directly before a full backward of the other stage becomes a pair with it.
+    """Pair each forward directly before a full backward of the other stage with it.
 
-    `skip_first`: the last rank leaves its first pair apart, so that the backward which all ranks wait for
-    ends early.
+    `skip_first`: the last rank does not overlap its first pair, so that the backward that all ranks wait for ends early.
     """
-    rest = deque(actions)
-    while rest:
-        action = rest.popleft()
-        if action.kind is Kind.F and rest and rest[0].kind is Kind.B and rest[0].stage != action.stage:
-            action = action if skip_first else pair(action, rest.popleft())
+    remaining = deque(actions)
+    while remaining:
+        action = remaining.popleft()
+        if (
+            action.kind is Kind.F
+            and remaining
+            and remaining[0].kind is Kind.B
+            and remaining[0].stage != action.stage
+        ):
+            action = action if skip_first else pair(action, remaining.popleft())
             skip_first = False
         yield action
 

@@ -1,1 +1,1 @@
-"""Compiled list scheduling: every rank takes the most urgent work that is ready and has memory."""
+"""List scheduling, compiled: every rank takes the most urgent work that is ready and fits its memory."""

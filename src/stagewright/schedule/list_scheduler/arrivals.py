@@ -1,7 +1,7 @@
-"""When the input of a pass is there, compiled: what `Rules` says of a chain of stages, with the times of its transfers.
+"""Arrival times of the inputs of passes, compiled: the dependencies of `Rules` for a chain of stages, with transfer times.
 
-Microbatches pass every stage in order. That loses nothing: microbatches are alike, so the k-th start of a pass may always
-be given to microbatch k.
+Microbatches pass every stage in order. That is no restriction: microbatches are equal, so the k-th start of a pass can
+always be that of microbatch k.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]:
 
 @helper
 def arrival(kind, stage, stages, passes):
-    """When the next forward or input gradient of `stage` has its input; infinite while unknown and after the last.
+    """Return when the input of the next forward or input gradient of `stage` arrives; infinite while unknown and after the
+    last.
 
-    `passes` are those that have run: their ends `forward_end` and `input_grad_end`, [stage, microbatch], and their numbers
-    `num_forward` and `num_input_grad` per stage.
+    `passes` describes the passes that have run: their ends `forward_end` and `input_grad_end`, [stage, microbatch], and
+    their counts `num_forward` and `num_input_grad` per stage.
     """
     if kind == FORWARD:
         m = passes.num_forward[stage]
@@ -28,7 +29,7 @@ def arrival(kind, stage, stages, passes):
             return 0.0 if m < passes.forward_end.shape[1] else np.inf
         if m >= passes.num_forward[stage - 1]:
             return np.inf
-        return passes.forward_end[stage - 1, m] + stages.hop[stage]
+        return passes.forward_end[stage - 1, m] + stages.transfer[stage]
     m = passes.num_input_grad[stage]
     if m >= passes.num_forward[stage]:
         return np.inf
@@ -36,16 +37,16 @@ def arrival(kind, stage, stages, passes):
         return passes.forward_end[stage, m]
     if m >= passes.num_input_grad[stage + 1]:
         return np.inf
-    return passes.input_grad_end[stage + 1, m] + stages.hop[stage + 1]
+    return passes.input_grad_end[stage + 1, m] + stages.transfer[stage + 1]
 
 
 @numba.njit(cache=True, nogil=True)
 def first_arrivals(stages):
-    """When the first value can reach each rank."""
+    """Return the earliest time at which the first value can reach each rank."""
     first = np.full(len(stages.offsets) - 1, np.inf)
     at = 0.0
     for stage in range(len(stages.rank)):
-        at += stages.hop[stage]
+        at += stages.transfer[stage]
         first[stages.rank[stage]] = min(first[stages.rank[stage]], at)
         at += stages.forward[stage]
     return first
@@ -53,7 +54,7 @@ def first_arrivals(stages):
 
 @numba.njit(cache=True, nogil=True)
 def rank_seconds(stages):
-    """The seconds that each rank computes per microbatch."""
+    """Return the compute seconds of each rank per microbatch."""
     seconds = np.zeros(len(stages.offsets) - 1)
     for stage in range(len(stages.rank)):
         seconds[stages.rank[stage]] += (

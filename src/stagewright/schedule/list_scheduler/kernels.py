@@ -1,4 +1,4 @@
-"""Compiled list scheduling: thousands of schedules a second for one layout of layers on ranks."""
+"""The list scheduler, compiled: thousands of schedules a second for one layout of layers on ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGH
 
 
 @numba.njit(cache=True, nogil=True)
-def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
-    """Makespan and order; infinite once no schedule that goes on from here can end before `give_up_s`."""
+def list_schedule(stages, num_microbatches, rule, window, deadlines, give_up_s):
+    """Return makespan and order; infinite once the schedule cannot end before `give_up_s`."""
     slack = give_up_s - num_microbatches * rank_seconds(stages)
-    return list_within(stages, num_microbatches, rule, window, due, slack)
+    return list_within(stages, num_microbatches, rule, window, deadlines, slack)
 
 
 @numba.njit(cache=True, nogil=True)
-def list_within(stages, num_microbatches, rule, window, due, slack):
-    """As `list_schedule`, infinite once a rank has been idle for longer than its `slack`, which is used up.
+def list_within(stages, num_microbatches, rule, window, deadlines, slack):
+    """Return the same as `list_schedule`, infinite once a rank has idled for longer than its `slack`, which is modified.
 
-    A forward is only admitted when its rank has room for the forwards of the same microbatch on its later
-    stages as well. So the schedule never gets stuck as long as every rank can hold one microbatch: of all
-    forwards that wait for memory take the deepest. Whatever its rank holds was admitted before it with room
-    for it, and everything deeper has been through.
+    A forward is admitted only if its rank also has memory for the forwards of the same microbatch on its later stages. So
+    the schedule never gets stuck if every rank can hold one microbatch: consider the deepest of all forwards that wait for
+    memory. Whatever its rank holds was admitted earlier with memory for this forward, and all deeper work has passed.
     """
     num_stages, num_ranks = len(stages.rank), len(stages.offsets) - 1
     order = Order(
@@ -39,13 +38,13 @@ def list_within(stages, num_microbatches, rule, window, due, slack):
     )
     if slack.min() < 0.0:
         return np.inf, order
-    clocks = _clocks(stages, num_microbatches, due)
+    clocks = _clocks(stages, num_microbatches, deadlines)
     place = 3 * num_microbatches * stages.offsets
     wake, first = _wake_times(num_ranks)
     _wake(stages.rank[0], 0.0, wake, first)
-    left = 3 * num_stages * num_microbatches
+    remaining = 3 * num_stages * num_microbatches
     backwards_begun = False
-    while left > 0:
+    while remaining > 0:
         rank = first[1]
         now = wake[rank]
         if now == np.inf:
@@ -73,16 +72,16 @@ def list_within(stages, num_microbatches, rule, window, due, slack):
         order.passes[place[rank]] = kind
         order.stages[place[rank]] = stage
         place[rank] += 1
-        left -= 1
+        remaining -= 1
         user, at = -1, np.inf
         if kind == FORWARD:
-            user, at = _run_forward(rank, member, stage, now, stages, clocks, due)
+            user, at = _run_forward(rank, member, stage, now, stages, clocks, deadlines)
         elif kind == INPUT_GRAD:
-            user, at = _run_input_grad(rank, member, stage, now, stages, clocks, due)
+            user, at = _run_input_grad(rank, member, stage, now, stages, clocks, deadlines)
         else:
             number = clocks.num_weight_grad[stage] + 1
             clocks.num_weight_grad[stage] = number
-            clocks.weight_grad_due[member] = number if number < clocks.num_input_grad[stage] else np.inf
+            clocks.weight_grad_deadline[member] = number if number < clocks.num_input_grad[stage] else np.inf
             clocks.num_waiting[rank] -= 1
             clocks.memory[rank] -= stages.held[stage]
             clocks.free[rank] = now + stages.weight_grad[stage]
@@ -94,7 +93,7 @@ def list_within(stages, num_microbatches, rule, window, due, slack):
 
 @numba.njit(cache=True, nogil=True)
 def _wake_times(num_ranks):
-    """When each rank next has a choice, and a tournament: node 1 holds the rank that is first."""
+    """Return the time of each rank's next choice, and a tournament tree whose node 1 holds the earliest rank."""
     size = 1
     while size < num_ranks:
         size *= 2
@@ -108,7 +107,7 @@ def _wake_times(num_ranks):
 
 @helper
 def _wake(rank, at, wake, first):
-    """Let `rank` choose at `at`; of two ranks at one time the lower is first."""
+    """Set the next choice of `rank` to `at`; of two ranks at the same time the lower one comes first."""
     wake[rank] = at
     node = len(wake) + rank
     while node > 1:
@@ -120,7 +119,7 @@ def _wake(rank, at, wake, first):
 
 
 @numba.njit(cache=True, nogil=True)
-def _clocks(stages, num_microbatches, due):
+def _clocks(stages, num_microbatches, deadlines):
     num_stages, num_ranks = len(stages.rank), len(stages.offsets) - 1
     place = np.empty(num_stages, np.int64)
     place[stages.members] = np.arange(num_stages)
@@ -130,20 +129,20 @@ def _clocks(stages, num_microbatches, due):
         np.empty((num_stages, num_microbatches)), np.empty((num_stages, num_microbatches)),
         np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64),
         place, value_at, np.full(num_stages, np.inf),
-        due.forward[stages.members], due.input_grad[stages.members], np.full(num_stages, np.inf),
+        deadlines.forward[stages.members], deadlines.input_grad[stages.members], np.full(num_stages, np.inf),
         np.zeros(num_ranks), np.zeros(num_ranks), np.full(num_ranks, -1), np.full(num_ranks, -1),
         np.full(num_ranks, -1.0), np.zeros(num_ranks, np.int64),
     )  # fmt: skip
 
 
 @helper
-def _run_forward(rank, member, stage, now, stages, clocks, due):
+def _run_forward(rank, member, stage, now, stages, clocks, deadlines):
     """Run the next forward of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_forward[stage]
     end = now + stages.forward[stage]
     clocks.forward_end[stage, m] = end
     clocks.num_forward[stage] = m + 1
-    clocks.forward_due[member] += due.forward_pace[stage]
+    clocks.forward_deadline[member] += deadlines.forward_interval[stage]
     clocks.memory[rank] += stages.saved[stage]
     clocks.free[rank] = end
     clocks.value_at[member] = arrival(FORWARD, stage, stages, clocks)
@@ -157,16 +156,16 @@ def _run_forward(rank, member, stage, now, stages, clocks, due):
 
 
 @helper
-def _run_input_grad(rank, member, stage, now, stages, clocks, due):
+def _run_input_grad(rank, member, stage, now, stages, clocks, deadlines):
     """Run the next input gradient of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_input_grad[stage]
     end = now + stages.input_grad[stage]
     clocks.input_grad_end[stage, m] = end
     clocks.num_input_grad[stage] = m + 1
-    clocks.input_grad_due[member] += due.input_grad_pace[stage]
+    clocks.input_grad_deadline[member] += deadlines.input_grad_interval[stage]
     clocks.num_waiting[rank] += 1
-    if clocks.weight_grad_due[member] == np.inf:
-        clocks.weight_grad_due[member] = clocks.num_weight_grad[stage]
+    if clocks.weight_grad_deadline[member] == np.inf:
+        clocks.weight_grad_deadline[member] = clocks.num_weight_grad[stage]
     clocks.memory[rank] -= stages.saved[stage] - stages.held[stage]
     clocks.free[rank] = end
     clocks.gradient_at[member] = arrival(INPUT_GRAD, stage, stages, clocks)

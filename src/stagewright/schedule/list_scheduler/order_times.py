@@ -1,4 +1,4 @@
-"""Compiled timing of a given order of passes.
+"""Timing of a given order of passes, compiled.
 
 An order lists the weight gradients too, or only forwards and input gradients, into which weight gradients are then filled.
 """
@@ -15,11 +15,10 @@ from stagewright.schedule.list_scheduler.terms import FORWARD, TINY, WEIGHT_GRAD
 
 
 class FillRule(NamedTuple):
-    """When a weight gradient runs before the next forward or input gradient, beside when memory must be
-    freed.
+    """When a weight gradient runs before the next forward or input gradient, apart from when memory must be freed.
 
-    When the rank would otherwise idle for at least `share` of its time; and, if `levels`, when idling would make this
-    rank the one that has idled longest.
+    It runs when the rank would otherwise idle for at least `share` of its time; and, if `levels`, when idling would make
+    this rank the one with the most idle time.
     """
 
     share: float
@@ -27,7 +26,7 @@ class FillRule(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where a timing stands."""
+    """State of a timing."""
 
     forward_end: Floats  # [stage, microbatch]
     input_grad_end: Floats
@@ -70,18 +69,18 @@ def new_order(length):
 
 @numba.njit(cache=True, nogil=True)
 def least_times(stages, num_microbatches, by_span):
-    """The seconds of each rank's span, or of the makespan, if the rank never idles after its first pass."""
+    """Return the seconds of each rank's span, or the makespan, if the rank never idles after its first pass."""
     least = num_microbatches * rank_seconds(stages)
     return least if by_span else least + first_arrivals(stages)
 
 
 @helper
 def time_order(order, stages, rule, by_span, least, give_up_s, state, complete):
-    """The longest span of a rank if `by_span`, else the makespan; infinite if the order gets stuck, exceeds the memory of
-    a rank, or once it takes longer than `give_up_s` (see `least_times`).
+    """Return the longest span of a rank if `by_span`, else the makespan; infinite if the order gets stuck, exceeds the
+    memory of a rank, or takes longer than `give_up_s` (see `least_times`).
 
-    `rule` is that by which weight gradients are filled in; None: the order lists them. The order with those filled in goes
-    to `complete` where that has room for one.
+    `rule` says how weight gradients are filled in; None: the order lists them. The order with the filled-in ones is written
+    to `complete` if that has space for one.
     """
     num_ranks, per_stage = len(state.clock), len(order.passes) // len(stages.rank)
     _reset(stages, per_stage, least, give_up_s, state)
@@ -191,8 +190,8 @@ def _reset(stages, per_stage, least, give_up_s, state):
 
 @helper
 def _fill(rank, arrives, most, most_idle, clock, memory, stages, state, rule, complete):
-    """Run the weight gradients that `rule` wants before a pass of `rank` that must find no more than `most` memory; return
-    the clock and the memory then."""
+    """Run the weight gradients that `rule` wants before a pass of `rank` that must find at most `most` memory in use; return
+    the clock and the memory afterwards."""
     while state.head[rank] < state.tail[rank]:
         gap = arrives - clock
         if memory <= most:
@@ -209,7 +208,7 @@ def _fill(rank, arrives, most, most_idle, clock, memory, stages, state, rule, co
 
 @helper
 def _next_waiting(rank, state, complete):
-    """The stage whose weight gradient has waited longest and runs now."""
+    """Run the weight gradient that has waited longest and return its stage."""
     stage = state.waiting[state.head[rank]]
     state.head[rank] += 1
     _write(rank, WEIGHT_GRAD, stage, state, complete)
@@ -226,7 +225,7 @@ def _write(rank, kind, stage, state, complete):
 
 @helper
 def shift(row, source, target):
-    """Take the entry at `source` out and put it in at `target`."""
+    """Move the entry at `source` to `target`."""
     entry = row[source]
     step = 1 if target > source else -1
     for place in range(source, target, step):

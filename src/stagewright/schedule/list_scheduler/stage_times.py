@@ -1,4 +1,4 @@
-"""Given times of stages, as the compiled schedulers take them, and the programs of the orders that they find."""
+"""Conversion of stage times for the compiled schedulers, and of their orders to programs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 
 KINDS = (Kind.F, Kind.I, Kind.W)
-"""Of the passes `FORWARD`, `INPUT_GRAD` and `WEIGHT_GRAD`."""
+"""Kinds of the passes `FORWARD`, `INPUT_GRAD` and `WEIGHT_GRAD`."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """Seconds per stage, seconds to move a value or gradient over each edge ``s -> s + 1``, and memory per
-    stage.
+    """Seconds and memory per stage, and seconds of a transfer over each edge ``s -> s + 1``.
 
-    `saved` is what a microbatch keeps from forward to input gradient, `held` what it keeps from there to
-    its weight gradient, in any unit.
+    `saved` is the memory of a microbatch from forward to input gradient, `held` from there to its weight gradient, in any
+    unit.
     """
 
     forward_s: Floats
@@ -43,14 +42,14 @@ class StageTimes:
         transfer_s: float = 0.0,
         held: float = 0.5,
     ) -> StageTimes:
-        """Equal stages that save one unit of memory per microbatch."""
+        """Return equal stages that save one unit of memory per microbatch."""
         ones = np.ones(num_stages)
         edges = transfer_s * np.ones(num_stages - 1)
         return cls(forward_s * ones, input_grad_s * ones, weight_grad_s * ones, edges, ones, held * ones)
 
 
 def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Floats) -> Stages:
-    """What the stages of `placement` cost, for the kernels."""
+    """Return the costs of the stages of `placement` for the kernels."""
     rank = np.array(placement.rank_of_stage, np.int64)
     saved = np.asarray(times.saved, np.float64)
     edge_s = np.where(rank[1:] != rank[:-1], times.transfer_s, 0.0)
@@ -60,10 +59,10 @@ def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Flo
         forward=np.asarray(times.forward_s, np.float64),
         input_grad=np.asarray(times.input_grad_s, np.float64),
         weight_grad=np.asarray(times.weight_grad_s, np.float64),
-        hop=np.concatenate([[0.0], edge_s]),
+        transfer=np.concatenate([[0.0], edge_s]),
         saved=saved,
         held=np.asarray(times.held, np.float64),
-        room=np.array([saved[s + 1 :][rank[s + 1 :] == rank[s]].sum() for s in range(len(rank))]),
+        saved_later=np.array([saved[s + 1 :][rank[s + 1 :] == rank[s]].sum() for s in range(len(rank))]),
         limit=np.broadcast_to(np.asarray(memory_limit, np.float64), placement.num_ranks).copy(),
         members=np.argsort(rank, kind="stable"),
         offsets=np.concatenate([[0], np.cumsum(np.bincount(rank))]),
@@ -73,7 +72,7 @@ def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Flo
 def program_of(
     name: str, placement: Placement, num_microbatches: int, order: Order, offsets: Ints
 ) -> Program:
-    """The program of an `order`, the k-th occurrence of a pass for microbatch k."""
+    """Return the program of an `order`; the k-th occurrence of a pass is for microbatch k."""
     kinds = (KINDS[index] for index in order.passes)
     steps = [*zip(kinds, map(int, order.stages), strict=True)]
     bounds = pairwise((3 * num_microbatches * offsets).tolist())

@@ -1,4 +1,4 @@
-"""What a list schedule is made from and what it makes."""
+"""Data types of list schedules: stage costs, rules, deadlines and orders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Ints = NDArray[np.int64]
 
 
 class Stages(NamedTuple):
-    """What the stages of a layout cost, in seconds and bytes.
+    """Costs of the stages of a layout, in seconds and bytes.
 
-    `start[s]` is the first layer of stage `s`, `hop[s]` the transfer between stages ``s - 1`` and ``s``;
-    `room[s]` what the later stages of its rank save together; `limit` the bytes per rank for saved
+    `start[s]` is the first layer of stage `s`, `transfer[s]` the seconds between stages ``s - 1`` and ``s``;
+    `saved_later[s]` the bytes that the later stages of its rank save together; `limit` the bytes per rank for saved
     activations. Rank `r` holds the stages ``members[offsets[r]:offsets[r + 1]]``.
     """
 
@@ -27,28 +27,28 @@ class Stages(NamedTuple):
     forward: Floats
     input_grad: Floats
     weight_grad: Floats
-    hop: Floats
+    transfer: Floats
     saved: Floats
     held: Floats
-    room: Floats
+    saved_later: Floats
     limit: Floats
     members: Ints
     offsets: Ints
 
 
 class Rule(NamedTuple):
-    """How a rank chooses among work that is ready.
+    """Rule by which a rank chooses among ready work.
 
     Input gradients go first, or with `forward_next` a forward right after an input gradient (2: also where weight
     gradients came between). `oldest` takes
     input gradients by microbatch, else the deepest stage first; `deep_forwards` takes the deepest forward,
     else the oldest microbatch. `depth` scales how many microbatches a stage may hold; see `window`. A weight
     gradient runs when nothing else is ready and at least `share` of it fits before other work arrives, or
-    when more than `backlog` wait. `holds_back` is AdaPtis' rule against transfers that could not hide.
+    when more than `max_deferred` wait. `holds_back` is AdaPtis' rule against transfers that could not hide.
 
-    With a positive `stretch` all this gives way to due dates: see `due_dates`.
+    With a positive `deadline_scale` deadlines replace all this: see `deadlines_of`.
 
-    Numbers are of the types given here, never a bool for an int: what is compiled is compiled anew for other types.
+    Numbers must have the types given here, never a bool for an int: kernels are compiled again for other types.
     """
 
     forward_next: int
@@ -56,24 +56,24 @@ class Rule(NamedTuple):
     deep_forwards: bool
     depth: float
     share: float
-    backlog: int
+    max_deferred: int
     holds_back: bool
-    stretch: float
+    deadline_scale: float
 
 
-class Due(NamedTuple):
-    """In what order passes should run: when those of microbatch 0 at each stage, and by how much later each further
-    one; `cycle` is the seconds of the busiest rank. A rule without a stretch has no times but counts there."""
+class Deadlines(NamedTuple):
+    """Order in which passes should run: the times of microbatch 0 at each stage, and the interval to each further
+    microbatch; `cycle` is the seconds of the busiest rank. With a `deadline_scale` of 0 these are counts, not times."""
 
     forward: Floats
     input_grad: Floats
-    forward_pace: Floats
-    input_grad_pace: Floats
+    forward_interval: Floats
+    input_grad_interval: Floats
     cycle: float
 
 
 class Order(NamedTuple):
-    """Passes and stages in the order each rank runs them; rank `r` from ``3 M offsets[r]`` on."""
+    """Passes and their stages in the order of each rank; rank `r` begins at ``3 M offsets[r]``."""
 
     passes: NDArray[np.int8]
     stages: NDArray[np.int16]

@@ -1,4 +1,4 @@
-"""How many microbatches a program keeps the saved values of: per stage, and per rank."""
+"""Microbatches in flight: how many a program keeps saved values of, per stage and per rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stagewright.schedule.program import Program
 
 @lru_cache(maxsize=8)
 def in_flight(program: Program) -> tuple[int, ...]:
-    """The most microbatches whose saved values each stage holds at once.
+    """Return the peak number of microbatches whose saved values each stage holds.
 
     >>> from stagewright.schedule import build
     >>> in_flight(build("1f1b", 4, 8))
@@ -28,7 +28,7 @@ def in_flight(program: Program) -> tuple[int, ...]:
 
 
 def peak_activations(program: Program) -> list[int]:
-    """Per rank the most forwards, over its stages, whose backward is not yet done.
+    """Return per rank the peak number of forwards, over its stages, whose backward is not done.
 
     >>> from stagewright.schedule import build
     >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
