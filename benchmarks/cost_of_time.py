@@ -4,10 +4,10 @@
 
 Throughput per GPU at each batch per GPU is that of `breadth_first.py` on 64 V100, every schedule at its best configuration
 as published. Larger clusters keep it at the same batch per GPU, as the paper's own extrapolation does (Lamy-Poirier 2023,
-arXiv 2211.05953): more replicas of the same pipelines. What a larger batch costs in samples is the account of `stagewright
-plan --objective time-to-train` (`Target`, `bill`). Every size takes the batch that ends first, which is also the
-cheapest. A fifth curve is that command's own: the best of its configurations (1F1B, plain or interleaved, and a sharded
-optimizer) of the same layers as a GPT with dropout, timed for Megatron's kernels, at global batches of 512 to 8,192.
+arXiv 2211.05953): more replicas of the same pipelines. With a larger batch, samples grow with 1 + B / B_crit (McCandlish et
+al. 2018, arXiv 1812.06162, equation 2.11). Every size takes the batch that ends first, which is also the cheapest. A fifth
+curve is that of `stagewright plan`: the best of its configurations (1F1B, plain or interleaved, and a sharded optimizer) of
+the same layers as a GPT with dropout, timed for Megatron's kernels, at global batches of 512 to 8,192.
 
 Critical batch: 2e8 tokens / L^(1/0.21) at the loss L = (8.8e13 / N)^0.076 of a model of N parameters (Kaplan et al. 2020,
 arXiv 2001.08361, equations 1.1 and 1.4). Ignores: reductions over more replicas, failures, and that the critical batch
@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +28,10 @@ from typing import NamedTuple
 from breadth_first import BATCHES_PER_GPU, MODELS, NAMES, SCHEDULES, study
 from figures import write
 from stagewright.cluster import load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.planning.cost import Bill, bill, halves
 from stagewright.planning.job import Job
-from stagewright.planning.objectives.money import Bill, Target, bill
-from stagewright.planning.objectives.objective import offers
+from stagewright.planning.search import plan
 from stagewright.report.pictures.colours import LIGHT
 from stagewright.tracing.models.reference import resolve
 
@@ -64,9 +66,13 @@ def critical_batch() -> float:
     return 2e8 / loss ** (1 / 0.21) / MODEL.sequence
 
 
+def bill_of(batch: int, tokens_per_second: float, num_devices: int) -> Bill:
+    """With the tokens that a batch of so many samples needs."""
+    return bill(TOKENS * (1 + batch / critical_batch()), batch, tokens_per_second, num_devices, None)
+
+
 def ways() -> Ways:
     cluster = load_cluster("64x-v100-32")
-    target = Target(TOKENS, critical_batch())
     found: Ways = {schedule: [] for schedule in SCHEDULES}
     studies = {batch: study(MODEL, cluster, batch)["as published"] for batch in BATCHES_PER_GPU}
     for schedule in SCHEDULES:
@@ -75,30 +81,31 @@ def ways() -> Ways:
             for batch, results in studies.items()
             if (result := results[schedule]) is not None
         }
-        found[schedule] = [_fastest(rates, num, target) for num in NUM_DEVICES]
-    return found | {CONFIGURED: configured(target)}
+        found[schedule] = [_fastest(rates, num) for num in NUM_DEVICES]
+    return found | {CONFIGURED: configured()}
 
 
-def configured(target: Target) -> list[Way]:
-    """The best offer of every size."""
+def configured() -> list[Way]:
+    """The batch that ends first with the best plan, for every size."""
     sizes = {"n_layer": MODEL.num_layers, "n_embd": MODEL.hidden, "n_head": MODEL.num_heads}
     model = resolve("gpt2", sizes | {"vocab_size": MODEL.vocabulary, "n_positions": MODEL.sequence})
     job = Job(global_batch=2048, sequence_length=MODEL.sequence, dtype="fp16", runtime="megatron-deepspeed")
     cluster = load_cluster(f"{NUM_DEVICES[-1] // 8}x8x-v100-32")
-    first: dict[int, Bill] = {}
-    for offer in offers(model, cluster, job, "time-to-train", target, keep=1):
-        first.setdefault(offer.bill.num_devices, offer.bill)
-    return [
-        Way(num, one.global_batch / num, one.days, one.days * num)
-        for num, one in sorted(first.items())
-        if num in NUM_DEVICES
-    ]
+    bills: dict[int, list[Bill]] = {}
+    for part in halves(cluster):
+        for batch in (512, 1024, 2048, 4096, 8192):
+            with suppress(PlanError, InputError):
+                best = plan(model, part, job.model_copy(update={"global_batch": batch}), keep=1).plans[0]
+                rate = best.predictions.tokens_per_second
+                bills.setdefault(part.num_devices, []).append(bill_of(batch, rate, part.num_devices))
+    first = {num: min(bills[num], key=lambda one: one.days) for num in NUM_DEVICES if num in bills}
+    return [Way(num, one.global_batch / num, one.days, one.days * num) for num, one in first.items()]
 
 
-def _fastest(rates: dict[float, float], num_devices: int, target: Target) -> Way:
+def _fastest(rates: dict[float, float], num_devices: int) -> Way:
     """`rates`: tokens per second and device by samples per device."""
     bills = {
-        batch: bill(target, round(batch * num_devices), rate * num_devices, num_devices, None)
+        batch: bill_of(round(batch * num_devices), rate * num_devices, num_devices)
         for batch, rate in rates.items()
     }
     batch = min(bills, key=lambda batch: bills[batch].days)

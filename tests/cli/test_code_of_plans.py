@@ -139,7 +139,6 @@ def test_a_strangers_plan_is_compared_without_its_code(
         ("simulate", "--cluster", "2x-h100"),
         ("estimate", "--cluster", "2x-h100"),
         ("estimate", "--by", "layer"),
-        ("explain", "--search"),
         ("export", "--to", "deepspeed", "-o", "settings"),
         ("export", "--to", "torch-pipelining", "-o", "package"),
     ],
@@ -156,7 +155,6 @@ def test_what_needs_the_model_asks_first(
 @pytest.mark.parametrize(
     "words",
     [
-        ("explain", "--search"),
         ("estimate", "--cluster", "2x-h100"),
         *(
             ("export", "--to", to, "-o", "out")

@@ -46,14 +46,11 @@ def test_mixed_devices_are_named_with_their_layers() -> None:
     assert " on h100, then " in done.stdout and "8 a100-80 of" in done.stdout
 
 
-def test_a_limit_beyond_the_device_and_a_missing_critical_batch_are_warned_of() -> None:
+def test_a_limit_beyond_the_device_is_warned_of() -> None:
     job = ["--cluster", "8x-h100", *JOB[2:], "--tp", "8", "--pp", "1"]
     done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job, "--memory-limit", "200GiB"])
     assert done.exit_code == 0, done.output
     assert "more than the" in done.stderr and "do not run on it" in done.stderr
-    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job, "--objective", "time-to-train"])
-    assert done.exit_code == 0, done.output
-    assert "without --critical-batch" in done.stderr
 
 
 def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:

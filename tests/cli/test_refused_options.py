@@ -33,12 +33,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("objective", ["--objective batch", "--host-stages"])
-@pytest.mark.parametrize("option", ["--price 2", "--tokens 1e9", "--critical-batch 64"])
-def test_days_and_dollars_are_of_a_batch_that_is_given(objective: str, option: str) -> None:
-    refused(*MODEL, *objective.split(), option=option, remedy=f"leave out {objective}")
-
-
 def test_a_folder_of_adapters_says_what_they_are() -> None:
     refused(*MODEL, "--lora-from", "adapters", option="--lora 8", remedy="start new ones")
 

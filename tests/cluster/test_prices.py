@@ -9,7 +9,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.cluster.catalog import device_names
 from stagewright.cluster.prices import TERMS, list_prices
-from stagewright.planning.objectives.money import price_of, prices_of
+from stagewright.planning.cost import price_of, prices_of
 
 
 @pytest.mark.parametrize("name", [name for name in device_names() if list_prices(name)])

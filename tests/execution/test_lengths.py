@@ -10,9 +10,8 @@ import torch
 from plans import trained
 from typer.testing import CliRunner
 
+from local_cluster import local
 from stagewright.cli.app import app
-from stagewright.cluster import Cluster, load_cluster
-from stagewright.cluster.host_device import host_device
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.rank_runner import BatchResult
@@ -28,26 +27,13 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 LENGTHS = (64, 24, 24)
 
 
-def two_processes() -> Cluster:
-    (node,) = load_cluster("1x-h100").nodes
-    assert node.host is not None
-    return Cluster(
-        name="processes",
-        nodes=(
-            node.model_copy(
-                update={"device": host_device(node.host, node.host.num_devices, 1e10), "count": 2}
-            ),
-        ),
-    )
-
-
 def reference() -> ModelReference:
     return resolve("tiny-llama", {"num_hidden_layers": 2})
 
 
 @pytest.mark.multiprocess
 def test_a_run_of_several_lengths(tmp_path: Path) -> None:
-    target = two_processes()
+    target = local(2)
     job = Job(global_batch=4, sequence_lengths=LENGTHS, dtype="fp32", num_steps=4)
     asked = {"schedules": ["1f1b"], "pp": 2, "microbatch": 1}
     found = plan(reference(), target, job, **asked).plans[0]  # type: ignore[arg-type]

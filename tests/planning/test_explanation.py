@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
-from stagewright.cluster.other_links import with_faster_links
 from stagewright.errors import InputError
 from stagewright.planning.estimate import estimate
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.what_if import searched
 
 JOB = Job(global_batch=8, sequence_length=64, dtype="fp32")
 
@@ -111,27 +109,6 @@ def test_a_plan_without_costs_is_refused(plan: Plan) -> None:
     silent = plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"costs": None})})
     with pytest.raises(InputError, match="plan again"):
         explain(silent)
-
-
-def test_faster_links_are_faster_everywhere() -> None:
-    cluster = load_cluster("2x8x-h100")
-    faster = with_faster_links(cluster, 2.0)
-    for source, target in ((0, 1), (0, 8)):
-        before, after = cluster.link_between(source, target), faster.link_between(source, target)
-        assert after.bandwidth == pytest.approx(2 * before.bandwidth)
-        assert after.latency_s == before.latency_s
-
-
-def test_searching_again_compares_by_samples() -> None:
-    small = Job(global_batch=2, sequence_length=16, dtype="fp32")
-    plan = estimate("tiny-llama", load_cluster("2x1x-t4"), small, pp=2, schedule="gpipe")
-    as_it_is, memory, links, samples = searched(plan)
-    assert as_it_is.seconds is not None and as_it_is.seconds <= plan.predictions.step_seconds * (1 + 1e-9)
-    assert memory.seconds == pytest.approx(as_it_is.seconds)  # there is enough
-    assert links.seconds is not None and links.seconds <= as_it_is.seconds
-    assert (
-        samples.seconds is not None and samples.seconds < as_it_is.seconds
-    )  # the optimizer steps half as often
 
 
 def test_the_verb_prints_tables_and_one_document(plan: Plan, tmp_path: Path) -> None:

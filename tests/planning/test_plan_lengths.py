@@ -14,7 +14,6 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import load_job
 from stagewright.planning.lengths import best_over_lengths, check_same_operators
-from stagewright.planning.objectives.host_stages import plan_with_hosts
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import plan as search_plan
@@ -105,13 +104,10 @@ def no_trace(_: Plan) -> OperatorGraph:
     raise AssertionError("there is no shorter length")
 
 
-def test_other_ways_to_plan_and_estimates_know_lengths_too() -> None:
+def test_estimates_know_lengths_too() -> None:
     job = load_job(overrides={"global_batch": 2, "sequence_lengths": [32, 64]})
-    hosts = plan_with_hosts(MODEL, CLUSTER, job, schedules=["1f1b"], microbatch=2).plans
     whole = estimate(MODEL, CLUSTER, job, pp=1, dp=1, microbatch=2)
-    for one in (*hosts, whole):
-        assert list(one.by_length) == [32, 64]
-    assert any(one.pp == 3 for one in hosts) and hosts == ranked(hosts)
+    assert list(whole.by_length) == [32, 64]
     looped = job.model_copy(update={"runtime": "torch-eager"})
     eager = estimate(MODEL, CLUSTER, looped, pp=1, dp=1, microbatch=2)
     for length, of_length in eager.by_length.items():

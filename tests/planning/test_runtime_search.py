@@ -15,11 +15,10 @@ from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import Choice, Recomputed, make_candidate
+from stagewright.planning.cost import offers
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.objectives.money import Target
-from stagewright.planning.objectives.objective import offers
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.search import Request, _Search, _Waiting
@@ -225,13 +224,11 @@ def test_widths_that_cannot_be_are_named(bounds: Space, message: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0])
-def test_money_and_targets_are_finite(wrong: float) -> None:
+def test_tokens_and_prices_are_finite(wrong: float) -> None:
     with pytest.raises(InputError, match="finite number"):
-        Target(wrong)
+        offers(model(), CLUSTER, JOB, "speed", wrong)
     with pytest.raises(InputError, match="finite number"):
-        Target(1e9, wrong)
-    with pytest.raises(InputError, match="finite number"):
-        offers(model(), CLUSTER, JOB, "speed", Target(1e9), price_per_hour=wrong)
+        offers(model(), CLUSTER, JOB, "speed", 1e9, price_per_hour=wrong)
 
 
 def test_experts_are_spread_where_that_is_tried() -> None:
@@ -241,20 +238,17 @@ def test_experts_are_spread_where_that_is_tried() -> None:
     assert {one.choice.ep for _, one in searched(FEW)[1]} == {1}
 
 
-def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
+def test_cost_tries_parts_of_the_cluster() -> None:
     two = load_cluster("2x4x-h100")
     bounds = Space(tp=1, cp=1, microbatch=1, chunks=(1,))
-    by_cost = offers(model(), two, JOB, "cost", Target(1e9), price_per_hour=2.0, space=bounds, keep=1)
+    by_cost = offers(model(), two, JOB, "cost", 1e9, price_per_hour=2.0, space=bounds, keep=1)
     assert {one.bill.num_devices for one in by_cost} == {4, 8}
     costs = [one.bill.dollars or 0.0 for one in by_cost]
     assert costs == sorted(costs)
-    by_time = offers(model(), two, JOB, "time-to-train", Target(1e9, 16.0), space=bounds, keep=1)
-    assert {one.bill.global_batch for one in by_time} >= {8, 16, 64}
-    assert by_time[0].bill.days == min(one.bill.days for one in by_time)
-    listed = offers(model(), two, JOB, "cost", Target(1e9), space=bounds, keep=1)
+    listed = offers(model(), two, JOB, "cost", 1e9, space=bounds, keep=1)
     assert listed[0].bill.dollars == pytest.approx(3.20 / 2.0 * (by_cost[0].bill.dollars or 0.0))
     with pytest.raises(InputError, match="no price spot is known for device 'h100': give --price"):
-        offers(model(), two, JOB, "cost", Target(1e9), terms="spot")
+        offers(model(), two, JOB, "cost", 1e9, terms="spot")
 
 
 def test_mixed_devices_get_layers_as_they_are_fast() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -26,21 +26,15 @@ if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.cluster.prices import Price, Terms
     from stagewright.export.reading import Reading
+    from stagewright.planning.cost import Objective, Offer
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
-    from stagewright.planning.objectives.break_even import BreakEven
-    from stagewright.planning.objectives.objective import Objective, Offer
     from stagewright.planning.plan import Plan
     from stagewright.planning.space import Space
     from stagewright.report.pictures.scene import Curve
     from stagewright.tracing.models.reference import ModelReference
 
 _SHOWN = 5
-_OBJECTIVES = ("speed", "batch", "cost", "time-to-train")
-_OF_MONEY = ("price", "tokens", "critical_batch")
-"""Options that say what a training run takes."""
-
-
 _NOT_OF_JOB = ("job", "profile", "record", "optimizer_option")
 
 
@@ -115,8 +109,6 @@ class ScheduleOptions:
         str, typer.Option("--host-optimizer", metavar="HOW",
             help="Optimizer state and step on the host's processors: never, always, or auto, on ranks that lack memory "
             "if nothing else is faster.")] = "auto"
-    host_stages: Annotated[
-        bool, typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too.")] = False
     loss_pieces: options.LossPieces = "auto"
 
 
@@ -126,18 +118,14 @@ class ObjectiveOptions:
 
     objective: Annotated[
         str, typer.Option("--objective", metavar="WHAT",
-            help="speed; batch: every sample a microbatch, as large as fits; cost: also with halves of the cluster; or "
-            "time-to-train: also with other batches.")] = "speed"
+            help="speed, or cost: also with halves of the cluster.")] = "speed"
     price: Annotated[
         str | None, typer.Option("--price", metavar="DOLLARS|TERMS",
             help="Dollars per device and hour, or whose list price is taken: on-demand (the default), reserved or spot.")
     ] = None
     tokens: Annotated[
         float | None, typer.Option("--tokens", min=1,
-            help="Tokens to train on with a small batch, for days and dollars; default 1e12.")] = None
-    critical_batch: Annotated[
-        float | None, typer.Option("--critical-batch", min=1,
-            help="Batch in samples at which twice the tokens are needed.")] = None
+            help="Tokens to train on, for days and dollars; default 1e12.")] = None
 
 
 @dataclass(frozen=True)
@@ -196,14 +184,14 @@ def plan(
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
-    from stagewright.planning.objectives.money import prices_of
+    from stagewright.planning.cost import offers, prices_of
 
     check_writable(output)
     _check_ranks(result.ranks)
     check_writable(result.html)
     if result.html is not None and result.html in (output, result.ranks):
         raise InputError(f"--html {result.html} is written by another option, too: name another file")
-    _check_objective(context, objective, scheduling.host_stages)
+    _check_objective(context, objective)
     reading = None if result.compare is None else read_and_tell(result.compare)
     reference = tuning.adapted(context, model_of(model, settings, reading))
     target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
@@ -219,41 +207,23 @@ def plan(
         is_one_rank_a_layer=width == 1,
     )
     space = _space(widths, width, scheduling)
-    even: BreakEven | None = None
     with Progress(f"planning {reference.name}") as progress:
-        if objective.objective == "batch" or scheduling.host_stages:
-            from stagewright.planning.objectives.batch import largest_batch
-            from stagewright.planning.objectives.host_stages import plan_with_hosts
-
-            find = largest_batch if objective.objective == "batch" else plan_with_hosts
-            found = find(
-                reference, target, wanted, space, keep=result.top, report=progress, interruptible=True
-            )
-            offered: tuple[Offer, ...] = ()
-        else:
-            from stagewright.planning.objectives.money import Target
-            from stagewright.planning.objectives.objective import offers
-
-            offered = offers(
-                reference, target, wanted, cast("Objective", objective.objective),
-                Target(objective.tokens or 1e12, objective.critical_batch), price_per_hour=price, terms=terms,
-                space=space, keep=result.top, report=progress, interruptible=True,
-            )  # fmt: skip
-            found = offered[0].found
-            if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
-                even = _break_even(found, reference, offered[0], space, progress)
+        offered = offers(
+            reference, target, wanted, cast("Objective", objective.objective), objective.tokens or 1e12,
+            price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress, interruptible=True,
+        )  # fmt: skip
+        found, on = offered[0].found, offered[0].cluster
         compared = (
             None if reading is None else _compared(reading, result, reference, target, wanted, progress)
         )
-    options.warn([*target.cautions, *found.warnings, *_warnings(objective)])
-    on = offered[0].cluster if offered else target
+    options.warn([*target.cautions, *found.warnings])
     if result.ranks is not None:
         _write_ranks(result.ranks, found.plans[0], on)
     if result.html is not None:
         _write_page(result.html, found, on)
     is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
     bills = Bills(offered, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
-    _tell(found, on, bills, even, output, result, as_json, compared)
+    _tell(found, on, bills, output, result, as_json, compared)
 
 
 @dataclass(frozen=True)
@@ -272,7 +242,7 @@ def _price(text: str | None) -> tuple[float | None, Terms]:
     ((2.5, 'on-demand'), (None, 'on-demand'), (None, 'spot'))
     """
     from stagewright.cluster.prices import TERMS
-    from stagewright.planning.objectives.money import check_price
+    from stagewright.planning.cost import check_price
 
     if text is None:
         return None, "on-demand"
@@ -306,19 +276,6 @@ def _compared(
     return Compared(plan, reading, result.compare)
 
 
-def _break_even(
-    found: Found, reference: ModelReference, offer: Offer, space: Space, progress: Progress
-) -> BreakEven | None:
-    """Where breadth-first order wins; None where it is not among the plans, or Ctrl-C ends the comparison."""
-    from stagewright.planning.found import UntilCtrlC
-    from stagewright.planning.objectives.break_even import break_even
-
-    if not found.is_interrupted:
-        with UntilCtrlC(True, found.plans):
-            return break_even(found.plans, reference, offer.cluster, offer.job, space, progress)
-    return None
-
-
 def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
     from stagewright.planning.space import Space
 
@@ -331,22 +288,18 @@ def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) ->
     )  # fmt: skip
 
 
-def _check_objective(context: typer.Context, objective: ObjectiveOptions, host_stages: bool) -> None:
+def _check_objective(context: typer.Context, objective: ObjectiveOptions) -> None:
+    from stagewright.planning.cost import OBJECTIVES
+
     what = objective.objective
-    if what not in _OBJECTIVES:
-        known = ", ".join(_OBJECTIVES)
-        raise InputError(f"--objective {what}{nearest(what, _OBJECTIVES)}: give one of {known}")
+    if what not in OBJECTIVES:
+        raise InputError(
+            f"--objective {what}{nearest(what, OBJECTIVES)}: give one of {', '.join(OBJECTIVES)}"
+        )
     if what != "speed":
         refuse(
             context, ["compare"], "a configuration is compared on one cluster and with one batch",
             f"leave out --objective {what}",
-        )  # fmt: skip
-    if host_stages and what != "speed":
-        raise InputError(f"--host-stages has no --objective {what}: leave one of the two out")
-    if host_stages or what == "batch":
-        refuse(
-            context, _OF_MONEY, "days and dollars are of a batch and a cluster that are given",
-            f"leave out {'--host-stages' if host_stages else '--objective batch'}",
         )  # fmt: skip
 
 
@@ -354,11 +307,6 @@ def _check_ranks(path: Path | None) -> None:
     if path is not None and parse_count(str(path)):
         raise InputError(f"--ranks {path}: give a file to write places to; widths are --pp, --dp and --tp")
     check_writable(path)
-
-
-def _warnings(asked: ObjectiveOptions) -> Iterator[str]:
-    if asked.objective == "time-to-train" and asked.critical_batch is None:
-        yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
 
 
 def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
@@ -396,7 +344,6 @@ def _tell(
     found: Found,
     cluster: Cluster,
     bills: Bills | None,
-    even: BreakEven | None,
     output: Path | None,
     result: ResultOptions,
     as_json: bool,
@@ -427,7 +374,6 @@ def _tell(
                 else {}
             )
             | ({"megatron_options": for_megatron} if for_megatron else {})
-            | ({"breadth_first": plans.break_even_document(even)} if even else {})
             | ({"compared": _beside(compared, shown[0])} if compared else {})
         )
         return
@@ -444,7 +390,6 @@ def _tell(
         plans.profile_line(shown[0]),
         None if is_own else configurations.left_out_table(found),
         plans.left_out(found),
-        plans.break_even_line(even) if even else None,
         *(side_by_side.side_by_side_lines(compared.plan, shown[0], str(compared.path)) if compared else ()),
     ]
     if bills is not None:

@@ -13,7 +13,6 @@ from stagewright.cluster.collectives import (
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.dispatch import Tokens, dispatch_seconds
 from stagewright.cluster.host import Host
-from stagewright.cluster.host_device import with_hosts
 from stagewright.cluster.left import without
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
@@ -46,7 +45,6 @@ __all__ = [
     "reduce_scatter_seconds",
     "ring_shift_seconds",
     "save_cluster",
-    "with_hosts",
     "with_slower_links",
     "without",
 ]

@@ -174,8 +174,8 @@ def _cut(post: Post) -> Post:
 
 def _shortened(text: str, length: int) -> str:
     """
-    >>> _shortened("2F0", 9), _shortened("working out a cheaper plan", 11)
-    ('2F0', 'working out [...]')
+    >>> _shortened("2F0", 9), _shortened("summing gradients", 7)
+    ('2F0', 'summing [...]')
     """
     text = text.encode(errors="replace").decode()
     return text if len(text) <= length else f"{text[:length]} [...]"

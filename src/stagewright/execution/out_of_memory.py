@@ -1,8 +1,7 @@
-"""Out of memory: at which action, what was alive, and which plan would have fitted."""
+"""Out of memory: at which action, what was alive, and what to try."""
 
 from __future__ import annotations
 
-import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,11 +12,11 @@ from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import RankRunner
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import Weights
-from stagewright.machine import python_command
 from stagewright.planning.plan import Plan
 from stagewright.units import format_bytes
 
-_ADVICE_S = 120.0
+_LESS = 0.9
+"""Part of the predicted peak that a new plan is to keep to."""
 
 
 def explained(
@@ -28,13 +27,15 @@ def explained(
     Call it when nothing of the failed step is held any more, so that there is room for what it does.
     """
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in alive.items() if size)
-    promised = ""
-    if predicted := plan.at_length(length).predictions.ranks:
-        peak = format_bytes(predicted[pipeline_rank].reserved_peak_bytes)
-        promised = f"; the plan was to need {peak} at its peak"
+    predicted, limit = "", "below what there is"
+    if ranks := plan.at_length(length).predictions.ranks:
+        peak = ranks[pipeline_rank].reserved_peak_bytes
+        predicted = f"; the plan predicted a peak of {format_bytes(peak)}"
+        limit = f"{int(_LESS * peak) // 2**20}MiB"
     return RunError(
         f"out of memory at {position} ({_asked(error)}); alive: {listed or 'nothing yet'}, "
-        f"{format_bytes(sum(alive.values()))} in all{promised}. {_advice(plan, pipeline_rank, length)}"
+        f"{format_bytes(sum(alive.values()))} in all{predicted}. Plan again with --memory-limit {limit}, or for smaller "
+        "microbatches, shorter samples or more devices"
     )
 
 
@@ -44,21 +45,6 @@ def _asked(error: BaseException) -> str:
     sentences = [part.strip() for part in text.replace("DefaultCPUAllocator: ", "").split(". ")]
     asked = next((part for part in sentences if "ried to allocate" in part), sentences[0])
     return asked.rpartition("] ")[2]
-
-
-def _advice(plan: Plan, pipeline_rank: int, length: int) -> str:
-    """Which plan needs less, worked out by a process of its own, since this one may have no memory left."""
-    if not plan.predictions.ranks:
-        return "Plan again with a --memory-limit"
-    command = python_command("stagewright.planning.objectives.cheaper", str(pipeline_rank), str(length))
-    try:
-        document = plan.model_dump_json()
-        done = subprocess.run(
-            command, input=document, capture_output=True, text=True, timeout=_ADVICE_S, check=True
-        )
-    except (subprocess.SubprocessError, OSError, MemoryError):
-        return "A cheaper plan could not be worked out here: plan again with a --memory-limit"
-    return done.stdout.strip()
 
 
 def alive_bytes(

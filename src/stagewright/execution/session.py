@@ -425,11 +425,7 @@ class Session:
                 raise
             alive = alive_bytes(self.runner, self.weights, self.shards, self.optimizer, inputs)
             forget(error, self.runner.drop)
-            at = self.position
-        self.watch("working out a cheaper plan")
-        explanation = explained(failed, at, alive, self.plan, self.mesh.pipeline_rank, length)
-        self.watch(at)
-        raise explanation
+        raise explained(failed, self.position, alive, self.plan, self.mesh.pipeline_rank, length)
 
     def accumulate(self, step: int) -> float:
         """Add up the gradients of one batch, summed over tied copies and replicas; returns the mean loss.

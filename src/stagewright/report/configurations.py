@@ -11,8 +11,8 @@ from stagewright.cluster import Cluster
 from stagewright.cluster.prices import Price
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
+from stagewright.planning.cost import Offer
 from stagewright.planning.found import Excluded, Found
-from stagewright.planning.objectives.objective import Offer
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.report.plans import plan_document

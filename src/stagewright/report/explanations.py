@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from stagewright.planning.explanation import Change, Explanation
-from stagewright.planning.what_if import Searched
 from stagewright.report.tables import Table, figure, table, time_unit
 from stagewright.units import format_seconds
 
@@ -49,19 +48,3 @@ def _table(title: str, changes: Sequence[Change], seconds: float) -> Table:
         for change in changes
     ]
     return table(title, ("what", "", "step", "change"), rows, text=2)
-
-
-def searched_table(found: Sequence[Searched]) -> Table:
-    """The best plans where something is otherwise, beside the one where nothing is."""
-    base = found[0].seconds
-    rows = [
-        (
-            one.what,
-            one.configuration,
-            None if one.seconds is None else format_seconds(one.seconds),
-            None if one.seconds is None or not base else f"{one.seconds / base - 1:+.1%}",
-        )
-        for one in found
-    ]
-    headings = ("what", "best plan", "for as many samples", "change")
-    return table("Searched again", headings, rows, text=2)

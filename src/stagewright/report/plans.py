@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
-from stagewright.planning.objectives.break_even import BreakEven, Compared
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
@@ -180,45 +178,6 @@ def _promise(found: Found) -> str:
 
 def _best_s(found: Found) -> float:
     return min(plan.predictions.step_seconds for plan in found.plans)
-
-
-def break_even_line(found: BreakEven) -> str:
-    """Up to which batch per device breadth-first order is the fastest, and by how much."""
-    asked, wins = found.asked, found.largest_win
-    if abs(asked.gain) < _LEAST_BUBBLE:
-        return "Breadth-first order is as fast as the fastest of the other schedules here."
-
-    def batch(one: Compared) -> str:
-        return f"{found.per_device(one):.3g} samples a device (a batch of {one.global_batch})"
-
-    def faster(one: Compared) -> str:
-        where = "here" if one is asked else "there"
-        return f"nothing else fits {where}" if math.isinf(one.gain) else f"by {one.gain:.1%} {where}"
-
-    if asked.gain > 0:
-        assert wins is not None
-        is_open = wins is found.batches[-1]
-        also = "" if wins is asked else f", {faster(wins)}"
-        return f"Breadth-first order is the fastest up to {batch(wins)}{' or more' * is_open}, {faster(asked)}{also}."
-    here = f"Breadth-first order is {-asked.gain:.1%} slower than the fastest of the other schedules here"
-    if wins is not None:
-        return f"{here}; it is the fastest up to {batch(wins)}: {faster(wins)}."
-    smallest = found.batches[0]
-    if smallest is asked:
-        return f"{here}."
-    return f"{here}, and no faster down to {batch(smallest)}."
-
-
-def break_even_document(found: BreakEven) -> dict[str, Any]:
-    """The same of `plan --json`."""
-    wins = found.largest_win
-    return {
-        "beta_min": None if wins is None else found.per_device(wins),
-        "batches": [
-            {**asdict(one), "others_s": None if math.isinf(one.others_s) else one.others_s}
-            for one in found.batches
-        ],
-    }
 
 
 def widths(plan: Plan) -> str:

@@ -1,0 +1,191 @@
+"""The best plans by speed or by cost, over parts of the cluster: days, dollars and prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from stagewright.cluster import Cluster, NodeGroup
+from stagewright.cluster.prices import Price, Terms, list_prices
+from stagewright.errors import InputError, PlanError
+from stagewright.planning.found import Found
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan
+from stagewright.planning.space import Space
+from stagewright.tracing.models.reference import ModelReference
+
+Objective = Literal["speed", "cost"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+DAY, HOUR = 86_400.0, 3_600.0
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What training on `tokens` takes."""
+
+    num_devices: int
+    global_batch: int
+    tokens: float
+    days: float
+    dollars: float | None
+
+
+def bill(
+    tokens: float,
+    global_batch: int,
+    tokens_per_second: float,
+    num_devices: int,
+    price_per_hour: float | None,
+) -> Bill:
+    """Days and dollars of so many tokens at a rate.
+
+    >>> bill(8.64e9, 8, 1e5, 16, 2.0)
+    Bill(num_devices=16, global_batch=8, tokens=8640000000.0, days=1.0, dollars=768.0)
+    """
+    if tokens_per_second <= 0:
+        raise InputError(f"{tokens_per_second} tokens per second never end: give a positive rate")
+    check_tokens(tokens)
+    check_price(price_per_hour)
+    seconds = tokens / tokens_per_second
+    dollars = None if price_per_hour is None else seconds / HOUR * num_devices * price_per_hour
+    return Bill(num_devices, global_batch, tokens, seconds / DAY, dollars)
+
+
+def check_tokens(tokens: float) -> None:
+    """Raises `InputError` for a number that nothing is trained on."""
+    if not 0 < tokens < math.inf:
+        raise InputError(f"tokens of {tokens}: give a finite number above 0")
+
+
+def check_price(price_per_hour: float | None) -> None:
+    """Raises `InputError` for dollars that nothing costs."""
+    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
+        raise InputError(f"a price of {price_per_hour} dollars an hour: give a finite number, at least 0")
+
+
+def prices_of(cluster: Cluster, terms: Terms = "on-demand") -> dict[str, Price]:
+    """By the name of a kind of device its price: of the cluster's description, else of the catalog's list; without the
+    kinds that have none."""
+    found = {}
+    for device in {group.device.name: group.device for group in cluster.nodes}.values():
+        if device.price_per_hour is not None:
+            found[device.name] = Price(device.price_per_hour, "the cluster's description", None)
+        elif listed := list_prices(device.name).get(terms):
+            found[device.name] = listed
+    return found
+
+
+def price_of(cluster: Cluster, terms: Terms = "on-demand") -> float | None:
+    """Dollars per device and hour, on average over its kinds; None where one has no price."""
+    prices, total = prices_of(cluster, terms), 0.0
+    for group in cluster.nodes:
+        if group.device.name not in prices:
+            return None
+        total += prices[group.device.name].dollars * group.count * group.devices_per_node
+    return total / cluster.num_devices
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The plans for one part of a cluster, and what training by the best of them takes."""
+
+    cluster: Cluster
+    found: Found
+    bill: Bill
+
+    @property
+    def best(self) -> Plan:
+        return self.found.plans[0]
+
+
+def offers(
+    model: str | ModelReference,
+    cluster: Cluster,
+    job: Job,
+    objective: Objective,
+    tokens: float,
+    *,
+    price_per_hour: float | None = None,
+    terms: Terms = "on-demand",
+    space: Space | None = None,
+    keep: int | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+    interruptible: bool = False,
+) -> tuple[Offer, ...]:
+    """What is best first: the cluster as it is, and each kind of its devices alone, for speed; all its halves for cost.
+
+    Ctrl-C ends an `interruptible` search with what was found until then. Days and dollars are those of training on `tokens`,
+    at `price_per_hour` per device, else at the price of the cluster's description, or of the catalog's list for the `terms`.
+
+    Raises:
+        InputError: cost without a price, or a price or number of tokens that cannot be.
+        PlanError: nothing fits on any size.
+    """
+    if objective == "cost" and price_per_hour is None and price_of(cluster, terms) is None:
+        known = prices_of(cluster, terms)
+        names = dict.fromkeys(group.device.name for group in cluster.nodes if group.device.name not in known)
+        raise InputError(
+            f"no price {terms} is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
+        )
+    check_tokens(tokens)
+    check_price(price_per_hour)
+    made: list[Offer] = []
+    failure: PlanError | InputError | None = None
+    for part in _parts(cluster, objective):
+
+        def told(what: str, part: Cluster = part) -> None:
+            is_whole = objective == "speed" and part is cluster
+            report(what if is_whole else f"{part.num_devices} devices: {what}")
+
+        try:
+            found = plan(model, part, job, space, keep=keep, report=told, interruptible=interruptible)
+        except (PlanError, InputError) as error:
+            failure = failure or error
+            continue
+        rate = found.plans[0].predictions.tokens_per_second
+        price = price_of(part, terms) if price_per_hour is None else price_per_hour
+        made.append(Offer(part, found, bill(tokens, job.global_batch, rate, part.num_devices, price)))
+        if found.is_interrupted:
+            break
+    if not made:
+        raise failure or PlanError("nothing to try: give a larger cluster")
+    by_cost = objective == "cost"
+    made.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
+    return tuple(made)
+
+
+def _parts(cluster: Cluster, objective: Objective) -> list[Cluster]:
+    """Of a cluster of several kinds of nodes, also each kind alone, which may be faster than all together."""
+    if len(cluster.nodes) > 1 and cluster.measured is None:
+        kinds = [_part(cluster, group) for group in cluster.nodes]
+        return (
+            [cluster, *kinds]
+            if objective == "speed"
+            else [cluster, *(one for kind in kinds for one in halves(kind))]
+        )
+    return [cluster] if objective == "speed" else halves(cluster)
+
+
+def _part(cluster: Cluster, group: NodeGroup) -> Cluster:
+    name = f"{group.count * group.devices_per_node} {group.device.name} of {cluster.name}"
+    return Cluster(name=name, nodes=(group,), sources=cluster.sources)
+
+
+def halves(cluster: Cluster) -> list[Cluster]:
+    """The cluster and what is left of it when half of its equal nodes are taken away, again and again.
+
+    >>> from stagewright.cluster import load_cluster
+    >>> [part.num_devices for part in halves(load_cluster("32x-h100"))]
+    [32, 16, 8]
+    """
+    (group,) = cluster.nodes if len(cluster.nodes) == 1 else (None,)
+    if group is None or cluster.measured is not None:
+        return [cluster]
+    found, num = [cluster], group.count
+    while num % 2 == 0:
+        num //= 2
+        found.append(_part(cluster, group.model_copy(update={"count": num})))
+    return found
