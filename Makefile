@@ -18,7 +18,7 @@ endif
 RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all torture fuzz-models docs lock clean
+.PHONY: help demo check test test-all torture fuzz-models docs lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +32,9 @@ demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Ll
 
 test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, tests, doc examples
 	$(ENV_PYTHON) check
+
+check: $(INSTALLED) ## Run format, lint, types, import contracts and the quick tests, while you write
+	$(ENV_PYTHON) check --fast
 
 test-all: $(INSTALLED) ## Run every check, the slow tests included
 	STAGEWRIGHT_TEST_ALL=1 $(ENV_PYTHON) check

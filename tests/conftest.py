@@ -40,7 +40,7 @@ settings.load_profile("all" if torture.TEST_ALL else "gate")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
+    config.addinivalue_line("markers", "multiprocess: starts several processes; left out by make check")
     config.addinivalue_line(
         "markers", "matrix: of the whole matrix of the executor; make test-all, or -m matrix"
     )
