@@ -18,7 +18,7 @@ from stagewright.planning.job import load_job
 from stagewright.planning.search import plan
 from stagewright.planning.space import Sizes, Space, replicas
 from stagewright.schedule import Program, build
-from stagewright.simulation.promise import Assumptions
+from stagewright.simulation.prediction import Assumptions
 from stagewright.tracing.models.reference import bundled_names, resolve
 from stagewright.units import parse_bytes
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.catalog import device_names
-from stagewright.cluster.strict import SourcedModel
+from stagewright.cluster.schema import SourcedModel
 from stagewright.estimation.runtime import load_runtime, runtime_names
 from stagewright.files import write_whole
 

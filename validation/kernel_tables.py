@@ -1,4 +1,4 @@
-"""Write the tables by which `stagewright.cluster.kernels` corrects products: of each device half of the measured ones.
+"""Write the tables by which `stagewright.cluster.kernel_choice` corrects products: of each device half of the measured ones.
 
     python validation/kernel_tables.py FOLDER
 
@@ -19,7 +19,7 @@ from products import LARGE_FLOP, judged
 from verdict import Row
 
 from stagewright.cluster import load_cluster
-from stagewright.cluster.kernels import Floats, coordinates, likeness
+from stagewright.cluster.kernel_choice import Floats, coordinates, likeness
 
 _SPREAD, _NOISE = 0.095, 0.04
 """Of the logarithm: what products have in common with those like them, and what each has for itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster import Device, load_cluster
-from stagewright.cluster.products import Shape
+from stagewright.cluster.matmul import Shape
 from stagewright.errors import InputError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.cluster.products import Products, Shape, product_seconds
+from stagewright.cluster.matmul import Products, Shape, product_seconds
 
 PLAIN = Products(num_multiprocessors=100, operand_share=0, fill_s=0, tail_share=1)
 TILE_S = 2 * 128 * 128 * 6400 / 1e12

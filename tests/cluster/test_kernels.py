@@ -9,8 +9,8 @@ from importlib import resources
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.cluster.kernels import kernel_factor
-from stagewright.cluster.products import Shape
+from stagewright.cluster.kernel_choice import kernel_factor
+from stagewright.cluster.matmul import Shape
 
 TABLES = resources.files("stagewright.cluster") / "catalog" / "kernels"
 

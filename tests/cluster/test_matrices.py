@@ -47,9 +47,9 @@ def test_a_file_of_links_overrides_the_description_in_each_direction(tmp_path: P
     ("links", "message"),
     [
         ("0,1,2,3\n1,0,2,3", "square"),
-        ("0,x,1\n1,0,1\n1,1,0", "no number"),
+        ("0,x,1\n1,0,1\n1,1,0", "row 0, column 1: 'x' is not a number"),
         ("0,0,1\n1,0,1\n1,1,0", "must be from 1 to"),
-        ("0,1,fast\n1,0,1\n1,1,0", "row 0, column 2: 'fast' is no number"),
+        ("0,1,fast\n1,0,1\n1,1,0", "row 0, column 2: 'fast' is not a number"),
         ("0,1,1,\n1,0,1,\n1,1,0,", "row 0, column"),
         ("0,nan,1\n1,0,1\n1,1,0", "must be a finite number"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.attention import FORWARD_FLOP, Scores
-from stagewright.cluster.products import Shape
+from stagewright.cluster.matmul import Shape
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import ACCESS_S, Costing, cost, kernel_seconds, optimizer_seconds

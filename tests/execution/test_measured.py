@@ -16,7 +16,7 @@ from stagewright.execution.record import clock_error_seconds, timeline_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.simulation import StageCosts, simulate
-from stagewright.simulation.observed import observed
+from stagewright.simulation.simulate import observed
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_parts_of_the_bubble_are_the_whole(plan: Plan) -> None:
 def test_what_is_left_is_the_fullest_ranks(plan: Plan) -> None:
     device = load_cluster("2x1x-t4").device
     peaks = [rank.reserved_peak_bytes for rank in plan.predictions.ranks]
-    usable_bytes = device.usable_beside(plan.predictions.ranks[0].communicator_bytes)
+    usable_bytes = device.usable_with_communicators(plan.predictions.ranks[0].communicator_bytes)
     assert plan_document(plan, None)["spare_bytes"] == usable_bytes - max(peaks)
     line = answer_line(plan)
     assert line.startswith("Fits with ") and f"on rank {peaks.index(max(peaks))}; MFU" in line

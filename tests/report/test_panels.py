@@ -42,7 +42,7 @@ def column(table: PanelTable, name: str) -> list:
 def usable_bytes(plan: Plan) -> list[int]:
     """Of each rank's device, beside communicators."""
     device = load_cluster("2x1x-t4").device
-    return [device.usable_beside(rank.communicator_bytes) for rank in plan.predictions.ranks]
+    return [device.usable_with_communicators(rank.communicator_bytes) for rank in plan.predictions.ranks]
 
 
 def test_tables_are_the_plans_numbers(plan: Plan) -> None:

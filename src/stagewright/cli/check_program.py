@@ -18,7 +18,7 @@ from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
-    from stagewright.simulation.promise import Promise
+    from stagewright.simulation.prediction import ProgramPrediction
 
 _MOST_SHOWN = 5
 _CLOSE = 1e-9
@@ -198,7 +198,7 @@ def _activations(program: Program, limit: int | None) -> Finding:
     return Finding("activations", not over, f"{found} the limit is {limit}")
 
 
-def _kept(program: Program, promise: Promise) -> Iterator[Finding]:
+def _kept(program: Program, promise: ProgramPrediction) -> Iterator[Finding]:
     """Whether the program takes what its document promises, and has the memory for it."""
     timeline = promise.timeline(program)
     taken, said = timeline.makespan_s, promise.makespan_seconds

@@ -113,7 +113,7 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
 
 
 def _train(plan: Plan, out: Path) -> None:
-    from stagewright.cluster.cluster import measured_beside
+    from stagewright.cluster.cluster import measurement_cautions
     from stagewright.execution.launch import run
     from stagewright.execution.machine_use import watch_others
     from stagewright.report.runs import run_document, run_summary
@@ -122,7 +122,7 @@ def _train(plan: Plan, out: Path) -> None:
     others = watch_others()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
-    warn(measured_beside(others()))
+    warn(measurement_cautions(others()))
     if record is not None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 

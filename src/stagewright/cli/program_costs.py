@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stagewright.planning.joint.problem import LayerTable
     from stagewright.simulation import StageCosts
     from stagewright.simulation.costs import Transfers
-    from stagewright.simulation.promise import Promise
+    from stagewright.simulation.prediction import ProgramPrediction
 
 CostsOf = Callable[[int], "StageCosts"]
 """The costs of so many stages."""
@@ -36,7 +36,7 @@ class Costing(NamedTuple):
 
 
 def costing_of(
-    asked: Asked, promise: Promise | None, name: str, rank_of_stage: Sequence[int] = ()
+    asked: Asked, promise: ProgramPrediction | None, name: str, rank_of_stage: Sequence[int] = ()
 ) -> Costing:
     """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states. Raises
     `InputError` where the table cannot be used, or has other layers than the promise is for."""
@@ -100,7 +100,7 @@ def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:
 
 
 def _of_table(
-    table: Path, promise: Promise, name: str, rank_of_stage: Sequence[int]
+    table: Path, promise: ProgramPrediction, name: str, rank_of_stage: Sequence[int]
 ) -> tuple[StageCosts, Transfers]:
     """What the stages of the promise cost with the layers of a table, and what their transfers take."""
     from stagewright.cli.cost_table import layer_table, read_cost_table

@@ -11,7 +11,7 @@ from stagewright.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
-    from stagewright.simulation.promise import Promise
+    from stagewright.simulation.prediction import ProgramPrediction
 
 _ENDINGS = (".csv", ".txt", ".json")
 
@@ -25,7 +25,7 @@ def is_program_file(text: str) -> bool:
     return Path(text).suffix in _ENDINGS
 
 
-def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
+def read_promised_program(path: Path) -> tuple[Program, ProgramPrediction | None]:
     """The program in a file, and what its document promises; None where it states no costs, as only JSON can.
 
     Raises:
@@ -39,11 +39,11 @@ def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
         return read_torch_csv(read_text(path, "program"), path.stem), None
     if path.suffix == ".txt":
         return Program.from_text(read_text(path, "program")), None
-    from stagewright.simulation.promise import Promise
+    from stagewright.simulation.prediction import ProgramPrediction
 
     document = read_sealed_json(path, "program")
     program = Program.from_document(document)
-    return program, Promise.of_document(document, program, f"program '{path}'")
+    return program, ProgramPrediction.of_document(document, program, f"program '{path}'")
 
 
 def check_ending(path: Path | None) -> None:
@@ -55,7 +55,7 @@ def check_ending(path: Path | None) -> None:
         )
 
 
-def program_text(path: Path, program: Program, promise: Promise) -> str:
+def program_text(path: Path, program: Program, promise: ProgramPrediction) -> str:
     """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`. Raises `ScheduleError` where the
     format does not have some action of the program."""
     if path.suffix == ".txt":

@@ -146,7 +146,7 @@ def run(
         stagewright run plan.json --data texts.jsonl --tokenizer tokenizer.json \\
             --steps 1000 --checkpoint checkpoints
     """
-    from stagewright.cluster.cluster import measured_beside
+    from stagewright.cluster.cluster import measurement_cautions
     from stagewright.execution import launch
     from stagewright.execution.machine_use import watch_others
     from stagewright.execution.preflight import default_folder
@@ -181,7 +181,7 @@ def run(
     document = report.run_document(loaded, record, str(path))
     warn(report.on_other_devices(record, loaded.cluster.kind, loaded.cluster.name))
     if record.device == "cpu" and "RANK" not in os.environ:  # all ranks are children of this process
-        warn(measured_beside(others()))
+        warn(measurement_cautions(others()))
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     warn(report.left_out(record, loaded.job.dtype == "fp16"))

@@ -1,6 +1,5 @@
-"""Devices, links, nodes and the cost of their collectives; a catalog of hardware with its sources."""
+"""Devices, links, nodes and collectives of a cluster, and a catalog of hardware with its sources."""
 
-from stagewright.cluster.arranged import arranged
 from stagewright.cluster.cluster import Cluster, MeasuredBandwidth, NodeGroup
 from stagewright.cluster.collectives import (
     all_gather_seconds,
@@ -13,13 +12,11 @@ from stagewright.cluster.collectives import (
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.dispatch import Tokens, dispatch_seconds
 from stagewright.cluster.host import Host
-from stagewright.cluster.left import without
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
-from stagewright.cluster.other_links import with_slower_links
-from stagewright.cluster.paced import paced
 from stagewright.cluster.profile import OperatorProfile, load_profile
+from stagewright.cluster.variants import arranged, paced, with_slower_links, without
 
 __all__ = [
     "Cluster",

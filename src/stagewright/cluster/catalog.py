@@ -16,7 +16,7 @@ _PART = re.compile(r"(?:(?P<nodes>[0-9]+)x)?(?P<count>[0-9]+)x-?(?P<device>.+)")
 
 @cache
 def device_names() -> tuple[str, ...]:
-    """Names of the devices in the catalog."""
+    """Return the names of the devices in the catalog."""
     folder = resources.files("stagewright.cluster") / "catalog"
     return tuple(
         sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
@@ -24,7 +24,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def catalog_node(device: str) -> dict[str, Any]:
-    """The document of one node of `device`; raises `InputError` naming the nearest device."""
+    """Return the document of one node of `device`; raise `InputError` naming the nearest device."""
     if device not in device_names():
         hint = nearest(device, device_names())
         raise InputError(f"no device '{device}' in the catalog{hint}; it has {', '.join(device_names())}")
@@ -38,11 +38,10 @@ def is_catalog_name(name: str) -> bool:
 
 
 def catalog_cluster(name: str) -> dict[str, Any]:
-    """The document of `COUNTxDEVICE`, `NODESxCOUNTxDEVICE` or several of them joined by `+`.
+    """Return the document of `COUNTxDEVICE`, `NODESxCOUNTxDEVICE` or several of them joined by `+`.
 
-    `COUNTx-DEVICE` fills nodes of the device's usual size, the last one as far as needed;
-    `NODESxCOUNTx-DEVICE` gives the size of the nodes. Raises `InputError` for unknown devices and for zero
-    counts.
+    `COUNTx-DEVICE` fills nodes of the device's usual size, the last one partly if needed; `NODESxCOUNTx-DEVICE` gives the
+    size of the nodes. Raises `InputError` for unknown devices and for zero counts.
     """
     groups: list[dict[str, Any]] = []
     for part in name.lower().split("+"):
@@ -63,17 +62,17 @@ def _groups(device: str, nodes: str | None, count: str, part: str) -> list[dict[
     check_count(num_devices, MOST_DEVICES, f"the number of devices of '{part}'", "give fewer")
     if nodes is not None:
         return [_sized(node, int(nodes), int(count))]
-    full, rest = divmod(num_devices, node["devices_per_node"])
-    sizes = [(full, node["devices_per_node"])] * (full > 0) + [(1, rest)] * (rest > 0)
+    full, remainder = divmod(num_devices, node["devices_per_node"])
+    sizes = [(full, node["devices_per_node"])] * (full > 0) + [(1, remainder)] * (remainder > 0)
     return [_sized(node, num_nodes, size) for num_nodes, size in sizes]
 
 
 def _number(digits: str) -> int:
-    """Of so many digits that Python does not convert them, one that is as impossible."""
+    """Convert digits; return a number that is too large as well if Python refuses to convert so many."""
     return int(digits) if len(digits) < 30 else 10**30
 
 
 def _sized(node: dict[str, Any], num_nodes: int, size: int) -> dict[str, Any]:
-    """The node with another number of devices, which keep their share of the adapters (at least one)."""
+    """Return the node with `size` devices, which keep their share of the adapters (at least one)."""
     num_nics = max(1, node["num_nics"] * size // node["devices_per_node"])
     return {**node, "count": num_nodes, "devices_per_node": size, "num_nics": num_nics}

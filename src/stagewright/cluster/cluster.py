@@ -1,4 +1,4 @@
-"""Devices in nodes, nodes on a network: which link joins two ranks."""
+"""Clusters: devices in nodes, nodes on a network, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.profile import OperatorProfile
-from stagewright.cluster.strict import SourcedModel
+from stagewright.cluster.schema import SourcedModel
 from stagewright.errors import InputError
 from stagewright.limits import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SECONDS
 
 
-def measured_beside(cores_of_others: float | None) -> list[str]:
-    """What it means for a measurement that other programs used so many cores meanwhile; nothing where there were none."""
+def measurement_cautions(cores_of_others: float | None) -> list[str]:
+    """Return a caution about a measurement during which other programs used cores; empty if none did."""
     if cores_of_others is None:
         return []
     return [
@@ -40,25 +40,25 @@ class NodeGroup(SourcedModel):
     num_nics: int = Field(ge=1, le=MOST_DEVICES)
     device: Device
     intra_node: Link
-    """Between two devices of the node, per device."""
+    """Link between two devices of the node, per device."""
     inter_node: Link
-    """Of one network adapter."""
+    """Link of one network adapter."""
     host: Host | None = None
-    """The node's processors; None where nothing may be put on them."""
+    """The node's CPUs; None if nothing may be placed on them."""
 
     def __hash__(self) -> int:
         return hash((self.count, self.devices_per_node, self.num_nics, self.device, self.intra_node))
 
     def network_share(self, num_flows: int) -> Link:
-        """What each of `num_flows` concurrent messages leaving one node attains: no more than one adapter."""
+        """Return the link of each of `num_flows` concurrent messages that leave one node: at most one adapter."""
         return self.inter_node.shared(num_flows / self.num_nics)
 
 
 class MeasuredBandwidth(SourcedModel):
     """Attained bandwidth of every ordered pair, row = sender, in bytes/s; the diagonal is not read.
 
-    Between `nodes` an entry is what one device attains while every device of its node sends to the other
-    node; between `ranks` it is what the pair attains, inside a node too.
+    Between `nodes` an entry is the bandwidth of one device while every device of its node sends to the other node; between
+    `ranks` it is that of the pair, also inside a node.
     """
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"between"})
@@ -83,7 +83,7 @@ class MeasuredBandwidth(SourcedModel):
         return self
 
     def applied(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
-        """`link` from sender to receiver, given as ranks and as nodes, with what was measured instead."""
+        """Return `link` from sender to receiver (given as ranks and as nodes) with the measured figures instead."""
         i, j = ranks if self.between == "ranks" else nodes
         if i == j:
             return link
@@ -92,12 +92,12 @@ class MeasuredBandwidth(SourcedModel):
 
 
 class Cluster(SourcedModel):
-    """Ranks 0, 1, ... number the devices node after node, in the order of `nodes`."""
+    """A cluster of nodes. Ranks 0, 1, ... number the devices node by node, in the order of `nodes`."""
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes", "collectives", "cores_of_others"})
 
     def __repr__(self) -> str:
-        """Its name and what it has; the description is long."""
+        """Show name and nodes; the whole description is long."""
         nodes = ", ".join(f"{node.count} x {node.devices_per_node} {node.device.name}" for node in self.nodes)
         return f"<Cluster {self.name}: {nodes}>"
 
@@ -107,17 +107,17 @@ class Cluster(SourcedModel):
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
     measured: MeasuredBandwidth | None = None
     collectives: tuple[MeasuredCollective, ...] = ()
-    """Curves that correct what the links alone predict of collectives."""
+    """Measured curves that correct the times of collectives predicted from the links."""
     cores_of_others: float | None = Field(default=None, gt=0, le=MOST_DEVICES)
-    """Cores that other programs used while this was measured; None where there were none, or nothing was measured."""
+    """Cores that other programs used during the measurement; None if there were none, or nothing was measured."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
 
     @property
     def cautions(self) -> list[str]:
-        """What whoever plans for this cluster should know of its figures."""
-        return [f"cluster '{self.name}': {caution}" for caution in measured_beside(self.cores_of_others)]
+        """Warnings about the figures of this cluster for users who plan with it."""
+        return [f"cluster '{self.name}': {caution}" for caution in measurement_cautions(self.cores_of_others)]
 
     @model_validator(mode="after")
     def _possible_size(self) -> Cluster:
@@ -175,12 +175,12 @@ class Cluster(SourcedModel):
 
     @property
     def kind(self) -> Literal["cuda", "cpu"]:
-        """The type of devices whose kernels a model is traced with: that of accelerators if there are any."""
+        """The device type whose kernels a model is traced with: that of accelerators if there are any."""
         return "cuda" if any(group.device.kind == "cuda" for group in self.nodes) else "cpu"
 
     @property
     def device(self) -> Device:
-        """The one device of a homogeneous cluster; raises `InputError` for a mixed one (use `device_of`)."""
+        """The device of a homogeneous cluster; raises `InputError` for a mixed one (use `device_of`)."""
         if not self.is_homogeneous:
             names = ", ".join(dict.fromkeys(group.device.name for group in self.nodes))
             raise InputError(
@@ -190,20 +190,20 @@ class Cluster(SourcedModel):
         return self.nodes[0].device
 
     def with_profile(self, profile: OperatorProfile) -> Cluster:
-        """This cluster, whose devices of that kind take what a profile says of operators, at the speed that the machine had
-        when it was probed, where both know how fast it was.
+        """Return this cluster with measured operator times for its devices of the profile's kind, scaled to the speed that
+        the machine had when it was probed, if both speeds are known.
 
         Raises:
-            InputError: it has no such device, several different ones, or processes of another number of threads.
+            InputError: the cluster has no such device, several different ones, or another number of threads per process.
         """
         devices = list(
             dict.fromkeys(group.device for group in self.nodes if group.device.kind == profile.kind)
         )
-        found = f"the profile is of a {profile.kind} device ({profile.device})"
+        described = f"the profile is of a {profile.kind} device ({profile.device})"
         if len(devices) != 1:
             names = ", ".join(device.name for device in devices) or f"none of kind {profile.kind}"
             raise InputError(
-                f"{found}, but cluster '{self.name}' has {names}: profile the model on the cluster's device, or name a "
+                f"{described}, but cluster '{self.name}' has {names}: profile the model on the cluster's device, or name a "
                 "cluster with one such device"
             )
         (device,) = devices
@@ -212,7 +212,7 @@ class Cluster(SourcedModel):
             and device.num_threads != profile.num_threads
         ):
             raise InputError(
-                f"{found} with {profile.num_threads} threads a process, but a process of cluster '{self.name}' has "
+                f"{described} with {profile.num_threads} threads a process, but a process of cluster '{self.name}' has "
                 f"{device.num_threads}: profile with as many processes as the cluster was probed with"
             )
         profiled = device.model_copy(update={"profile": profile.at_speed(device.reference_s)})
@@ -224,11 +224,11 @@ class Cluster(SourcedModel):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all nodes are equal, joined as they are described, and hold neighbouring ranks."""
+        """Whether all nodes are equal, have no measured links, and hold neighbouring ranks."""
         return not self.nodes[1:] and self.measured is None
 
     def node_of(self, rank: int) -> int:
-        """The node that holds `rank`; raises `InputError` for a rank outside the cluster."""
+        """Return the node of `rank`; raise `InputError` for a rank outside the cluster."""
         if not 0 <= rank < self.num_devices:
             raise InputError(
                 f"rank {rank} is outside cluster '{self.name}', whose ranks are 0 to {self.num_devices - 1}"
@@ -236,23 +236,23 @@ class Cluster(SourcedModel):
         return bisect_right(self._first_ranks, rank) - 1
 
     def ranks_of(self, node: int) -> Sequence[int]:
-        """The ranks on `node`."""
+        """Return the ranks on `node`."""
         return range(self._first_ranks[node], self._first_ranks[node + 1])
 
     def group_of(self, rank: int) -> NodeGroup:
-        """The kind of node that holds `rank`."""
+        """Return the group of nodes that holds `rank`."""
         return self._groups_by_node[self.node_of(rank)]
 
     def device_of(self, rank: int) -> Device:
-        """The device of `rank`."""
+        """Return the device of `rank`."""
         return self.group_of(rank).device
 
     def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
-        """The link of a message from rank `src` to rank `dst`.
+        """Return the link of a message from rank `src` to rank `dst`.
 
-        `flows_per_node` is how many messages leave (or enter) the node over its network adapters at the
-        same time; by default every device of the node sends one. A measured bandwidth, which was taken
-        under its own load, overrides the description and ignores it.
+        `flows_per_node` is the number of messages that leave (or enter) the node over its network adapters at the same
+        time; by default every device of the node sends one. A measured bandwidth overrides the description and ignores this
+        number.
         """
         a, b = self.node_of(src), self.node_of(dst)
         link = self._link_of_nodes(a, b, flows_per_node)
@@ -266,7 +266,7 @@ class Cluster(SourcedModel):
 
     @cached_property
     def _links(self) -> dict[tuple[int, int, int | None], Link]:
-        """Links between nodes already asked for: searches ask for the same ones many thousand times."""
+        """Cache of links between nodes: searches need the same ones many thousand times."""
         return {}
 
     def _described_link(self, a: int, b: int, flows_per_node: int | None) -> Link:
@@ -277,22 +277,22 @@ class Cluster(SourcedModel):
         return shares[0].slower(shares[1])
 
     def point_to_point_seconds(self, num_bytes: float, src: int, dst: int) -> float:
-        """Time of one message of `num_bytes` from `src` to `dst`; zero from a rank to itself.
+        """Return the seconds of one message of `num_bytes` from `src` to `dst`; zero from a rank to itself.
 
         Source and ignores: `Link.seconds`.
         """
         return 0.0 if src == dst else self.link_between(src, dst).seconds(num_bytes)
 
     def blocks_seconds(self, num_bytes: float, src: int, dst: int, width: int) -> float:
-        """Time of `width` messages of `num_bytes` at once, from ranks `src`, `src` + 1, ... to `dst`, `dst` + 1, ...: that
-        of the slowest; zero from ranks to themselves.
+        """Return the seconds of the slowest of `width` concurrent messages of `num_bytes`, from ranks `src`, `src` + 1, ...
+        to `dst`, `dst` + 1, ...; zero from ranks to themselves.
 
         Source and ignores: `Link.seconds`.
         """
         return 0.0 if src == dst else max(link.seconds(num_bytes) for link in self._links_of(src, dst, width))
 
     def _links_of(self, src: int, dst: int, width: int) -> tuple[Link, ...]:
-        """Between two blocks of ranks, equal ones once."""
+        """Return the distinct links between two blocks of ranks."""
         links = self._block_links.get((src, dst, width))
         if links is None:
             pairs = ((src + index, dst + index) for index in range(width))
@@ -302,10 +302,10 @@ class Cluster(SourcedModel):
 
     @cached_property
     def known_groups(self) -> dict[Any, Any]:
-        """What `stagewright.cluster.collectives` has worked out of groups of ranks: searches ask for the same ones."""
+        """Cache of `stagewright.cluster.collectives` for groups of ranks."""
         return {}
 
     @cached_property
     def _block_links(self) -> dict[tuple[int, int, int], tuple[Link, ...]]:
-        """Links between blocks already asked for."""
+        """Cache of links between blocks of ranks."""
         return {}

@@ -1,4 +1,4 @@
-"""Time of collectives on a cluster: rings over the slowest edge, trees for the latency between nodes.
+"""Times of collectives on a cluster: rings over the slowest edge, trees for the latency between nodes.
 
 A communicator that spans nodes moves its chunks through the node's own links and the network at the same
 time, so the slower of the two bounds it (they do not add). Every rank of a node drives its share of the
@@ -36,48 +36,49 @@ still.
 """
 
 _CROWD_S = 1.0e-6
-"""What a step of a ring over several nodes takes longer for every further rank of a node: every adapter has a ring of its
-own, whose parts wait for each other in every device. Fit of NCCL's times by size on ten H100 nodes published in
+"""Additional seconds of a step of a ring over several nodes for every further rank of a node: every adapter has its own
+ring, whose chunks wait for each other in every device. Fit of NCCL's times by size on ten H100 nodes published in
 github.com/xxrjun/nccl-tests-cluster (455de4f), half of the rows.
 """
 
 _CROWDED_PART = 1e5
-"""Bytes of a rank's part at which half of that is there. The same fit."""
+"""Bytes of a rank's part at which half of that applies. The same fit."""
 
 _MESSAGE_S = 5e-6
-"""To have one more message under way to a rank of another node, in an all-to-all. The same fit."""
+"""Seconds of one more message in flight to a rank of another node, in an all-to-all. The same fit."""
 
 _MESSAGE_CHUNK = 2.0**17
-"""Bytes that a message to another node moves at once; of smaller ones more are under way. Source: NCCL, the default of
+"""Bytes that a message to another node moves at once; smaller messages have more in flight. Source: NCCL, the default of
 NCCL_P2P_NET_CHUNKSIZE.
 """
 
 _NODE_CHANNELS = 32
-"""Parts at most that a message inside a node is dealt out to, each moved by a multiprocessor, and what the ranks of a
-communicator share. Source: NCCL 2.30, `ncclTopoComputeP2pChannels` and `scheduleP2pTasksToPlan`, on an H100 node.
+"""Maximum number of channels of a message inside a node, each served by a multiprocessor; the ranks of a communicator share
+them. Source: NCCL 2.30, `ncclTopoComputeP2pChannels` and `scheduleP2pTasksToPlan`, on an H100 node.
 """
 
 _NODE_PART = 2.0**24
-"""Bytes of such a part over which there are twice as many. Source: NCCL 2.30, `addP2pToPlan`."""
+"""Bytes per channel above which their number is doubled. Source: NCCL 2.30, `addP2pToPlan`."""
 
 _NODE_CHANNEL = 20.4e9
-"""Bytes/s of one of them. Fit of messages around eight H100 published in github.com/xxrjun/nccl-tests-cluster (455de4f),
+"""Bytes/s of one channel. Fit of messages around eight H100 published in github.com/xxrjun/nccl-tests-cluster (455de4f),
 half of the rows.
 """
 
 _NETWORK_CHANNELS, _FEW_NODES = 2, 8
-"""Parts of a message to another node, and the nodes over which a communicator leaves it one. Source: as above."""
+"""Channels of a message to another node, and the number of nodes above which a communicator has only one. Source: as
+above."""
 
 _NETWORK_CHANNEL = 25.5e9
-"""Bytes/s of one of these. The same fit, on ten nodes."""
+"""Bytes/s of one network channel. The same fit, on ten nodes."""
 
 _REDUCED_TRAFFIC = 0.5
-"""Of an all-reduce over a node's links whose switch adds up, over one around a ring. Source: the module."""
+"""Traffic of an all-reduce over a node's links with reduction in the switch, relative to a ring. Source: the module."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """`size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
+    """A communicator of `size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
 
     size: int
     per_node: int
@@ -85,20 +86,20 @@ class Communicator:
     intra: Link | None
     inter_latency_s: float
     inter_bandwidth: float
-    """Of all ranks of a node together, over the slowest edge of the ring of nodes."""
+    """Bytes/s of all ranks of a node together, over the slowest edge of the ring of nodes."""
 
     @property
     def collectives(self) -> NodeCollectives | None:
-        """What collectives take by their size, of a group inside one node where that is known."""
+        """Model of collectives inside one node; None for a group on several nodes or if it is unknown."""
         return self.intra.collectives if self.intra is not None and self.num_nodes == 1 else None
 
     @property
     def node(self) -> NodeCollectives | None:
-        """What is known of collectives inside the nodes."""
+        """Model of collectives inside the nodes; None if it is unknown."""
         return self.intra.collectives if self.intra is not None else None
 
     def ring_bandwidth(self, reduces: bool = False) -> float:
-        """Bytes/s of the slowest edge of a ring that enters and leaves every node once; `reduces`: an all-reduce."""
+        """Return bytes/s of the slowest edge of a ring that enters and leaves every node once; `reduces`: an all-reduce."""
         if self.intra is None:
             return self.inter_bandwidth
         if self.node is None:
@@ -114,39 +115,41 @@ class Communicator:
 
     @property
     def step_s(self) -> float:
-        """From one rank of a node to the next one of a ring."""
+        """Seconds from one rank of a node to the next in a ring."""
         return self.node.step_s if self.node else self.intra_latency_s
 
     def ring_latency_s(self, num_bytes: float) -> float:
-        """One pass of a chunk around the ring, each rank's part a chunk."""
+        """Return the seconds of one pass of a chunk around the ring; each rank's part is a chunk."""
         crossings = self.num_nodes - 1
         latency_s = (self.size - 1 - crossings) * self.step_s + crossings * self.inter_latency_s
         return latency_s + self.crowd_s(self.size - 1, num_bytes / self.size)
 
     def crowd_s(self, num_steps: int, part: float) -> float:
-        """What so many steps with parts of so many bytes take longer where rings of several adapters share devices."""
+        """Return the additional seconds of `num_steps` steps with `part` bytes because rings of several adapters share
+        devices."""
         if self.node is None or self.num_nodes < 2:
             return 0.0
         return num_steps * _CROWD_S * (self.per_node - 1) * part / (part + _CROWDED_PART)
 
     def tree_latency_s(self, num_bytes: float) -> float:
-        """One pass of a chunk along a chain inside the node and up a binary tree of nodes; every adapter has a tree."""
-        hops, chain = math.ceil(math.log2(self.num_nodes)), self.per_node - 1
-        latency_s = chain * self.step_s + hops * self.inter_latency_s
-        return latency_s + self.crowd_s(chain + hops, num_bytes / self.per_node)
+        """Return the seconds of one pass of a chunk along a chain inside the node and up a binary tree of nodes; every
+        adapter has a tree."""
+        levels, chain = math.ceil(math.log2(self.num_nodes)), self.per_node - 1
+        latency_s = chain * self.step_s + levels * self.inter_latency_s
+        return latency_s + self.crowd_s(chain + levels, num_bytes / self.per_node)
 
 
 def communicator(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
-    """How `ranks` lie on the nodes of `cluster`, worked out once."""
-    lying = _first_alike(cluster, ranks) if isinstance(ranks, range) else tuple(ranks)
-    known = cluster.known_groups
-    if lying not in known:
-        known[lying] = _worked_out(cluster, lying)
-    return known[lying]
+    """Return the communicator of `ranks`, computed once per cluster."""
+    key = _first_alike(cluster, ranks) if isinstance(ranks, range) else tuple(ranks)
+    groups = cluster.known_groups
+    if key not in groups:
+        groups[key] = _build(cluster, key)
+    return groups[key]
 
 
 def _first_alike(cluster: Cluster, ranks: range) -> range:
-    """The first ranks of a uniform cluster that lie as `ranks` do; these where the cluster has not all of them."""
+    """Return the first ranks of a uniform cluster with the same positions as `ranks`; `ranks` if the cluster lacks some."""
     if (
         not cluster.is_uniform
         or ranks.step < 1
@@ -159,7 +162,7 @@ def _first_alike(cluster: Cluster, ranks: range) -> range:
     return range(first, first + len(ranks) * ranks.step, ranks.step)
 
 
-def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
+def _build(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(cluster.node_of(rank), []).append(rank)
@@ -193,13 +196,13 @@ def _slowest(cluster: Cluster, ring: list[int]) -> Link:
 
 
 def _edge(cluster: Cluster, senders: list[int], receivers: list[int]) -> tuple[float, float]:
-    """Latency and total bandwidth from one node to the next, each rank driving its own flow."""
+    """Return latency and total bandwidth from one node to the next, with one flow per rank."""
     links = [cluster.link_between(a, b) for a, b in zip(senders, receivers, strict=False)]
     return max(link.latency_s for link in links), sum(link.bandwidth for link in links)
 
 
 def all_gather_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until every rank holds the whole `num_bytes`, of which each contributes an equal part (ring).
+    """Return the seconds until every rank holds all of `num_bytes`, of which each contributes an equal part (ring).
 
     Source and ignores: the module.
     """
@@ -227,7 +230,7 @@ def _as_measured(
     num_bytes: float,
     group: Communicator,
 ) -> float:
-    """What `modelled` says, times how much longer than it said the operation took where it was measured."""
+    """Return the modelled seconds, corrected by the ratio of measured to modelled seconds at that size."""
     seconds = modelled(group, num_bytes)
     if not cluster.collectives or num_bytes <= 0:
         return seconds
@@ -244,7 +247,7 @@ def _as_measured(
 
 
 def reduce_scatter_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until each rank holds its part of the sum of every rank's `num_bytes` (ring).
+    """Return the seconds until each rank holds its part of the sum of every rank's `num_bytes` (ring).
 
     Source: the module; an all-gather with its arrows reversed. Ignores: the module's, and the additions.
     """
@@ -252,7 +255,7 @@ def reduce_scatter_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[i
 
 
 def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until every rank holds the sum of every rank's `num_bytes`.
+    """Return the seconds until every rank holds the sum of every rank's `num_bytes`.
 
     A reduce-scatter and an all-gather around a ring, or a reduction and a broadcast along a tree: the faster.
     Source: the module. Ignores: the module's, and the additions.
@@ -272,7 +275,7 @@ def _all_reduce_seconds(group: Communicator, num_bytes: float) -> float:
 
 
 def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until `num_bytes` of one rank have reached all `ranks` (a pipelined chain).
+    """Return the seconds until `num_bytes` of one rank have reached all `ranks` (a pipelined chain).
 
     Source and ignores: the module.
     """
@@ -283,11 +286,11 @@ def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) 
 
 
 def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
+    """Return the seconds until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
 
-    Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of
-    the logarithmic algorithm, volume of the pairwise one), and a cost of every message to another node where its links are
-    described by what collectives take. Ignores: the module's.
+    Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of the logarithmic
+    algorithm, volume of the pairwise one), and a cost of every message to another node if the nodes have a model of
+    collectives. Ignores: the module's.
     """
     if len(ranks) < 2:
         return 0.0
@@ -304,11 +307,11 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 
 
 def ring_shift_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Time until each rank has `num_bytes` of the one before it, all around a ring and in one communicator.
+    """Return the seconds until each rank has `num_bytes` of the previous one, around a ring and in one communicator.
 
-    The library deals a message out to few channels where a communicator has many ranks, each of which could send to every
-    other one; two ranks with a communicator of their own, as PyTorch gives to every pair that sends without batching, have
-    the whole link (`Cluster.point_to_point_seconds`).
+    The library uses few channels per message if a communicator has many ranks, each of which could send to every other one;
+    two ranks with their own communicator, as PyTorch creates for every pair that sends without batching, have the whole link
+    (`Cluster.point_to_point_seconds`).
 
     Source: NCCL 2.30, `src/enqueue.cc` and `src/graph/paths.cc`. Ignores: the protocol of small messages; that messages
     inside a node have few channels too where others leave it; other communicators.
@@ -327,7 +330,7 @@ def ring_shift_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 
 
 def _inside_bandwidth(num_bytes: float, num_ranks: int) -> float:
-    """Bytes/s of the channels that a message has in a communicator of so many ranks of one node."""
+    """Return bytes/s of the channels of a message in a communicator of `num_ranks` ranks of one node."""
     channels = max(1, _NODE_CHANNELS // 2 ** math.ceil(math.log2(num_ranks)))
     while channels < _NODE_CHANNELS and num_bytes > channels * _NODE_PART:
         channels *= 2

@@ -1,4 +1,4 @@
-"""One accelerator (or one process's share of a CPU) as a cost model sees it: memory, peaks, efficiencies."""
+"""Cost model of one accelerator (or one process's share of a CPU): memory, peaks, efficiencies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stagewright.cluster.attention import BACKWARD_FLOP, FORWARD_FLOP, Attention, Scores, attention_seconds
-from stagewright.cluster.products import Products, Shape, product_seconds
+from stagewright.cluster.matmul import Products, Shape, product_seconds
 from stagewright.cluster.profile import OperatorProfile
-from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
+from stagewright.cluster.schema import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
 from stagewright.limits import (
     LEAST_FLOPS,
@@ -38,7 +38,7 @@ _ALIASES = {
 
 
 def precision_name(dtype: str) -> str:
-    """The short precision name of a tensor dtype.
+    """Return the short precision name of a tensor dtype.
 
     >>> precision_name("torch.bfloat16"), precision_name("float32"), precision_name("tf32")
     ('bf16', 'fp32', 'tf32')
@@ -58,10 +58,10 @@ def _parse_rate(value: Any) -> Any:
 
 
 _CACHE_SPEED_UP = 2.0
-"""Where a device does not say. Fitted on the L4 operator times published with Mist (EuroSys'25)."""
+"""Default of devices. Fitted on the L4 operator times published with Mist (EuroSys'25)."""
 
 _VIEW_SHARE = 0.5
-"""Host time of an operator that only makes a view, as a part of one that launches a kernel. A guess."""
+"""Host time of an operator that only makes a view, relative to one that launches a kernel. A guess."""
 
 
 def _possible_seconds(seconds: float) -> float:
@@ -77,7 +77,7 @@ Seconds = Annotated[float, Field(ge=0), AfterValidator(_possible_seconds)]
 Fraction = Annotated[float, Field(ge=LEAST_FRACTION, le=1)]
 ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES), BeforeValidator(parse_amount)]
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
-"""Of anything per second."""
+"""Any quantity per second."""
 ByteRate = Annotated[Rate, BeforeValidator(_parse_rate)]
 """Bytes per second."""
 Flops = Annotated[float, Field(ge=LEAST_FLOPS, le=MOST_FLOPS)]
@@ -85,7 +85,7 @@ Flops = Annotated[float, Field(ge=LEAST_FLOPS, le=MOST_FLOPS)]
 
 
 class PerPrecision(StrictModel):
-    """One figure per arithmetic precision; None where the device lacks it."""
+    """One figure per arithmetic precision; None if the device lacks it."""
 
     fp64: Flops | None = None
     fp32: Flops | None = None
@@ -95,16 +95,16 @@ class PerPrecision(StrictModel):
     fp8: Flops | None = None
 
     def available(self) -> list[str]:
-        """Names of the precisions that have a figure."""
+        """Return the names of the precisions that have a figure."""
         return [name for name, value in self if value is not None]
 
     def get(self, dtype: str) -> float | None:
-        """The figure of `dtype` (`"bf16"`, `"bfloat16"` or `"torch.bfloat16"`), None where there is none."""
+        """Return the figure of `dtype` (`"bf16"`, `"bfloat16"` or `"torch.bfloat16"`), None if there is none."""
         return getattr(self, precision_name(dtype), None)
 
 
 class PerPrecisionFraction(PerPrecision):
-    """As `PerPrecision`, each figure a fraction in (0, 1]."""
+    """One fraction in (0, 1] per arithmetic precision."""
 
     fp64: Fraction | None = None
     fp32: Fraction | None = None
@@ -115,24 +115,24 @@ class PerPrecisionFraction(PerPrecision):
 
 
 _COMMUNICATORS_SHARE = 0.75
-"""Of a device's reserve, that communicators may take before a plan is left less."""
+"""Fraction of a device's reserve that communicators may use before they reduce the memory of a plan."""
 
 
 class Device(SourcedModel):
-    """What one rank computes on. SI units; peaks are dense (no structured sparsity) and per device.
+    """The device of one rank. SI units; peaks are dense (no structured sparsity) and per device.
 
-    The efficiencies are the few constants that turn peaks into times, each with a physical meaning:
+    The efficiencies are the constants that turn peaks into times, each with a physical meaning:
 
-    * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large, at the clocks of training.
-    * `products`: what decides over products of other shapes.
-    * `matmul_half_flop`: without `products`, the size (FLOP) of a product in bf16 that runs at half of that rate; it stands
+    * `matmul_efficiency`: fraction of the peak that a large matmul reaches, at the clocks of training.
+    * `products`: parameters of matmuls of other shapes.
+    * `matmul_half_flop`: without `products`, the size (FLOP) of a matmul in bf16 that runs at half of that rate; it accounts
       for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
     * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
       reaches, counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again); with
-      `attention`, of endless sequences with heads of 128.
-    * `attention`: what decides over attention of other shapes.
+      `attention`, for infinite sequences with heads of 128.
+    * `attention`: parameters of attention of other shapes.
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
-    * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
+    * `norm_efficiency`: the same for layer and group norms; None if it is not known to be lower.
     """
 
     not_figures: ClassVar[frozenset[str]] = frozenset(
@@ -142,68 +142,70 @@ class Device(SourcedModel):
     name: str = Field(min_length=1)
     vendor: str = ""
     kind: Literal["cuda", "cpu"]
-    """The torch device type it appears as (AMD devices appear as `cuda`)."""
+    """The torch device type (AMD devices have `cuda`)."""
     memory_bytes: Annotated[ByteCount, Field(gt=0)]
-    """What the framework can address, as a device's properties in torch say (`total_memory`)."""
+    """Memory that the framework can address (`total_memory` in torch's device properties)."""
     memory_bandwidth: ByteRate
     peak_flops: PerPrecision
     """FLOP/s; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
     matmul_half_flop: float | None = Field(default=None, ge=0, le=MOST_FLOPS)
     products: Products | None = None
-    """What decides over products by their shapes; None: their FLOP alone do."""
+    """Parameters of matmuls by shape; None: times depend on FLOP alone."""
     packing_bandwidth: Rate | None = None
-    """Bytes/s at which a CPU's matrix products copy their operands into blocks and results out of them; None: beside
+    """Bytes/s at which matmuls on a CPU copy operands into blocks and results out of them; None: overlapped with
     arithmetic, as memory traffic is.
     """
     attention: Attention | None = None
-    """What decides over fused attention by its shape, on the multiprocessors of `products`; None: its FLOP alone do."""
+    """Parameters of fused attention by shape, on the multiprocessors of `products`; None: its time depends on FLOP alone."""
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
     best_attention_efficiency: Fraction | None = None
-    """The same of the best kernels there are, which not every runtime calls; None where they are not known to be faster."""
+    """The same for the best available kernels, which not every runtime uses; None if they are not known to be faster."""
     best_attention_backward_efficiency: Fraction | None = None
     memory_efficiency: Fraction
     norm_efficiency: Fraction | None = None
     function_rate: Rate | None = None
-    """Exponentials, hyperbolic tangents and the like per second, beside memory traffic; None: never the bound."""
+    """Exponentials, hyperbolic tangents and similar functions per second, in addition to memory traffic; None: never the
+    bound."""
     random_rate: Rate | None = None
-    """Random numbers per second, beside memory traffic; None: never the bound."""
+    """Random numbers per second, in addition to memory traffic; None: never the bound."""
     cache_bytes: ByteCount | None = None
-    """Last-level cache of the device; None where its effect is not known."""
+    """Last-level cache of the device; None if its effect is not known."""
     cache_speed_up: float | None = Field(default=None, ge=1, le=MOST_SPEED_RATIO)
-    """Bandwidth of that cache over that of memory, as small elementwise kernels attain it; None: 2."""
+    """Bandwidth of that cache over that of memory, for small elementwise kernels; None: 2."""
     launch_overhead_s: Seconds
     """Gap on the device between two dependent kernels."""
     host_overhead_s: Seconds
-    """Time the host needs to issue one eager operator; it bounds a run of small operators."""
+    """Host time to issue one eager operator; it bounds a sequence of small operators."""
     view_overhead_s: Seconds | None = None
-    """The same of an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
+    """The same for an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
     attention_overhead_s: Seconds | None = None
-    """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
+    """Additional seconds of fused attention; None: none."""
     scatter_rate: Rate | None = None
-    """Elements per second that a CPU adds to the gradient of an embedding, row by row; None: as fast as memory."""
+    """Elements per second that a CPU adds to the gradient of an embedding, row by row; None: bound by memory."""
     message_overhead_s: Seconds | None = None
-    """Of the processor that computes, to send a message or to post the buffer of one; None: another processor does it."""
+    """Compute time to send a message or to post a receive; None: another processor does it."""
     reference_s: Annotated[Seconds, Field(gt=0)] | None = None
-    """Of the computation by which a run sees whether the machine is as fast as when it was probed; None: it cannot."""
+    """Seconds of the reference computation that compares the machine's speed in a run with that of the probe; None:
+    unknown."""
     context_bytes: ByteCount
-    """Memory outside the allocator: driver context, loaded kernels."""
+    """Memory outside of the allocator: driver context, loaded kernels."""
     workspace_bytes: ByteCount
-    """Matrix-library workspace that the framework takes from its allocator, once per stream."""
+    """Workspace of the matmul library, allocated once per stream."""
     reserve_fraction: float = Field(ge=0, lt=1)
-    """Fraction of the memory a plan leaves free."""
+    """Fraction of the memory that a plan leaves free."""
     host_link_bandwidth: ByteRate
-    """One direction between this device and host memory, for offload."""
+    """Bytes/s in one direction between this device and host memory, for offload."""
     num_threads: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
-    """Threads that a process computes with on a CPU; None leaves that to the launcher."""
+    """Compute threads of a process on a CPU; None: chosen by the launcher."""
     price_per_hour: float | None = Field(default=None, ge=0, le=MOST_PRICE)
-    """US dollars per device."""
+    """US dollars per device and hour."""
 
     profile: OperatorProfile | None = None
-    """Operators whose measured seconds are taken in place of what the figures say."""
+    """Measured seconds of operators, used instead of the figures."""
     pace: float | None = Field(default=None, ge=1 / MOST_SPEED_RATIO, le=MOST_SPEED_RATIO)
-    """How many times as long as all this says computations take, as a run showed; None: as long."""
+    """Factor by which computations take longer than these figures say, measured in a run; None: 1."""
 
     @model_validator(mode="after")
     def _attention_runs_on_multiprocessors(self) -> Device:
@@ -218,43 +220,43 @@ class Device(SourcedModel):
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may let the allocator reserve: memory without the context and the reserve."""
+        """Bytes that a plan may let the allocator reserve: memory without the context and the reserve."""
         return int(self.memory_bytes * (1 - self.reserve_fraction)) - self.context_bytes
 
-    def usable_beside(self, communicator_bytes: int) -> int:
-        """The same where communicators take so many bytes: of the reserve, of which a part stays, and what is more than that
-        of the rest. Zero where they alone take more than there is."""
+    def usable_with_communicators(self, communicator_bytes: int) -> int:
+        """Return the same with communicators: they use a part of the reserve first, then usable memory. Zero if they alone
+        need more than there is."""
         in_reserve = int(_COMMUNICATORS_SHARE * self.reserve_fraction * self.memory_bytes)
         return max(0, self.usable_bytes - max(0, communicator_bytes - in_reserve))
 
     def matmul_flops(self, dtype: str) -> float:
-        """FLOP/s of large matrix products in `dtype`; raises `InputError` where the device lacks it."""
+        """Return FLOP/s of large matmuls in `dtype`; raise `InputError` if the device lacks it."""
         peak, efficiency = self.peak_flops.get(dtype), self.matmul_efficiency.get(dtype)
         if peak is None or efficiency is None:
-            known = ", ".join(n for n in self.peak_flops.available() if self.matmul_efficiency.get(n))
+            supported = ", ".join(n for n in self.peak_flops.available() if self.matmul_efficiency.get(n))
             raise InputError(
                 f"device '{self.name}' has no figures for {precision_name(dtype)} arithmetic: "
-                f"use one of {known}, or add peak_flops and matmul_efficiency to its description"
+                f"use one of {supported}, or add peak_flops and matmul_efficiency to its description"
             )
         return peak * efficiency
 
     def matmul_seconds(self, flop: float, dtype: str) -> float:
-        """Arithmetic time of one matrix product: that of `flop` FLOP at the full rate, and of ramping up.
+        """Return the arithmetic seconds of one matmul: `flop` FLOP at the full rate, and ramp-up.
 
-        Ramping up takes as long in every precision; `matmul_half_flop` states it at the rate of bf16 (or fp16, or, where
-        the device has neither, of `dtype`).
+        Ramp-up takes equally long in every precision; `matmul_half_flop` states it at the rate of bf16 (or fp16, or, if the
+        device has neither, of `dtype`).
 
         Source: the saturation curve rate(x) = r x / (x + x_half) (Hockney and Jesshope, "Parallel Computers
         2", 1988: r_infinity and n_half). Ignores: the shape beyond its FLOP, memory traffic, launch.
         """
         if not flop:
             return 0.0
-        known = (
+        half_precisions = (
             name
             for name in ("bf16", "fp16")
             if self.peak_flops.get(name) and self.matmul_efficiency.get(name)
         )
-        ramp = (self.matmul_half_flop or 0.0) / self.matmul_flops(next(known, dtype))
+        ramp = (self.matmul_half_flop or 0.0) / self.matmul_flops(next(half_precisions, dtype))
         return flop / self.matmul_flops(dtype) + ramp
 
     def product_seconds(
@@ -266,14 +268,14 @@ class Device(SourcedModel):
         alone: bool = False,
         grouped: bool = False,
     ) -> float:
-        """Time of matrix products of known shapes, one after the other, that read and write so many bytes together.
+        """Return the seconds of matmuls of known shapes, one after the other, that read and write `num_bytes` together.
 
-        A device that was idle (`alone`) has higher clocks than one in training. Products of many experts may be `grouped`,
-        those of each shape by one kernel.
+        A device that was idle (`alone`) has higher clocks than one in training. Matmuls of many experts may be `grouped`,
+        one kernel for each shape.
 
-        Source and ignores: `stagewright.cluster.products`, `stagewright.cluster.kernels`; launch.
+        Source and ignores: `stagewright.cluster.matmul`, `stagewright.cluster.kernel_choice`; launch.
         """
-        assert self.products is not None, "asked of devices that are described by it"
+        assert self.products is not None, "only for devices with `products`"
         products, flops, share = self.products, self.matmul_flops(dtype), num_bytes / len(shapes)
         precision = precision_name(dtype)
         item = 4.0 if precision in ("fp32", "tf32") else 2.0
@@ -287,40 +289,40 @@ class Device(SourcedModel):
         )
 
     def attention_seconds(self, scores: Scores, dtype: str, *, backward: bool = False) -> float:
-        """Arithmetic time of fused attention of a known shape, forward or backward.
+        """Return the arithmetic seconds of fused attention of a known shape, forward or backward.
 
         Source and ignores: `stagewright.cluster.attention`; launch, memory traffic.
         """
-        assert self.attention is not None and self.products is not None, "asked of devices described by both"
+        assert self.attention is not None and self.products is not None, "only for devices with both"
         share = self.attention_backward_efficiency if backward else self.attention_efficiency
         flops = (self.peak_flops.get(dtype) or 0.0) * share
         flop = BACKWARD_FLOP if backward else FORWARD_FLOP
         return attention_seconds(self.attention, scores, flops, self.products.num_multiprocessors, flop)
 
     def with_grouped_share(self, share: float) -> Device:
-        """This device with other kernels for products of many experts."""
+        """Return this device with other kernels for matmuls of many experts."""
         if self.products is None or self.products.grouped_share == share:
             return self
         return self.model_copy(update={"products": self.products.model_copy(update={"grouped_share": share})})
 
     def with_best_kernels(self) -> Device:
-        """This device with a library that chooses the fastest kernel for every product."""
+        """Return this device with a library that chooses the fastest kernel for every matmul."""
         if self.products is None:
             return self
         return self.model_copy(update={"products": self.products.model_copy(update={"kernels": None})})
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
-        """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""
-        own = self.attention_efficiency, self.attention_backward_efficiency
-        known = self.best_attention_efficiency, self.best_attention_backward_efficiency
+        """Return this device with other attention kernels: `rate` times as fast, or the `best` available ones if known."""
+        current = self.attention_efficiency, self.attention_backward_efficiency
+        best_known = self.best_attention_efficiency, self.best_attention_backward_efficiency
         forward, backward = (
             min(1.0, rate * ((other if best else None) or share))
-            for share, other in zip(own, known, strict=True)
+            for share, other in zip(current, best_known, strict=True)
         )
-        if (forward, backward) == own:
+        if (forward, backward) == current:
             return self
         shape = self.attention
-        if best and known[0] is not None and shape is not None:
+        if best and best_known[0] is not None and shape is not None:
             shape = shape.model_copy(update={"shares_narrow": False})
         return self.model_copy(
             update={
@@ -331,11 +333,11 @@ class Device(SourcedModel):
         )
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""
+        """Return the seconds of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""
         return self._traffic(num_bytes) / (self.memory_bandwidth * self.memory_efficiency)
 
     def norm_seconds(self, num_bytes: float) -> float:
-        """Time of a layer or group norm that streams `num_bytes`. Ignores: lengths of rows, launch."""
+        """Return the seconds of a layer or group norm that streams `num_bytes`. Ignores: lengths of rows, launch."""
         return self._traffic(num_bytes) / (
             self.memory_bandwidth * (self.norm_efficiency or self.memory_efficiency)
         )
@@ -346,16 +348,15 @@ class Device(SourcedModel):
         return self.host_overhead_s * _VIEW_SHARE if self.view_overhead_s is None else self.view_overhead_s
 
     def evaluation_seconds(self, num_functions: float, num_random: float) -> float:
-        """Time to evaluate transcendental functions and draw random numbers; none where that is hidden."""
+        """Return the seconds to evaluate transcendental functions and draw random numbers; zero if that is hidden."""
         functions = num_functions / self.function_rate if self.function_rate else 0.0
         return functions + (num_random / self.random_rate if self.random_rate else 0.0)
 
     def _traffic(self, num_bytes: float) -> float:
-        """`num_bytes` in bytes of device memory: what the cache serves counts less.
+        """Return `num_bytes` as equivalent bytes of device memory: those served by the cache count less.
 
-        The cache serves all operands that fill at most half of it and none that fill it, linear between,
-        because replacement is not perfect and what ran before has left something. Ignores: that operands made
-        long ago are not there.
+        The cache serves all operands that fill at most half of it and none that fill it, linearly in between, because
+        replacement is not perfect and earlier kernels have left data in it. Ignores: that old operands have been evicted.
         """
         if not self.cache_bytes:
             return num_bytes

@@ -1,7 +1,7 @@
-"""Time to bring tokens to the experts of other ranks and back, with kernels that send a token to a node once.
+"""Times of expert dispatch and combine, with kernels that send a token to each node once.
 
-Multiprocessors copy tokens through the links, two for each channel: one that sends and one that receives. What they manage,
-the links inside the nodes and the network bound an exchange together.
+Multiprocessors copy tokens through the links, two per channel: one that sends and one that receives. Their rate, the links
+inside the nodes and the network bound an exchange together.
 
 Source: DeepEP (github.com/deepseek-ai/DeepEP, its normal kernels); DeepSeek-V3's report (arXiv 2412.19437), section 3.2.2.
 Constants: fit of DeepEP's times on one, two and four nodes of eight H100, and one of eight B200, published with
@@ -20,36 +20,36 @@ from stagewright.cluster.cluster import Cluster
 from stagewright.cluster.collectives import Communicator, communicator
 
 MULTIPROCESSORS = 20
-"""That DeepEP takes by itself (`Buffer.num_sms`)."""
+"""Multiprocessors that DeepEP uses by default (`Buffer.num_sms`)."""
 
 _AGREEMENTS = 4.75
-"""How often the ranks of a node agree before and after: as often as so many collectives begin."""
+"""Synchronisations of the ranks of a node before and after, in starts of collectives."""
 
 _NOTIFY_S = 34e-6
-"""To tell twice as many nodes how many tokens come."""
+"""Seconds to announce the number of tokens, per doubling of the number of nodes."""
 
 _TOKEN_S = 0.3e-6
-"""Of a channel with a token, however long and wherever it goes."""
+"""Seconds of a channel per token, independent of its size and destination."""
 
 _COPY_RATE = 45e9
 """Bytes/s at which a channel copies tokens to one device after the other."""
 
 _FORWARD_RATE = 29e9
-"""Bytes/s at which it hands them on to one node after the other, where there are several."""
+"""Bytes/s at which it forwards them to one node after the other, if there are several."""
 
 _SUMS = 2.2
-"""How much longer that takes for what nodes add up on the way back."""
+"""Factor by which forwarding takes longer where nodes add up results on the way back."""
 
 _SUM_S = 1.43e-9
-"""For every byte of a token, until the first one is added up."""
+"""Seconds per byte of a token until the first one is added up."""
 
 _OVERLAP = 3.0
-"""How well what bounds an exchange hides behind the others: seconds are (a^p + b^p + c^p)^(1/p)."""
+"""Exponent p of the overlap of the bounds of an exchange: seconds are (a^p + b^p + c^p)^(1/p)."""
 
 
 class Tokens(NamedTuple):
-    """The tokens of a rank: how many, of how many bytes each, and how many of the ranks and of their nodes have experts of
-    one, on the average, all equally likely."""
+    """The tokens of a rank: their number, the bytes of each, and the average number of ranks and of nodes with experts of
+    one token, if all are equally likely."""
 
     number: float
     num_bytes: float
@@ -65,10 +65,10 @@ def dispatch_seconds(
     sums: bool = False,
     num_multiprocessors: int = MULTIPROCESSORS,
 ) -> float:
-    """Time until every rank's `tokens` have reached the devices that hold their experts; with `sums`, until what these made
-    of them is back and added up.
+    """Return the seconds until every rank's `tokens` have reached the devices of their experts; with `sums`, until the
+    results are back and added up.
 
-    A token crosses to each of its nodes once and goes on inside it to each of its devices once, both in a stream.
+    A token is sent to each of its nodes once, and inside the node to each of its devices once, both streamed.
     Source and ignores: the module.
     """
     if len(ranks) < 2:
@@ -87,7 +87,7 @@ def dispatch_seconds(
 
 
 def _token_seconds(group: Communicator, tokens: Tokens, sums: bool) -> float:
-    """Of a channel with one token."""
+    """Return the seconds of a channel for one token."""
     seconds = _TOKEN_S + tokens.num_devices * tokens.num_bytes / _COPY_RATE
     if group.num_nodes > 1:
         seconds += tokens.num_nodes * tokens.num_bytes / _FORWARD_RATE * (_SUMS if sums else 1.0)

@@ -1,4 +1,4 @@
-"""The processors of a node, as a place for what its devices have no room for."""
+"""Hosts: CPUs and memory of a node, for offloaded state."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from stagewright.cluster.device import ByteCount, ByteRate, Fraction, PerPrecision, PerPrecisionFraction
-from stagewright.cluster.strict import SourcedModel
+from stagewright.cluster.schema import SourcedModel
 from stagewright.limits import MOST_DEVICES
 
 
 class Host(SourcedModel):
-    """All processors and all memory of one node, which its `num_devices` devices share evenly. SI units."""
+    """All CPUs and all memory of one node, which its `num_devices` devices share evenly. SI units."""
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"name"})
 
     name: str = Field(min_length=1)
     num_devices: int = Field(ge=1, le=MOST_DEVICES)
-    """Devices of a whole node; a job that uses fewer of them has that much less of the host."""
+    """Devices of a whole node; a job that uses fewer of them has proportionally less of the host."""
     memory_bytes: Annotated[ByteCount, Field(gt=0)]
     memory_bandwidth: ByteRate
     memory_efficiency: Fraction
-    """Fraction of `memory_bandwidth` that an optimizer attains as it streams its state."""
+    """Fraction of `memory_bandwidth` that an optimizer attains when it streams its state."""
     peak_flops: PerPrecision
     """FLOP/s of all cores; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
@@ -35,12 +35,12 @@ class Host(SourcedModel):
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may put there, for one device."""
+        """Bytes that a plan may use per device."""
         return int(self.memory_bytes * (1 - self.reserve_fraction)) // self.num_devices
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time to stream `num_bytes` while every other device of the node has its host do the same.
+        """Return the seconds to stream `num_bytes` while every other device of the node does the same.
 
-        Ignores: caches, which hold nothing of a state that is read once a step.
+        Ignores: caches, which do not help with state that is read once per step.
         """
         return num_bytes * self.num_devices / (self.memory_bandwidth * self.memory_efficiency)

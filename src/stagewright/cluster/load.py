@@ -1,4 +1,4 @@
-"""From a name or a file to a `Cluster`, with overrides; and back to a TOML file, written all or nothing."""
+"""Loading of a `Cluster` from a name or a file, with overrides, and saving as a TOML file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name
 from stagewright.cluster.cluster import Cluster, NodeGroup
 from stagewright.cluster.device import Device
-from stagewright.cluster.matrices import matrices_beside, with_matrices
-from stagewright.cluster.strict import validated
+from stagewright.cluster.matrices import with_matrices, write_matrices
+from stagewright.cluster.schema import validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
 
 _SOURCED_TABLES = ("device", "intra_node", "inter_node", "host")
-"""Tables of a node that carry `sources` of their own."""
+"""Tables of a node with their own `sources`."""
 
 _EXAMPLES = (
     "8x-h100",
@@ -34,7 +34,7 @@ _EXAMPLES = (
 
 
 def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Cluster:
-    """The cluster of a catalog name (`8x-h100`, `2x4x-a100-40`, `4x-v100-32+4x-t4`) or of a TOML file.
+    """Load the cluster of a catalog name (`8x-h100`, `2x4x-a100-40`, `4x-v100-32+4x-t4`) or of a TOML file.
 
     `overrides` maps dotted keys of a node (`device.memory_bytes`, `device.peak_flops.bf16`,
     `inter_node.bandwidth`, `num_nics`; they apply to every node) or `name` to values. Raises `InputError`
@@ -48,13 +48,13 @@ def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None =
 
 
 def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
-    """Writes `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`.
+    """Write `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`.
 
-    Measured links become CSV files beside it.
+    Measured links become CSV files next to it.
     """
     document = cluster.model_dump(mode="python", exclude_none=True)
     if "measured" in document:
-        document = matrices_beside(document, Path(path))
+        document = write_matrices(document, Path(path))
     write_toml(path, document, provenance)
 
 
@@ -68,10 +68,10 @@ def _document(name_or_path: str | Path) -> dict[str, Any]:
     if path.suffix == ".toml" or "/" in text:
         raise InputError(f"no cluster file '{text}': check the path, or name a catalog entry such as 8x-h100")
     devices = device_names()
-    meant = f"8x-{text}" if any(one.startswith(text.lower()) for one in devices) else text
-    known = dict.fromkeys([*_EXAMPLES, *(f"8x-{device}" for device in devices)])
+    meant = f"8x-{text}" if any(device.startswith(text.lower()) for device in devices) else text
+    names = dict.fromkeys([*_EXAMPLES, *(f"8x-{device}" for device in devices)])
     raise InputError(
-        f"no cluster '{text}'{nearest(meant, known)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
+        f"no cluster '{text}'{nearest(meant, names)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
         f"with a device of {', '.join(devices)}"
     )
 
@@ -94,7 +94,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _completed(node: dict[str, Any], origin: str) -> dict[str, Any]:
-    """A node whose `device` names a catalog entry takes what it leaves out from there."""
+    """Complete a node whose `device` names a catalog entry with the figures of that entry."""
     if not isinstance(node.get("device"), str):
         return node
     base = catalog_node(node["device"])
@@ -103,7 +103,7 @@ def _completed(node: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], stated: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """`base` with the figures of `stated`, whose source becomes `source` where they name none."""
+    """Return `base` with the figures of `stated`, whose source becomes `source` if they name none."""
     merged = {**base}
     sources = dict(base.get("sources", {}))
     for name in ("ring_bandwidth", "collectives"):
@@ -145,7 +145,7 @@ def _override(document: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def dumps(document: Mapping[str, Any]) -> str:
-    """`document` (nested mappings, lists, strings, numbers, booleans; None is left out) as TOML text.
+    """Return `document` (nested mappings, lists, strings, numbers, booleans; None is left out) as TOML text.
 
     >>> print(dumps({"name": "a", "size": 1e9, "link": {"latency_s": 1e-05}}), end="")
     name = "a"
@@ -170,7 +170,7 @@ def _lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _tables(value: Any) -> Sequence[Any]:
-    """The tables that a value is an array of; none where it is something else."""
+    """Return the tables of a value that is an array of tables; empty for any other value."""
     is_array = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
     return value if is_array else ()
 
@@ -190,7 +190,7 @@ def _value(value: Any) -> str:
 
 
 def write_toml(path: str | Path, document: Mapping[str, Any], provenance: str) -> None:
-    """Writes `document` to `path` under a comment; readers see the old file or the whole new one.
+    """Write `document` to `path` under a comment, atomically.
 
     Raises:
         InputError: the file cannot be written.

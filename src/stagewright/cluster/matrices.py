@@ -1,4 +1,4 @@
-"""Measured links from CSV files: one row per sender, one column per receiver."""
+"""Measured links in CSV files: one row per sender, one column per receiver."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _UNIT_KEY = "bandwidth_unit"
 
 
 def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]:
-    """The square matrix in a CSV file, times `scale`; a line and a column of names are optional. The diagonal, which is
-    not a link, may be empty.
+    """Read the square matrix in a CSV file, times `scale`; a line and a column of names are optional. The diagonal may be
+    empty.
 
     Raises:
-        InputError: names the file, the row and what it breaks.
+        InputError: names the file, the row and the rule.
     """
     rows = read_csv(path, "matrix", "give a CSV file with one row per sender")
     if rows and not any(map(_is_number, rows[0])):
         rows = rows[1:]
     size = len(rows)
-    found = []
+    matrix = []
     for number, row in enumerate(rows):
         cells = row[1:] if len(row) == size + 1 else row
         if len(cells) != size:
@@ -34,19 +34,19 @@ def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]
                 f"{path}: row {number} has {len(cells)} entries for {size} rows: give a square matrix"
             )
         places = (f"{path}: row {number}, column {column}" for column in range(size))
-        found.append(
+        matrix.append(
             tuple(
                 _entry(cell, number == column, place) * scale
                 for column, (cell, place) in enumerate(zip(cells, places, strict=True))
             )
         )
-    return tuple(found)
+    return tuple(matrix)
 
 
 def with_matrices(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The `measured` table of a cluster file with the matrices of the CSV files it names, relative to `folder`.
+    """Return the `measured` table of a cluster file with the matrices of the CSV files it names, relative to `folder`.
 
-    `bandwidth_unit` (say ``MB/s``) is that of the file; bytes per second without it.
+    `bandwidth_unit` (such as ``MB/s``) is the unit in the file; bytes per second without it.
     """
     filled = {key: value for key, value in measured.items() if key != _UNIT_KEY}
     sources = dict(measured.get("sources", {}))
@@ -64,8 +64,8 @@ def with_matrices(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return filled | {"sources": sources}
 
 
-def matrices_beside(document: Mapping[str, Any], target: Path) -> dict[str, Any]:
-    """`document` of a cluster with its matrices in CSV files beside the file `target` that it is meant for."""
+def write_matrices(document: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    """Write the matrices of a cluster's `document` to CSV files next to `target`; return the document that names them."""
     measured = dict(document["measured"])
     for key in _MATRICES:
         if key in measured:
@@ -108,5 +108,5 @@ def _entry(text: str, is_diagonal: bool, place: str) -> float:
     if is_diagonal and not text.strip():
         return 0.0
     if not _is_number(text):
-        raise InputError(f"{place}: '{text}' is no number: give one figure per pair")
+        raise InputError(f"{place}: '{text}' is not a number: give one figure per pair")
     return float(text)

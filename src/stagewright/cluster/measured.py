@@ -1,4 +1,4 @@
-"""What was measured of a cluster's collectives: curves of seconds by bytes."""
+"""Measured collectives of a cluster: curves of seconds by bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stagewright.cluster.device import Seconds
-from stagewright.cluster.strict import SourcedModel
+from stagewright.cluster.schema import SourcedModel
 from stagewright.limits import MOST_BYTES, MOST_DEVICES
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
@@ -39,7 +39,7 @@ class MeasuredCollective(SourcedModel):
 
 
 def between(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
-    """The value at `size`, linear over the logarithm of sizes between two of them, and the nearest one beyond both ends.
+    """Interpolate the value at `size`, linearly in the logarithm of the size; beyond both ends it is the nearest value.
 
     >>> between((1.0, 100.0), (1.0, 3.0), 10.0)
     2.0

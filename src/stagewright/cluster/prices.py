@@ -15,7 +15,7 @@ TERMS: tuple[Terms, ...] = get_args(Terms)
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars per device and hour, who asks them, and the day of the list, as 2026-08-26; None where it has none."""
+    """Price in US dollars per device and hour, its seller, and the date of the list (2026-08-26); None if it has none."""
 
     dollars: float
     source: str
@@ -23,14 +23,14 @@ class Price:
 
 
 def list_prices(device: str) -> Mapping[Terms, Price]:
-    """What a device of the catalog is rented for, by the terms for which a price is known.
+    """Return the known prices of a device of the catalog, by terms.
 
     >>> sorted(list_prices("h100-pcie")), dict(list_prices("no such device"))
     (['on-demand', 'reserved', 'spot'], {})
     """
     return {
-        terms: Price(float(found["dollars"]), found["source"], found["date"].isoformat())
-        for terms, found in _document().get(device, {}).items()
+        terms: Price(float(price["dollars"]), price["source"], price["date"].isoformat())
+        for terms, price in _document().get(device, {}).items()
     }
 
 

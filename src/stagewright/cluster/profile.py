@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import read_sealed_json, sealed
 from stagewright.files import write_whole
 from stagewright.limits import MOST_DEVICES, MOST_SECONDS
@@ -17,38 +17,38 @@ _WHAT, _FIX = "operator profile", "give a file that `stagewright profile` wrote"
 
 
 class OperatorProfile(StrictModel):
-    """What operators took of a device, by signature as `stagewright.estimation.signatures` writes them."""
+    """Measured seconds of operators on a device, by signature (`stagewright.estimation.signatures`)."""
 
     device: str = Field(min_length=1)
     """Name of the processor or GPU."""
     kind: Literal["cuda", "cpu"]
     torch: str
-    """Version."""
+    """Version of torch."""
     processes: int = Field(ge=1, le=MOST_DEVICES)
-    """That were at work at once."""
+    """Number of processes that ran at once."""
     num_threads: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
-    """Of each process on a CPU."""
+    """Threads of each process on a CPU."""
     reference_s: float | None = Field(default=None, gt=0, le=MOST_SECONDS)
-    """Of the computation that tells how fast the machine was meanwhile, as `Device.reference_s`."""
+    """Seconds of the reference computation that measures the machine's speed, as `Device.reference_s`."""
     seconds: dict[str, Annotated[float, Field(gt=0, le=MOST_SECONDS)]] = Field(min_length=1)
 
     def at_speed(self, reference_s: float | None) -> OperatorProfile:
-        """What it would have been of a machine as fast as one on which the reference computation takes so long."""
+        """Return the profile scaled to a machine on which the reference computation takes `reference_s`."""
         if reference_s is None or self.reference_s is None:
             return self
         ratio = reference_s / self.reference_s
-        seconds = {name: one * ratio for name, one in self.seconds.items()}
+        seconds = {name: operator_s * ratio for name, operator_s in self.seconds.items()}
         return self.model_copy(update={"seconds": seconds, "reference_s": reference_s})
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile whole or not at all; raises `InputError` where it cannot be written."""
+        """Write the profile atomically; raise `InputError` if it cannot be written."""
         write_whole(path, sealed(json.dumps(self.model_dump(mode="json"), indent=1)) + "\n")
 
 
 def load_profile(path: str | Path) -> OperatorProfile:
-    """The profile in a file.
+    """Read the profile in a file.
 
     Raises:
-        InputError: it cannot be read or is no profile; names the key, the value and the rule it breaks.
+        InputError: the file cannot be read or is not a profile; names the key, the value and the rule it breaks.
     """
     return validated(OperatorProfile, read_sealed_json(path, _WHAT, _FIX), f"{_WHAT} '{path}'")

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from stagewright.cluster.attention import Scores
-from stagewright.cluster.products import Shape
+from stagewright.cluster.matmul import Shape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added_nodes import ACCUMULATE, MOVES

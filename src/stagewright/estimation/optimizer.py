@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.errors import InputError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import pattern_of

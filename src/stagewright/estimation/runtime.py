@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster.device import Seconds
 from stagewright.cluster.dispatch import MULTIPROCESSORS
-from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount, validated
+from stagewright.cluster.schema import SourcedModel, StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.execution.data_identity import contents_digest
 
 _NUM_BLOCKS = 64

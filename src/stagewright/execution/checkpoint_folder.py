@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.cluster.strict import validated
+from stagewright.cluster.schema import validated
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.data_identity import DataIdentity, identity_of

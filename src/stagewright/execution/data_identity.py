@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.errors import InputError
 from stagewright.files import check_regular
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import parse_json, read_text
 from stagewright.errors import InputError
 from stagewright.execution.base_model import BaseModelIdentity

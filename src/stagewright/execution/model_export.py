@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from stagewright.cluster.strict import validated
+from stagewright.cluster.schema import validated
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import newest_in
 from stagewright.execution.conversions import as_published

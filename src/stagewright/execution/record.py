@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import MOST_RECORD_BYTES, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
@@ -20,7 +20,7 @@ from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import Bytes, Position, Seconds
 from stagewright.schedule.program import Program
 from stagewright.simulation import Timeline
-from stagewright.simulation.observed import observed
+from stagewright.simulation.simulate import observed
 from stagewright.units import format_seconds
 
 Moment = Annotated[float, Field(ge=-MOST_PREDICTED, le=MOST_PREDICTED)]

@@ -51,7 +51,7 @@ def expert_parallel_fault(size: int, num_holders: int, tp: int, sequence: bool) 
     if not sequence or tp == 1:
         return f"ep {size} does not divide the {num_holders} ranks of dp x cp" if num_holders % size else None
     if size % tp:
-        return f"ep {size} is no multiple of tp {tp}, whose ranks have other tokens each where the sequence is split"
+        return f"ep {size} is not a multiple of tp {tp}, whose ranks have different tokens with sequence parallelism"
     if num_holders * tp % size:
         return f"ep {size} does not divide the {num_holders * tp} ranks of dp x cp x tp"
     return None

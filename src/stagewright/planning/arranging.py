@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from stagewright.cluster import Cluster, arranged
-from stagewright.cluster.arranged import ArrangedCluster
+from stagewright.cluster.variants import ArrangedCluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.assignment.placing import placed
 from stagewright.planning.candidate import Choice, fastest_partition, with_cuts

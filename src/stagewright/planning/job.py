@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cluster.strict import RefusedValues, StrictModel, parse_amount, validated
+from stagewright.cluster.schema import RefusedValues, StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError
 from stagewright.estimation.optimizer import ADAMW, FACT, OptimizerState
@@ -367,7 +367,7 @@ class Job(StrictModel):
         Of a device of a `cluster` of several kinds, for all of which there is one limit, the smaller of the two. Where all
         devices are alike a limit above what they have is taken at its word.
         """
-        usable = device.usable_beside(communicator_bytes)
+        usable = device.usable_with_communicators(communicator_bytes)
         if self.memory_limit is None:
             return usable
         is_mixed = cluster is not None and not cluster.is_homogeneous

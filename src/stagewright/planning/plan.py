@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer, model_validator
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError, ScheduleError
 from stagewright.files import write_whole

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.limits import MOST_PREDICTED, MOST_TOKENS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED)]

@@ -8,7 +8,7 @@ from typing import Any
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import Found
 from stagewright.report.tables import Table, plural, table
-from stagewright.simulation.promise import Assumptions
+from stagewright.simulation.prediction import Assumptions
 from stagewright.units import GIGA, format_bytes, format_seconds
 
 _SHOWN = 6

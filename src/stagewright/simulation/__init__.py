@@ -1,4 +1,4 @@
-"""The event engine that turns a program and its costs into a timeline."""
+"""Simulation: an event engine that turns a program and its costs into a timeline."""
 
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.critical import critical_path

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost: seconds and bytes per stage and microbatch."""
+"""Costs of the stages of a pipeline: seconds and bytes per stage and microbatch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from stagewright.schedule.action import Kind
 
 Floats = NDArray[np.float64]
 Transfers = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
-"""Seconds to move a value or gradient from one stage to another: one figure for all, by (source, target)
-stage, or a function of the two. A mapping without (c, a) takes the figure of (a, c): a gradient is as large
-as its value."""
+"""Seconds to move a value or gradient from one stage to another: one number for all, by (source, target) stage, or a
+function of the two. A mapping without (c, a) uses (a, c): a gradient is as large as its value."""
 
 KIND_ROWS = {kind: row for row, kind in enumerate(Kind)}
 CHECKPOINTED_FORWARD = len(KIND_ROWS)
-"""Rows of the cost tables: one per kind of action, and one for the forward of a recomputed stage."""
+"""Row of the forward of a recomputed stage in the cost tables, after one row per kind of action."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
     """Costs of one microbatch on each stage: arrays of one length, seconds and bytes.
 
-    A forward saves `saved_bytes`; an input gradient frees all but `held_bytes`, which the weight gradient
-    frees; a full backward frees all. A recomputed stage saves `checkpoint_bytes` in its forward and the
-    rest in R. Transient bytes exist only while the action runs. A forward overlapped with a backward of
-    another stage saves `overlap_saved_s` against the two in a row. `base_bytes` (weights, gradients,
-    optimizer) are always there.
+    A forward saves `saved_bytes`; an input gradient frees all but `held_bytes`, which the weight gradient frees; a full
+    backward frees all. A recomputed stage saves `checkpoint_bytes` in its forward and the remaining bytes in R. Transient
+    bytes exist only while the action runs. A forward overlapped with a backward of another stage takes `overlap_saved_s`
+    less than the two in a row. `base_bytes` (weights, gradients, optimizer) are always allocated.
 
     Missing arrays default to zero, except `backward_s` (input plus weight gradient), `recompute_s` (forward),
     `held_bytes` (`saved_bytes`), and `backward_transient_bytes` (the larger of its halves).
@@ -64,8 +62,7 @@ class StageCosts:
     def of(
         cls, forward_s: ArrayLike, input_grad_s: ArrayLike, weight_grad_s: ArrayLike, **more: ArrayLike
     ) -> StageCosts:
-        """Costs of as many stages as `forward_s` has entries; `more` may name any other field, as array or
-        scalar.
+        """Return costs with one stage per entry of `forward_s`; `more` may name any other field, as array or scalar.
 
         >>> costs = StageCosts.of([1, 2], [1, 2], [1, 1], saved_bytes=8)
         >>> costs.backward_s.tolist(), costs.held_bytes.tolist()
@@ -89,7 +86,7 @@ class StageCosts:
         weight_grad_s: float = 1.0,
         **more: ArrayLike,
     ) -> StageCosts:
-        """Equal stages, by default of one second per forward, input gradient and weight gradient."""
+        """Return equal stages, by default with one second per forward, input gradient and weight gradient."""
         ones = np.ones(num_stages)
         return cls.of(forward_s * ones, input_grad_s * ones, weight_grad_s * ones, **more)
 
@@ -99,12 +96,12 @@ class StageCosts:
 
     @cached_property
     def seconds(self) -> Floats:
-        """How long each kind of action keeps its stream busy, [row, stage]; posting a transfer takes no time."""
+        """Seconds that each kind of action keeps its stream busy, [row, stage]; posting a transfer takes no time."""
         return self._table(_SECONDS)
 
     @cached_property
     def bytes_at_start(self) -> Floats:
-        """Bytes that appear when an action starts and outlive it, [row, stage]."""
+        """Bytes that an action allocates at its start and that outlive it, [row, stage]."""
         table = self._table({Kind.F: "saved_bytes", Kind.GATHER: "gathered_bytes"})
         table[CHECKPOINTED_FORWARD] = self.checkpoint_bytes
         table[KIND_ROWS[Kind.R]] = self.saved_bytes - self.checkpoint_bytes
@@ -112,7 +109,7 @@ class StageCosts:
 
     @cached_property
     def bytes_at_end(self) -> Floats:
-        """Bytes that go when an action ends, [row, stage]."""
+        """Bytes that an action frees at its end, [row, stage]."""
         table = self._table({Kind.B: "saved_bytes", Kind.W: "held_bytes", Kind.RELEASE: "gathered_bytes"})
         table[KIND_ROWS[Kind.I]] = self.saved_bytes - self.held_bytes
         return table
@@ -123,7 +120,7 @@ class StageCosts:
         return self._table(_TRANSIENT)
 
     def _table(self, columns: Mapping[Kind, str]) -> Floats:
-        """The named arrays in the rows of their kinds, the row of `Kind.F` also for checkpointed forwards."""
+        """Return the named arrays in the rows of their kinds; the row of `Kind.F` also for checkpointed forwards."""
         table = np.zeros((len(KIND_ROWS) + 1, self.num_stages))
         for kind, name in columns.items():
             table[KIND_ROWS[kind]] = getattr(self, name)
@@ -132,7 +129,7 @@ class StageCosts:
 
 
 def transfer_seconds(transfers: Transfers, source: int, target: int) -> float:
-    """Seconds to move what stage `source` made to stage `target`.
+    """Return the seconds of a transfer from stage `source` to stage `target`.
 
     >>> transfer_seconds({(0, 1): 0.5}, 1, 0)
     0.5

@@ -1,4 +1,4 @@
-"""The critical path of a timeline: the actions and transfers that the end of a batch waits for, one after the other."""
+"""Critical path of a timeline: the chain of actions and transfers that the end of a batch waits for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stagewright.simulation.timeline import Timeline
 
 
 def critical_path(timeline: Timeline) -> NDArray[np.int64]:
-    """Indices of the actions, first to last, that lead to the one that ends last: before each its rank's action, or the
-    maker of what it needs, whichever was done or at hand last.
+    """Return the indices of the actions on the path to the last end, first to last: the predecessor of each is the previous
+    action of its rank or the maker of one of its inputs, whichever was available last.
 
-    Ignores: transfers that wait for a link that others use; their maker is taken for the cause.
+    Ignores: transfers that wait for a link that others use; their maker counts as the cause.
     """
     if not timeline.encoded.num_actions:
         return np.zeros(0, np.int64)
@@ -29,19 +29,25 @@ def critical_path(timeline: Timeline) -> NDArray[np.int64]:
 def _cause(
     timeline: Timeline, action: int, maker: NDArray[np.int64], before: tuple[NDArray[np.int64], ...]
 ) -> int:
-    """What `action` waited for last; -1 for the first."""
+    """Return the action that `action` waited for last; -1 for the first."""
     tables, encoded = timeline.structure.tables, timeline.encoded
     pattern, microbatch = encoded.pattern[action], encoded.microbatch[action]
     needs = slice(tables.need_offsets[pattern], tables.need_offsets[pattern + 1])
     tokens = tables.need_first[needs] + microbatch * tables.need_step[needs]
-    waits = [_made(timeline, action, int(token), int(maker[token])) for token in tokens if maker[token] >= 0]
-    waits += [(float(timeline.end_s[one[action]]), int(one[action])) for one in before if one[action] >= 0]
-    return max(waits, default=(0.0, -1), key=lambda one: one[0])[1]
+    waits = [
+        _available(timeline, action, int(token), int(maker[token])) for token in tokens if maker[token] >= 0
+    ]
+    waits += [
+        (float(timeline.end_s[previous[action]]), int(previous[action]))
+        for previous in before
+        if previous[action] >= 0
+    ]
+    return max(waits, default=(0.0, -1), key=lambda wait: wait[0])[1]
 
 
-def _made(timeline: Timeline, action: int, token: int, maker: int) -> tuple[float, int]:
-    """When a token that `action` needs was at hand, and what made it: of what is made several times in a batch, as gathered
-    parameters are, the last one before the action."""
+def _available(timeline: Timeline, action: int, token: int, maker: int) -> tuple[float, int]:
+    """Return when a token that `action` needs was available, and its maker: if several make it in a batch (as for gathered
+    parameters), the last one before the action."""
     if timeline.end_s[maker] <= timeline.start_s[action]:
         return float(timeline.token_s[token]), maker
     encoded, until = timeline.encoded, timeline.start_s[action]
@@ -51,13 +57,13 @@ def _made(timeline: Timeline, action: int, token: int, maker: int) -> tuple[floa
 
 
 def _makers(timeline: Timeline) -> NDArray[np.int64]:
-    """Per token the action that makes it; -1 where none does."""
+    """Return the action that makes each token; -1 where none does."""
     tables, encoded = timeline.structure.tables, timeline.encoded
     maker = np.full(timeline.structure.num_tokens, -1, np.int64)
     for pattern in range(len(encoded.patterns)):
         actions = np.flatnonzero(encoded.pattern == pattern)
-        for made in range(tables.make_offsets[pattern], tables.make_offsets[pattern + 1]):
-            maker[tables.make_first[made] + encoded.microbatch[actions] * tables.make_step[made]] = actions
+        for index in range(tables.make_offsets[pattern], tables.make_offsets[pattern + 1]):
+            maker[tables.make_first[index] + encoded.microbatch[actions] * tables.make_step[index]] = actions
     return maker
 
 
@@ -66,7 +72,7 @@ def _ranks(timeline: Timeline) -> NDArray[np.int64]:
 
 
 def _before_on_stream(timeline: Timeline, rank: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Per action the one before it on its rank that runs on the same stream; -1 for the first."""
+    """Return the previous action of each action on its rank and stream; -1 for the first."""
     stream = timeline.structure.tables.stream[timeline.encoded.pattern]
     order = np.lexsort((np.arange(len(rank)), stream, rank))
     before = np.full(len(rank), -1, np.int64)
@@ -76,7 +82,7 @@ def _before_on_stream(timeline: Timeline, rank: NDArray[np.int64]) -> NDArray[np
 
 
 def _computation_before(timeline: Timeline) -> NDArray[np.int64]:
-    """Per action the computation before it on its rank, which actions on other streams wait for too; -1 for the first."""
+    """Return the previous computation of each action on its rank, which other streams wait for too; -1 for the first."""
     index = np.arange(timeline.encoded.num_actions)
     latest = np.maximum.accumulate(np.where(timeline.is_compute, index, -1))
     before = np.concatenate([[-1], latest[:-1]])

@@ -1,4 +1,4 @@
-"""Programs as arrays: what the event engine reads."""
+"""Programs as arrays for the event engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EncodedProgram:
         return len(self.pattern)
 
     def action(self, index: int) -> Action:
-        """The action at `index` of all ranks' actions in a row."""
+        """Return the action at `index` in the concatenation of all ranks."""
         return _shifted(self.patterns[self.pattern[index]], int(self.microbatch[index]))
 
     def rank_slice(self, rank: int) -> slice:
@@ -46,7 +46,7 @@ class EncodedProgram:
 
 
 def _shifted(action: Action, by: int) -> Action:
-    """`action` of a microbatch `by` further on."""
+    """Return `action` with its microbatch increased by `by`."""
     if action.microbatch is None:
         return action
     overlapped = action.overlapped and _shifted(action.overlapped, by)
@@ -55,7 +55,7 @@ def _shifted(action: Action, by: int) -> Action:
 
 @lru_cache(maxsize=8)
 def encode(program: Program) -> EncodedProgram:
-    """`program` as arrays; kept, because a program is simulated under many costs."""
+    """Encode `program` as arrays; cached, because a program is simulated under many costs."""
     index_of: dict[tuple[object, ...], int] = {}
     patterns: list[Action] = []
     pattern = np.empty(program.num_actions, np.int32)

@@ -1,8 +1,8 @@
-"""The event engine: when every action of a program starts and ends, compiled by numba.
+"""The event engine: start and end of every action of a program, compiled by numba.
 
-It knows tokens, streams and links, and nothing of schedules: what an action needs and makes comes in
-tables. Ranks are advanced one after the other as far as they go. This gives exact times, because whoever
-orders anything (a rank its actions, a sender its link) is advanced in its own order.
+It knows tokens, streams and links, but no schedules: tables list what each action needs and makes. Ranks are advanced one
+after the other until each is blocked. The times are exact because everything that imposes an order (a rank on its actions, a
+sender on its link) is advanced in that order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LOCAL, AT_ONCE, WHEN_POSTED, POST = range(4)
-"""How a token travels: not at all; as soon as it is made; once its receive is posted; and the posting
-itself."""
+"""How a token is sent: not at all; as soon as it is made; once its receive is posted; and the posting itself."""
 
 
 class Tables(NamedTuple):
-    """What each pattern of action needs and makes and how long it takes, and how each token travels.
+    """The needs, results and seconds of each pattern of action, and how each token is sent.
 
     Pattern `p` of microbatch `m` needs the tokens ``need_first[n] + m * need_step[n]`` for `n` from
     ``need_offsets[p]`` to ``need_offsets[p + 1]``, and so on. A slot is a token without its microbatch.
@@ -47,7 +46,7 @@ class Tables(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The state of the links. Transfers that wait for their receive queue up in the order of their sends."""
+    """State of the links. Transfers that wait for their receive are queued in the order of their sends."""
 
     free: Floats  # when the link can take the next transfer
     is_shared: bool
@@ -59,7 +58,7 @@ class Links(NamedTuple):
     tail: Ints
 
 
-# Of every signed index compiled code asks whether it counts from the end, which takes a third of the time.
+# For every signed index compiled code checks whether it counts from the end, which takes a third of the time.
 _index = np.uint64
 _ONE = _index(1)
 
@@ -69,15 +68,14 @@ helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]:
 
 
 @numba.njit(cache=True, nogil=True)
-def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, known):
-    """Fill in `start` and `end` of every action and `known`, when each token is at hand, in seconds (negative
-    if never); return per rank the index of the first action that cannot start.
+def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, token_s):
+    """Fill in `start` and `end` of every action and `token_s`, the time at which each token is available (negative if
+    never); return per rank the index of the first action that cannot start.
 
-    The caller makes the arrays because numpy asks for large pages, which saves a fifth of the time of a
-    million actions.
+    The caller allocates the arrays because numpy uses large pages, which saves a fifth of the time of a million actions.
     """
     num_ranks = len(offsets) - 1
-    known[:] = -1.0
+    token_s[:] = -1.0
     links = _links(pattern, tables, num_links, is_shared)
     stream_free = np.zeros((num_ranks, NUM_STREAMS))
     reached = offsets[:-1].copy()
@@ -93,7 +91,7 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
         while index < stop:
             p = _index(pattern[index])
             m = microbatch[index]
-            begin, missing = ready_at(p, m, now, tables, known)
+            begin, missing = ready_at(p, m, now, tables, token_s)
             if missing >= 0:
                 waits_for[rank] = missing
                 break
@@ -112,20 +110,20 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
                 token = _index(tables.make_first[n] + m * tables.make_step[n])
                 travel = tables.make_travel[n]
                 if travel == LOCAL:
-                    known[token] = finish
+                    token_s[token] = finish
                     continue
                 slot = _index(tables.make_slot[n])
                 if travel == AT_ONCE:
-                    known[token] = _carry(slot, finish, tables, links)
+                    token_s[token] = _carry(slot, finish, tables, links)
                     num_ready = _wake(token, tables.slot_user[slot], waits_for, ready, num_ready)
                 else:
                     if travel == POST:
-                        known[token] = finish
+                        token_s[token] = finish
                     else:
                         posted = tables.make_posted[n] + m * tables.make_step[n]
                         _queue(slot, token, posted, finish, tables, links)
                     num_ready = _drain(
-                        tables.slot_link[slot], known, tables, links, waits_for, ready, num_ready
+                        tables.slot_link[slot], token_s, tables, links, waits_for, ready, num_ready
                     )
         reached[rank] = index
         stream_free[rank, 0] = now
@@ -133,11 +131,11 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
 
 
 @helper
-def ready_at(p, m, now, tables, known):
-    """When pattern `p` of microbatch `m` has all it needs, and a token that is not known yet or -1."""
+def ready_at(p, m, now, tables, token_s):
+    """Return when pattern `p` of microbatch `m` has all its tokens, and a missing token or -1."""
     for n in range(_index(tables.need_offsets[p]), _index(tables.need_offsets[p + _ONE])):
         token = _index(tables.need_first[n] + m * tables.need_step[n])
-        at = known[token]
+        at = token_s[token]
         if at < 0.0:
             return now, np.int64(token)
         if at > now:
@@ -147,7 +145,7 @@ def ready_at(p, m, now, tables, known):
 
 @helper
 def _carry(slot, depart, tables, links):
-    """When what departs at `depart` or as soon as its link is free arrives."""
+    """Return the arrival of a transfer that starts at `depart` or as soon as its link is free."""
     link = tables.slot_link[slot]
     if links.is_shared and links.free[link] > depart:
         depart = links.free[link]
@@ -167,7 +165,7 @@ def _wake(token, rank, waits_for, ready, num_ready):
 
 @helper
 def _queue(slot, token, posted, sent, tables, links):
-    """Put a transfer at the end of its link's queue."""
+    """Append a transfer to its link's queue."""
     link = tables.slot_link[slot]
     place = links.tail[link]
     links.token[place] = token
@@ -178,15 +176,15 @@ def _queue(slot, token, posted, sent, tables, links):
 
 
 @helper
-def _drain(link, known, tables, links, waits_for, ready, num_ready):
+def _drain(link, token_s, tables, links, waits_for, ready, num_ready):
     """Start the transfers at the head of the link's queue whose receives are posted."""
     while links.head[link] < links.tail[link]:
         place = links.head[link]
-        posted = known[links.posted[place]]
+        posted = token_s[links.posted[place]]
         if posted < 0.0:
             break
         slot = links.slot[place]
-        known[links.token[place]] = _carry(slot, max(links.sent[place], posted), tables, links)
+        token_s[links.token[place]] = _carry(slot, max(links.sent[place], posted), tables, links)
         num_ready = _wake(links.token[place], tables.slot_user[slot], waits_for, ready, num_ready)
         links.head[link] = place + 1
     return num_ready
@@ -194,19 +192,19 @@ def _drain(link, known, tables, links, waits_for, ready, num_ready):
 
 @numba.njit(cache=True)
 def _links(pattern, tables, num_links, is_shared):
-    """Idle links, with room in every queue for the transfers of the program that wait for their receives."""
+    """Return idle links, with space in every queue for all transfers of the program that may wait for their receives."""
     offsets = queue_offsets(pattern, tables, num_links)
-    room = offsets[-1]
+    size = offsets[-1]
     return Links(
         np.zeros(num_links), is_shared,
-        np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room),
+        np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size),
         offsets[:-1].copy(), offsets[:-1].copy(),
     )  # fmt: skip
 
 
 @numba.njit(cache=True)
 def queue_offsets(pattern, tables, num_links):
-    """Where the queue of each link begins and ends when all its transfers wait for their receives."""
+    """Return the offsets of the queues of the links if all transfers wait for their receives."""
     lengths = np.zeros(num_links + 1, np.int64)
     if np.any(tables.make_travel == WHEN_POSTED):
         for p in pattern:

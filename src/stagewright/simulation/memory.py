@@ -1,4 +1,4 @@
-"""Bytes on every rank over time."""
+"""Memory of every rank over time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True, eq=False)
 class PatternBytes:
-    """Per pattern of action: bytes that appear at its start, go at its end, and exist only in between."""
+    """Bytes per pattern of action: allocated at its start, freed at its end, and those that exist only in between."""
 
     at_start: Floats
     at_end: Floats
@@ -49,9 +49,9 @@ class PatternBytes:
 def memory_curve(
     pattern: NDArray[np.int32], start: Floats, end: Floats, table: PatternBytes, base_bytes: float
 ) -> MemoryCurve:
-    """The curve of a rank that runs `pattern` from `start` to `end` on top of `base_bytes`.
+    """Return the memory of a rank that runs `pattern` from `start` to `end`, on top of `base_bytes`.
 
-    Of events at one instant the earlier in program order comes first, an action's start before its end.
+    Simultaneous events have program order, with an action's start before its end.
     """
     time = np.column_stack([start, end]).ravel()
     appear = (table.at_start + table.transient)[pattern]
@@ -64,7 +64,7 @@ def memory_curve(
 
 @numba.njit(cache=True, nogil=True)
 def peaks_in_program_order(pattern, offsets, at_start, at_end, transient, base_bytes):
-    """Peak bytes of every rank when events happen in program order."""
+    """Return the peak bytes of every rank if events happen in program order."""
     peaks = base_bytes.copy()
     for rank in range(len(offsets) - 1):
         now = base_bytes[rank]

@@ -1,4 +1,4 @@
-"""What of a program no cost changes: what its actions need and make, and how tokens travel between ranks."""
+"""The cost-independent part of a simulation: tokens of the actions, and links between ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _USED_BY_MAKER = {What.VALUE_OUT, What.GRADIENT_OUT}
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Tables of a program without seconds, and where each cost belongs.
+    """Tables of a program without seconds, and the position of each cost.
 
-    Pattern `p` costs row `row[p]`, column `stage[p]` of the cost tables; an overlapped pair, of pattern
-    `pairs[i]`, also what its second part costs, row `second_row[i]`, column `second_stage[i]`. Token `s` of
-    microbatch `m` has the index ``slot_base[s] + m * slot_stride[s]``. `journeys` are the slots that travel
-    and the stages they travel between.
+    Pattern `p` has the costs in row `row[p]`, column `stage[p]` of the cost tables; an overlapped pair, of pattern
+    `pairs[i]`, also those of its second part, in row `second_row[i]`, column `second_stage[i]`. Token `s` of microbatch `m`
+    has the index ``slot_base[s] + m * slot_stride[s]``. `journeys` are the slots that are sent, with source and target
+    stage.
     """
 
     rules: Rules
@@ -56,7 +56,7 @@ class Structure:
 
     @cached_property
     def travelling(self) -> Ints:
-        """The slots of all journeys."""
+        """Slots of all journeys."""
         return _ints(slot for slot, _, _ in self.journeys)
 
     @cached_property
@@ -65,31 +65,31 @@ class Structure:
         return self.tables.stream != COMPUTE_STREAM
 
     def per_pattern(self, table: Floats) -> Floats:
-        """The entries of a cost table [row, stage] that each pattern adds up."""
+        """Return the cost of each pattern from a table [row, stage]."""
         total = table[self.row, self.stage]
         if len(self.pairs):
             total[self.pairs] += table[self.second_row, self.second_stage]
         return total
 
     def token_index(self, token: Token) -> int:
-        """Where the engine keeps the time of `token`."""
+        """Return the index of `token` in the engine."""
         slot = self.number[token if token.microbatch is None else token._replace(microbatch=0)]
         return int(self.slot_base[slot] + (token.microbatch or 0) * self.slot_stride[slot])
 
 
 # A search simulates one program under many costs; the entries go when their programs do.
-_KNOWN: WeakKeyDictionary[EncodedProgram, dict[object, Structure]] = WeakKeyDictionary()
+_STRUCTURES: WeakKeyDictionary[EncodedProgram, dict[object, Structure]] = WeakKeyDictionary()
 
 
 def structure_of(encoded: EncodedProgram, edges: Iterable[Edge] | None, contention: Contention) -> Structure:
-    """The structure of `encoded`, built once per edges and contention."""
+    """Return the structure of `encoded`, built once per edges and contention."""
     edges = None if edges is None else tuple(edges)
-    known = _KNOWN.setdefault(encoded, {})
+    structures = _STRUCTURES.setdefault(encoded, {})
     key = (edges, contention)
-    if key not in known:
+    if key not in structures:
         rules = Rules.of_actions(encoded.patterns, encoded.placement, edges)
-        known[key] = _build(encoded, rules, contention)
-    return known[key]
+        structures[key] = _build(encoded, rules, contention)
+    return structures[key]
 
 
 def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Structure:
@@ -117,7 +117,7 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         slot_seconds=np.zeros(len(number)),
         slot_user=_ints(_user(slot, rules) for slot in number),
     )
-    seconds = [pattern.parts[1] for pattern in encoded.patterns if pattern.overlapped]
+    second_parts = [pattern.parts[1] for pattern in encoded.patterns if pattern.overlapped]
     return Structure(
         rules,
         tables,
@@ -132,8 +132,8 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         row=_ints(_row(pattern.kind, pattern.stage in rules.recomputed) for pattern in encoded.patterns),
         stage=_ints(pattern.stage for pattern in encoded.patterns),
         pairs=_ints(index for index, pattern in enumerate(encoded.patterns) if pattern.overlapped),
-        second_row=_ints(_row(part.kind, part.stage in rules.recomputed) for part in seconds),
-        second_stage=_ints(part.stage for part in seconds),
+        second_row=_ints(_row(part.kind, part.stage in rules.recomputed) for part in second_parts),
+        second_stage=_ints(part.stage for part in second_parts),
         num_tokens=int(sizes.sum()),
         num_links=len(links),
     )
@@ -148,7 +148,7 @@ def _row(kind: Kind, is_recomputed: bool) -> int:
 
 
 class _Numbered(NamedTuple):
-    """The slots of all groups of tokens, their microbatches, and where each group starts."""
+    """The slots of all groups of tokens, their microbatches, and the start of each group."""
 
     slot: Ints
     shift: Ints
@@ -156,7 +156,7 @@ class _Numbered(NamedTuple):
 
 
 def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> _Numbered:
-    """`groups` as numbers; new slots are numbered."""
+    """Return `groups` as numbers; number new slots."""
     slots: list[int] = []
     shifts: list[int] = []
     offsets = [0]

@@ -1,4 +1,4 @@
-"""Timelines: when every action of a program ran and each value was on its way, and what follows from that."""
+"""Timelines: times of every action and transfer of a program, and the statistics derived from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class Event(NamedTuple):
-    """One action as it ran; times in seconds."""
+    """An action with its start and end in seconds."""
 
     rank: int
     action: Action
@@ -36,10 +36,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every action, all ranks in a row as in `encoded`; seconds from the start of the batch.
+    """Start and end of every action, all ranks concatenated as in `encoded`; seconds from the start of the batch.
 
-    `base_bytes[r]` are on rank `r` throughout. `token_s` holds when each token was at hand, as `structure`
-    numbers them, and `slot_s` how long each kind of token travels between ranks.
+    `base_bytes[r]` are allocated on rank `r` throughout. `token_s` is the time at which each token was available, as
+    `structure` numbers them, and `slot_s` the transfer seconds of each kind of token.
     """
 
     encoded: EncodedProgram
@@ -52,24 +52,31 @@ class Timeline:
     slot_s: Floats
 
     def __repr__(self) -> str:
-        """How long it is and how busy; the actions are many."""
+        """Show length and bubble instead of the many actions."""
         return f"<Timeline of {self.num_ranks} ranks: {format_seconds(self.makespan_s)}, bubble {self.bubble_fraction:.1%}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: how busy every rank is."""
+        """Show busy and idle seconds of every rank in a notebook."""
         rows = zip(range(self.num_ranks), self.busy_s.tolist(), self.idle_s.tolist(), strict=True)
         return html_table(repr(self).strip("<>"), ("rank", "busy_s", "idle_s"), rows)
 
     def to_dataframe(self) -> DataFrame:
-        """A row per action: rank, action, stage, microbatch (of a whole stage none), start and end in seconds; of an
-        overlapped pair the forward. Raises `InputError` without pandas."""
+        """Return a row per action: rank, action, stage, microbatch (none for actions of a whole stage), start and end in
+        seconds; for an overlapped pair those of the forward. Raises `InputError` without pandas."""
         columns = ("rank", "action", "stage", "microbatch", "start_s", "end_s")
         return data_frame(
             columns,
             (
-                (one.rank, str(one.action), one.action.stage, one.action.microbatch, one.start_s, one.end_s)
+                (
+                    event.rank,
+                    str(event.action),
+                    event.action.stage,
+                    event.action.microbatch,
+                    event.start_s,
+                    event.end_s,
+                )
                 for rank in range(self.num_ranks)
-                for one in self.events(rank)
+                for event in self.events(rank)
             ),
         )
 
@@ -79,7 +86,7 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """When the last action of any rank ends."""
+        """End of the last action of all ranks."""
         return float(self.end_s.max(initial=0.0))
 
     @cached_property
@@ -90,20 +97,20 @@ class Timeline:
 
     @property
     def idle_s(self) -> Floats:
-        """Seconds per rank, of the whole makespan, without computation."""
+        """Seconds of the makespan without computation, per rank."""
         return self.makespan_s - self.busy_s
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all ranks' time: sum of idle seconds / (ranks x makespan)."""
+        """Idle fraction of all ranks' time: sum of idle seconds / (ranks x makespan)."""
         return float(self.idle_s.sum() / (self.num_ranks * self.makespan_s)) if self.makespan_s else 0.0
 
     @cached_property
     def span_s(self) -> Floats:
         """Seconds per rank from the start of its first computation to the end of its last.
 
-        Ranks that start late may also end late when batches follow each other: then the longest span,
-        rather than the makespan, is the time of a batch.
+        Ranks that start late may also end late when batches follow each other: then the longest span, not the makespan, is
+        the time of a batch.
         """
         spans = np.zeros(self.num_ranks)
         for rank in range(self.num_ranks):
@@ -115,7 +122,7 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> Floats:
-        """Largest number of bytes per rank."""
+        """Peak bytes per rank."""
         table, encoded = self.pattern_bytes, self.encoded
         if table.follows_program_order:
             return peaks_in_program_order(
@@ -129,7 +136,7 @@ class Timeline:
         return np.array([self.memory_curve(rank).peak_bytes for rank in range(self.num_ranks)])
 
     def memory_curve(self, rank: int) -> MemoryCurve:
-        """Bytes on `rank` over time."""
+        """Return the bytes on `rank` over time."""
         part = self.encoded.rank_slice(rank)
         return memory_curve(
             self.encoded.pattern[part],
@@ -140,7 +147,7 @@ class Timeline:
         )
 
     def events(self, rank: int) -> Iterator[Event]:
-        """The actions of `rank` in program order."""
+        """Yield the actions of `rank` in program order."""
         part = self.encoded.rank_slice(rank)
         for index in range(part.start, part.stop):
             yield Event(
@@ -149,13 +156,13 @@ class Timeline:
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
-        """Per action whether it runs on the compute stream."""
+        """Whether each action runs on the compute stream."""
         return (self.structure.tables.stream == COMPUTE_STREAM)[self.encoded.pattern]
 
 
 @dataclass(frozen=True, eq=False)
 class TransferTimes:
-    """One entry per value or gradient that crosses ranks, in seconds from the start of the batch.
+    """Transfers of values and gradients between ranks, in seconds from the start of the batch.
 
     A value goes to a higher stage, a gradient to a lower one.
     """
@@ -168,12 +175,12 @@ class TransferTimes:
 
 
 def transfer_times(timeline: Timeline) -> TransferTimes:
-    """All transfers of `timeline`, edge by edge and in the order of microbatches.
+    """Return all transfers of `timeline`, by edge and in the order of microbatches.
 
     >>> from stagewright.schedule import build
     >>> from stagewright.simulation import StageCosts, simulate
-    >>> found = transfer_times(simulate(build("1f1b", 2, 2), StageCosts.uniform(2), 0.5))
-    >>> found.source_stage.tolist(), found.start_s.tolist(), found.end_s.tolist()
+    >>> times = transfer_times(simulate(build("1f1b", 2, 2), StageCosts.uniform(2), 0.5))
+    >>> times.source_stage.tolist(), times.start_s.tolist(), times.end_s.tolist()
     ([1, 1, 0, 0], [4.5, 7.5, 1.0, 2.0], [5.0, 8.0, 1.5, 2.5])
     """
     structure, journeys = timeline.structure, timeline.structure.journeys
@@ -182,10 +189,10 @@ def transfer_times(timeline: Timeline) -> TransferTimes:
     tokens = structure.slot_base[slots][:, None] + microbatches * structure.slot_stride[slots][:, None]
     arrival = timeline.token_s[tokens]
     ends = np.array([ends for _, *ends in journeys], np.int64).reshape(-1, 2)
-    each = len(microbatches)
+    count = len(microbatches)
     return TransferTimes(
-        np.repeat(ends[:, 0], each),
-        np.repeat(ends[:, 1], each),
+        np.repeat(ends[:, 0], count),
+        np.repeat(ends[:, 1], count),
         np.tile(microbatches, len(journeys)),
         (arrival - timeline.slot_s[slots][:, None]).ravel(),
         arrival.ravel(),

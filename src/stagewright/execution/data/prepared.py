@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.errors import InputError
 from stagewright.execution.data.documents import (
     Document,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.schema import StrictModel
 from stagewright.errors import InputError
 
 MOST_WEIGHT = 1e6

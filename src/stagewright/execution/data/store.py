@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.execution.data.encoding import Encoded

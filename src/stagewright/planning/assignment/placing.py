@@ -10,7 +10,7 @@ from math import lcm
 import numpy as np
 
 from stagewright.cluster import Cluster, arranged
-from stagewright.cluster.arranged import ArrangedCluster, order_of
+from stagewright.cluster.variants import ArrangedCluster, order_of
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
 from stagewright.planning.assignment.problem import Grid, grid_of

@@ -8,18 +8,18 @@ import numpy as np
 
 from stagewright.planning.joint.layout import hops, stage_costs
 from stagewright.planning.joint.plan import JointPlan
-from stagewright.simulation.promise import Assumptions, ProgramCosts, Promise
+from stagewright.simulation.prediction import Assumptions, ProgramCosts, ProgramPrediction
 
 Provenance = Literal["given", "assumed", "none"]
 
 
-def promise_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> Promise:
+def promise_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> ProgramPrediction:
     """The costs that `plan` was judged by, and what it takes by them; `bandwidth` says where that is from."""
     problem, layout = plan.problem, plan.layout
     costs = stage_costs(problem, layout)
     cuts = list(layout.cuts)
     limits = problem.memory_bytes.tolist()
-    return Promise(
+    return ProgramPrediction(
         cuts=layout.cuts,
         makespan_seconds=plan.makespan_s,
         lower_bound_seconds=lower_bound_s,

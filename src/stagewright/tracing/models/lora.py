@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import read_json
 from stagewright.errors import InputError
 from stagewright.limits import MOST_SIZE

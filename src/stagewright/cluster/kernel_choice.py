@@ -1,4 +1,4 @@
-"""How much longer or shorter a library's choice of kernels makes a product, interpolated between measured products."""
+"""Effect of a library's choice of kernels on the time of a matmul, interpolated between measured ones."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.cluster.products import Library
+from stagewright.cluster.matmul import Library
 
 Floats = NDArray[np.float64]
 
 _SCALES = np.array([1.0, 0.3, 0.3, 0.3, 2.5, 1.0])
-"""Of `coordinates`, in which products that are one apart are hardly alike. Chosen by cross-validation of half of the
-measured products.
+"""Length scales of `coordinates`: matmuls at distance one are hardly similar. Chosen by cross-validation on half of the
+measured matmuls.
 """
 
 
 def coordinates(
     rows: Floats | float, columns: Floats | float, inner: Floats | float, num_multiprocessors: int
 ) -> Floats:
-    """What the choice depends on, in the last dimension: the depth, what whole waves of tiles of 128 x 256 and of 128 x 128
-    add to the arithmetic, what rounding up to 256 adds to rows and to columns, and tiles for each multiprocessor; all
-    logarithms over `_SCALES`.
+    """Return the features of the choice, in the last dimension: the inner dimension, the arithmetic that whole waves of
+    tiles of 128 x 256 and of 128 x 128 add, the rows and columns that rounding up to 256 adds, and tiles per
+    multiprocessor; all as logarithms over `_SCALES`.
     """
     rows, columns, inner = np.asarray(rows, float), np.asarray(columns, float), np.asarray(inner, float)
 
@@ -42,7 +42,7 @@ def coordinates(
 
 
 def likeness(some: Floats, others: Floats) -> Floats:
-    """Of every product of `some` with every one of `others`, by their coordinates: 1 of a product with itself, 0 far away.
+    """Return the similarity of all pairs of `some` and `others` by their coordinates: 1 for equal ones, 0 far away.
 
     Source: the Matern covariance of smoothness 3/2 (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006,
     section 4.2).
@@ -56,22 +56,22 @@ def likeness(some: Floats, others: Floats) -> Floats:
 def kernel_factor(
     library: Library, rows: float, columns: float, inner: float, num_multiprocessors: int
 ) -> float:
-    """The time of a product in half precision over what tiles, waves and memory say (`stagewright.cluster.products`); 1 for
-    products unlike any that was measured.
+    """Return the time of a matmul in half precision over its time by tiles, waves and memory
+    (`stagewright.cluster.matmul`); 1 for matmuls that are not similar to any measured one.
 
-    Source: Gaussian process regression (Rasmussen and Williams, chapter 2) of what measured products took over what was
-    predicted; `validation/kernel_tables.py` solves it. Ignores: layouts of the operands, releases of the library.
+    Source: Gaussian process regression (Rasmussen and Williams, chapter 2) of measured over predicted times;
+    `validation/kernel_tables.py` solves it. Ignores: layouts of the operands, releases of the library.
     """
     if min(rows, columns, inner) < 1:
         return 1.0
     points, weights = _table(library)
-    asked = coordinates(rows, columns, inner, num_multiprocessors)
-    return math.exp(likeness(asked[None], points)[0] @ weights)
+    point = coordinates(rows, columns, inner, num_multiprocessors)
+    return math.exp(likeness(point[None], points)[0] @ weights)
 
 
 @cache
 def _table(library: Library) -> tuple[Floats, Floats]:
-    """Coordinates of the measured products, and the weights of each."""
+    """Return the coordinates of the measured matmuls, and their weights."""
     file = resources.files("stagewright.cluster") / "catalog" / "kernels" / f"{library}.toml"
     held = tomllib.loads(file.read_text(encoding="utf-8"))
     products: Sequence[Sequence[float]] = held["products"]

@@ -1,4 +1,4 @@
-"""What a program was planned by and for: costs, cuts and what follows from them, in one document with it."""
+"""Predictions in the document of a program: the costs and cuts it was planned with, makespan and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.schema import StrictModel, validated
 from stagewright.errors import InputError
 from stagewright.limits import MOST_PREDICTED, MOST_ROWS
 from stagewright.schedule.program import Program
@@ -22,67 +22,71 @@ Positive = Annotated[float, Field(gt=0, le=MOST_PREDICTED)]
 
 
 class ProgramCosts(StrictModel):
-    """Of every stage, seconds and bytes of one microbatch on the rank that has it."""
+    """Seconds and bytes of one microbatch for every stage, on its rank."""
 
     forward_seconds: tuple[Seconds, ...]
     input_grad_seconds: tuple[Seconds, ...]
     weight_grad_seconds: tuple[Seconds, ...]
     saved_bytes: tuple[Bytes, ...]
-    """By a forward; the input gradient frees all but `held_bytes`, which the weight gradient frees."""
+    """Saved by a forward; the input gradient frees all but `held_bytes`, which the weight gradient frees."""
     held_bytes: tuple[Bytes, ...]
     base_bytes: tuple[Bytes, ...]
-    """Always there: weights, gradients, optimizer."""
+    """Always allocated: weights, gradients, optimizer."""
     transfer_seconds: tuple[Seconds, ...]
-    """From each stage but the last to the next, if that is on another rank; its gradient takes as long."""
+    """Seconds from each stage to the next, if that is on another rank; the gradient takes as long."""
     transfer_bytes: tuple[Bytes, ...]
     overhead_seconds: Seconds = 0.0
-    """Of every computation, besides."""
+    """Additional seconds of every computation."""
 
 
 class Assumptions(StrictModel):
-    """What the costs of the stages were worked out from, beside those of the layers."""
+    """Assumptions behind the costs of the stages, besides the costs of the layers."""
 
     num_layers: int = Field(ge=1, le=MOST_ROWS)
     bytes_per_second: Positive | None
-    """Between ranks; None: transfers take no time."""
+    """Bandwidth between ranks; None: transfers take no time."""
     bandwidth: Literal["given", "assumed", "none"]
-    """Where that is from: with none, the layers do not say what leaves them."""
+    """Origin of the bandwidth; "none": the layers do not say what they send."""
     latency_seconds: Seconds = 0.0
     speeds: tuple[Positive, ...]
-    """Of every rank; 1 is that of the costs per layer."""
+    """Relative speed of every rank; 1 is that of the costs per layer."""
     memory_limits: tuple[Positive, ...] | None
-    """Bytes of every rank; None: whatever a plan takes."""
+    """Bytes of every rank; None: unlimited."""
     activations: Literal["until weight gradient"] = "until weight gradient"
-    """How long a forward's saved values are counted, all of them."""
+    """How long all saved values of a forward are counted."""
 
 
-class Promise(StrictModel):
-    """What a program promises, and what that follows from."""
+class ProgramPrediction(StrictModel):
+    """The predicted makespan and memory of a program, with the costs and assumptions that they follow from."""
 
     cuts: tuple[Annotated[int, Field(ge=1, le=MOST_ROWS)], ...]
-    """Layers in front of stages 1, 2, ..."""
+    """Number of layers before stages 1, 2, ..."""
     makespan_seconds: Seconds
     lower_bound_seconds: Seconds
     peak_bytes: tuple[Bytes, ...]
-    """Of every rank."""
+    """Predicted peak of every rank."""
     costs: ProgramCosts
     assumptions: Assumptions
 
     @classmethod
-    def of_document(cls, document: Mapping[str, Any], program: Program, origin: str) -> Promise | None:
-        """What the document of `program` promises; None where it states no costs.
+    def of_document(
+        cls, document: Mapping[str, Any], program: Program, origin: str
+    ) -> ProgramPrediction | None:
+        """Read the prediction in the document of `program`; None if it has no costs.
 
         Raises:
-            InputError: a key that is wrong, or as many entries as there are no stages or ranks; names it.
+            InputError: a key is wrong, or has another number of entries than there are stages or ranks; names it.
         """
         if "costs" not in document:
             return None
-        found = validated(cls, {key: document[key] for key in cls.model_fields if key in document}, origin)
-        found._check_sizes(program, origin)
-        return found
+        prediction = validated(
+            cls, {key: document[key] for key in cls.model_fields if key in document}, origin
+        )
+        prediction._check_sizes(program, origin)
+        return prediction
 
     def timeline(self, program: Program) -> Timeline:
-        """When every action of `program` runs, and what every rank holds, at the stated costs."""
+        """Simulate `program` with the stated costs."""
         return simulate(
             program, self.stage_costs, self.transfers, action_overhead_s=self.costs.overhead_seconds
         )
@@ -119,7 +123,7 @@ class Promise(StrictModel):
             if size != right:
                 raise InputError(f"{origin}: {name} has {size} entries where {right} belong: plan again")
         ends = (0, *self.cuts, self.assumptions.num_layers)
-        if any(one >= other for one, other in pairwise(ends)):
+        if any(cut >= next_cut for cut, next_cut in pairwise(ends)):
             raise InputError(
                 f"{origin}: cuts {list(self.cuts)} are not in order within {self.assumptions.num_layers} layers: plan again"
             )

@@ -1,4 +1,4 @@
-"""Strict input models: unknown keys name the nearest known one; figures can name their source."""
+"""Base classes of input documents: unknown keys are errors that name the nearest known one; figures can name sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagewright.units import parse_bytes
 
 
 def parse_amount(value: Any) -> Any:
-    """For a field of bytes: a text such as ``80 GB`` as its number, anything else as it is."""
+    """Convert a text such as ``80 GB`` to bytes; return anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -22,16 +22,16 @@ def parse_amount(value: Any) -> Any:
 
 
 class StrictModel(BaseModel):
-    """A frozen pydantic model that refuses unknown keys and suggests the nearest one."""
+    """A frozen pydantic model that rejects unknown keys and suggests the nearest one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, without what was worked out of the fields as they were."""
+        """Copy as pydantic does, without cached properties of the old fields."""
         copied = super().model_copy(update=update, deep=deep)
-        known = vars(copied)
-        for name in set(known) - set(type(self).model_fields):
-            known.pop(name)
+        attributes = vars(copied)
+        for name in set(attributes) - set(type(self).model_fields):
+            attributes.pop(name)
         return copied
 
     @model_validator(mode="before")
@@ -40,8 +40,8 @@ class StrictModel(BaseModel):
         if isinstance(data, Mapping):
             for key in data:
                 if key not in cls.model_fields:
-                    known = ", ".join(cls.model_fields)
-                    hint = nearest(str(key), cls.model_fields) or f"; the keys here are {known}"
+                    names = ", ".join(cls.model_fields)
+                    hint = nearest(str(key), cls.model_fields) or f"; the keys here are {names}"
                     raise ValueError(f"unknown key '{key}'{hint}")
         return data
 
@@ -49,8 +49,8 @@ class StrictModel(BaseModel):
 class SourcedModel(StrictModel):
     """A strict model whose figures carry their provenance in a parallel `sources` table.
 
-    A key of `sources` is the name of a figure, or a dotted name inside a nested table (`peak_flops.bf16`);
-    a table's own name speaks for all its figures.
+    A key of `sources` is the name of a figure, or a dotted name inside a nested table (`peak_flops.bf16`); the name of a
+    table applies to all its figures.
     """
 
     not_figures: ClassVar[frozenset[str]] = frozenset()
@@ -59,15 +59,15 @@ class SourcedModel(StrictModel):
 
     @model_validator(mode="after")
     def _sources_name_figures(self) -> SourcedModel:
-        known = set(self.figures()) | set(type(self).model_fields)
+        names = set(self.figures()) | set(type(self).model_fields)
         for key in self.sources:
-            if key not in known:
-                raise ValueError(f"sources.{key} names no figure{nearest(key, known)}")
+            if key not in names:
+                raise ValueError(f"sources.{key} names no figure{nearest(key, names)}")
         return self
 
     def figures(self) -> list[str]:
-        """Dotted names of the figures this model states itself; nested sourced models state their own."""
-        found: list[str] = []
+        """Return dotted names of the figures of this model; nested sourced models have their own."""
+        names: list[str] = []
         for name in type(self).model_fields:
             value = getattr(self, name)
             if name == "sources" or name in self.not_figures or value is None:
@@ -75,13 +75,13 @@ class SourcedModel(StrictModel):
             if isinstance(value, SourcedModel):
                 continue
             if isinstance(value, StrictModel):
-                found += [f"{name}.{key}" for key, item in value if item is not None]
+                names += [f"{name}.{key}" for key, item in value if item is not None]
             else:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def source_of(self, figure: str) -> str | None:
-        """Where `figure` (a name from `figures()`) comes from, or None when it is not said."""
+        """Return the source of `figure` (a name from `figures()`), or None."""
         return self.sources.get(figure, self.sources.get(figure.split(".")[0]))
 
 
@@ -89,7 +89,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class RefusedValues(InputError, ValueError):
-    """Of a model that a program makes by its class: a ValueError, too, so that a document which holds it says where."""
+    """Invalid values of a model constructed in Python. Also a ValueError, so that an enclosing document reports the
+    place."""
 
     def __init__(self, error: ValidationError) -> None:
         super().__init__("; ".join(_refusals(error)))
@@ -97,7 +98,7 @@ class RefusedValues(InputError, ValueError):
 
 
 def validated(model: type[ModelT], data: Any, origin: str) -> ModelT:
-    """`data` as a `model`; raises `InputError` naming `origin`, the key, the value and the rule it breaks."""
+    """Return `data` as a `model`; raise `InputError` naming `origin`, the key, the value and the rule it breaks."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -105,7 +106,7 @@ def validated(model: type[ModelT], data: Any, origin: str) -> ModelT:
 
 
 def _refusals(error: ValidationError, within: tuple[int | str, ...] = ()) -> Iterator[str]:
-    """Key, value and rule of everything that is wrong."""
+    """Yield key, value and rule of every error."""
     items = error.errors(include_url=False)
     for item in items:
         if item["type"] == "too_short" and len(items) > 1:
