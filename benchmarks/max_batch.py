@@ -38,7 +38,7 @@ from figures import write
 from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, Choice
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import costing
@@ -101,7 +101,7 @@ class Setting:
         count = 4 * self.num_stages
         job = Job(global_batch=size * count, sequence_length=MODELS[self.model].sequence_length, dtype="fp32")
         graph = graph_of(self.model, size)
-        body = BodyCosts(graph, costing(graph, self.cluster, job))
+        body = RangeCosts(graph, costing(graph, self.cluster, job))
         try:
             choice = Choice(1, self.num_stages, size, count, "1f1b")
             return STRATEGIES[planner].candidate(body, choice, self.cluster, job)

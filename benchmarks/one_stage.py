@@ -18,7 +18,7 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.operators import work
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.execution.metering import StorageMeter
 from stagewright.execution.stage_runner import StageRunner
@@ -104,7 +104,7 @@ class OneStage:
     def __init__(self, graph: OperatorGraph, cluster: Cluster = CLUSTER) -> None:
         self.graph = graph
         self.cluster = cluster
-        self.body = BodyCosts(graph, Costing(graph, cluster.device, cluster))
+        self.body = RangeCosts(graph, Costing(graph, cluster.device, cluster))
         self.program = build("1f1b", 1, 1)
 
     @cached_property

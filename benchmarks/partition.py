@@ -29,7 +29,7 @@ import numpy as np
 from figures import write
 from peers.exact.cuts import exact
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary
 from stagewright.planning.partition.bisection import Found, bisect
@@ -98,7 +98,7 @@ def traced_body(model: str) -> Ranges:
         resolve(model, {"num_hidden_layers": 2} if "nemotron" not in model else {}), 2, 64, "bfloat16"
     )
     device = load_cluster("8x-h100").device.model_copy(update={"host_overhead_s": 0.0})
-    return ranges_of(BodyCosts(graph, Costing(graph, device)))
+    return ranges_of(RangeCosts(graph, Costing(graph, device)))
 
 
 def random_terms(

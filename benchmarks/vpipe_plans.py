@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, Choice, with_cuts
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Variants, costing
@@ -58,7 +58,7 @@ def row(published: Published) -> str:
     job = Job(global_batch=SIZE * count, sequence_length=LENGTH, dtype="fp32")
     reference = resolve("bert-large", {"num_hidden_layers": published.num_layers})
     graph = trace(reference, SIZE, LENGTH, "float32")
-    body = BodyCosts(graph, costing(graph, cluster, job))
+    body = RangeCosts(graph, costing(graph, cluster, job))
     ends = block_ends(body, published.num_layers)
     bounds = [0, *itertools.accumulate(published.blocks)]
     choice = Choice(1, pp, SIZE, count, "pipedream")
@@ -80,7 +80,7 @@ def row(published: Published) -> str:
     )
 
 
-def block_ends(body: BodyCosts, num_layers: int) -> list[int]:
+def block_ends(body: RangeCosts, num_layers: int) -> list[int]:
     """Where blocks end: behind each residual addition, in front of the norm; the end of the body for the head."""
     graph, found = body.graph, []
     for layer in range(num_layers):
@@ -92,7 +92,7 @@ def block_ends(body: BodyCosts, num_layers: int) -> list[int]:
     return [*found, body.size]
 
 
-def recomputed(plain: Candidate, body: BodyCosts, places: list[int]) -> Candidate:
+def recomputed(plain: Candidate, body: RangeCosts, places: list[int]) -> Candidate:
     """`plain` with what each stage makes from its place on recomputed."""
     units = [unit for stage in plain.line.stages for unit in stage_units(stage)]
     graph = body.graph

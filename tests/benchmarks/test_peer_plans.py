@@ -14,7 +14,7 @@ from peers.plans.search import plan_with
 from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, Choice
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job, load_job
@@ -32,9 +32,9 @@ def job(limit: int | None = None) -> Job:
 
 
 @cache
-def body() -> BodyCosts:
+def body() -> RangeCosts:
     graph = trace("tiny-llama", 32, 64, "float32", {"num_hidden_layers": 8, "hidden_size": 64})
-    return BodyCosts(graph, costing(graph, CLUSTER, job()))
+    return RangeCosts(graph, costing(graph, CLUSTER, job()))
 
 
 def made(name: str, limit: int | None = None) -> Candidate:

@@ -22,7 +22,7 @@ from nasty import NASTY
 from stagewright.cluster import load_cluster
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.state import resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.execution import rank_runner
@@ -340,7 +340,7 @@ def test_bytes_of_nasty_modules_are_exact(name: str, split: bool) -> None:
     torch.manual_seed(0)
     built = SimpleNamespace(module=NASTY[name].model(), inputs=NASTY[name].batch())
     graph = trace_module(built.module, built.inputs)
-    legal = BodyCosts(graph, Costing(graph, load_cluster("1x-h100").device)).legal_cuts.tolist()
+    legal = RangeCosts(graph, Costing(graph, load_cluster("1x-h100").device)).legal_cuts.tolist()
     cuts = legal[len(legal) // 3 :: max(1, len(legal) // 3)][:2]
     program = build("1f1b", len(cuts) + 1, 3, split_backward=split)
     compare(built, graph, cuts, program, None)

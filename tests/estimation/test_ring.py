@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stagewright.cluster import all_gather_seconds, load_cluster
-from stagewright.estimation.ring import ring_seconds
+from stagewright.estimation.collectives import ring_seconds
 from stagewright.estimation.time import Costing
 from stagewright.graph.graph import short_name
 from stagewright.graph.tensor_parallel import neighbour_strides

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.execution.model_export import export
 from stagewright.execution.trainer import Trainer
@@ -356,7 +356,7 @@ def test_what_cannot_have_adapters_is_named() -> None:
 def test_partitions_and_bounds_know_what_is_frozen() -> None:
     """Of frozen weights there are the weights alone, of adapters all that is trained with them."""
     graph = trace(resolve("tiny-llama", dict(SMALL_LLAMA)).adapted(Lora.of(4)), 1, 16, "bfloat16")
-    body = BodyCosts(graph, Costing(graph, load_cluster("8x-h100").device))
+    body = RangeCosts(graph, Costing(graph, load_cluster("8x-h100").device))
     trained = sum(
         graph.values[one].meta.num_elements for one in graph.parameter_values if one in graph.gradients
     )

@@ -10,7 +10,7 @@ import pytest
 
 from peers.exact.cuts import exact
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary
 from stagewright.planning.partition.bisection import bisect, bottleneck
@@ -110,7 +110,7 @@ def test_range_maxima() -> None:
 
 def test_the_ranges_of_a_traced_model_add_up() -> None:
     graph = trace("tiny-llama", 2, 32, "float32")
-    body = BodyCosts(graph, Costing(graph, load_cluster("2x-h100").device))
+    body = RangeCosts(graph, Costing(graph, load_cluster("2x-h100").device))
     ranges = ranges_of(body)
     assert ranges.size == body.size
     assert ranges.parameter_bytes[-1] == pytest.approx(4 * graph.num_parameters)

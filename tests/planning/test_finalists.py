@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.split import split_graph
 from stagewright.planning.candidate import Choice
 from stagewright.planning.found import Found
@@ -56,7 +56,7 @@ def test_the_joint_plan_is_complete() -> None:
     assert program.num_ranks == 4 and program.num_microbatches == 8
     graph = trace("tiny-gemma", 1, **JOB.traced("cuda"))
     cuts = stage_cuts(best, graph)
-    body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
+    body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
     line: Pipeline = pipeline(body, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph))
     assert run_timeline(line).bubble_fraction == pytest.approx(best.predictions.bubble_fraction)
     assert len(split_graph(graph, cuts)) == best.num_stages
@@ -81,7 +81,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
         raise PlanError("no plan fits")
 
     monkeypatch.setattr("stagewright.planning.joint.finalists.search", nothing_fits)
-    body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
+    body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
     searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER, float("inf"))
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
     assert len(searched) == 2 and searched[1] < searched[0] == float("inf")

@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Choice
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.job import Job
@@ -119,7 +119,7 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
     known = uneven(cluster, host_optimizer)
     slow = known.predictions.model_copy(update={"step_seconds": 1.0})
     graph = graph_of(known)
-    body = BodyCosts(graph, costing(graph, cluster, known.job))
+    body = RangeCosts(graph, costing(graph, cluster, known.job))
     choice = Choice(
         known.dp, known.pp, 2, known.num_microbatches, "1f1b", host_optimizer=host_optimizer == "always"
     )

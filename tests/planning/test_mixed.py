@@ -13,7 +13,7 @@ from small_devices import with_room
 
 from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning import search
 from stagewright.planning.candidate import Choice, with_cuts
 from stagewright.planning.estimate import estimate
@@ -145,7 +145,7 @@ def test_a_limit_for_all_is_not_more_than_a_device_has(mixed: Cluster) -> None:
 def test_a_model_that_is_cut_at_few_places_gets_a_shallower_pipeline(
     mixed: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def at_few_places(bodies: Sequence[BodyCosts], *given: Any) -> list[int] | None:
+    def at_few_places(bodies: Sequence[RangeCosts], *given: Any) -> list[int] | None:
         if len(bodies) > 1:
             raise PlanError("can be cut at 0 places only: use fewer stages")
         return partition(bodies, *given)
@@ -172,7 +172,7 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
     graph = trace(resolve("tiny-llama", {"num_hidden_layers": 2}), 2, **JOB.traced("cuda"))
     for order in ((0, 1, 2), (2, 0, 1)):
         cluster = arranged(mixed, order)
-        body = BodyCosts(graph, costing(graph, cluster, JOB))
+        body = RangeCosts(graph, costing(graph, cluster, JOB))
         ranges = known_ranges(body)
         ranges = replace(ranges, legal=ranges.legal[::2])
         choice = Choice(1, 3, 2, 8, "1f1b")
@@ -209,7 +209,7 @@ def test_a_rank_on_two_kinds_of_equal_memory_is_as_slow_as_the_slower() -> None:
         kinds = kind(f"fast {number}", 1.0), kind(f"slow {number}", 0.5)
         for nodes in (kinds, kinds[::-1]):
             cluster = Cluster(name="two", nodes=nodes)
-            body = BodyCosts(graph, costing(graph, cluster, JOB))
+            body = RangeCosts(graph, costing(graph, cluster, JOB))
             line = with_cuts(body, Choice(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
             assert line.device_of(0).name == f"slow {number}"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.stages import BodyCosts, summarise
+from stagewright.estimation.stages import RangeCosts, summarise
 from stagewright.estimation.time import Costing
 from stagewright.graph.split import split_graph
 from stagewright.planning.partition.solver import MemoryBudget, partition
@@ -97,7 +97,7 @@ def test_more_stages_than_cuts_are_refused() -> None:
 def test_ranges_of_a_real_body_are_what_its_stages_take() -> None:
     graph = trace("tiny-llama", 2, 32, "float32")
     costing = Costing(graph, load_cluster("8x-h100").device)
-    costs = BodyCosts(graph, costing)
+    costs = RangeCosts(graph, costing)
     cuts = partition([costs] * 4, 0.1)
     assert cuts is not None
     ends = [0, *cuts, costs.size]

@@ -9,7 +9,7 @@ import torch
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.memory import replay_rank, stage_edges
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import Choice, make_program
@@ -26,9 +26,9 @@ CLUSTER = load_cluster("2x-h100")
 
 
 @cache
-def body(model: str = "tiny-llama") -> BodyCosts:
+def body(model: str = "tiny-llama") -> RangeCosts:
     graph = trace(model, 2, 32, "float32")
-    return BodyCosts(graph, Costing(graph, CLUSTER.device))
+    return RangeCosts(graph, Costing(graph, CLUSTER.device))
 
 
 def line_of(schedule: str, limit: int | None = None) -> Pipeline:
@@ -71,7 +71,7 @@ def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
     slow = node.device.model_copy(update={"memory_bandwidth": 1e9, "host_link_bandwidth": 1e9})
     cluster = cluster.model_copy(update={"nodes": (node.model_copy(update={"device": slow}),)})
     graph = trace("tiny-llama", 4, 128, "float32")
-    costs = BodyCosts(graph, Costing(graph, cluster.device))
+    costs = RangeCosts(graph, Costing(graph, cluster.device))
 
     def lone(limit: int | None) -> Pipeline:
         job = Job(global_batch=4, sequence_length=128, dtype="fp32", memory_limit=limit)
@@ -154,7 +154,7 @@ def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
 
     facts = {"microbatch_size": 4096, "sequence_length": 1, "num_tokens": 4096}
     graph = trace_module(Normed(), {"x": torch.empty(4096, 512)}, "normed", facts)
-    normed = BodyCosts(graph, Costing(graph, CLUSTER.device))
+    normed = RangeCosts(graph, Costing(graph, CLUSTER.device))
     program = make_program(Choice(1, 1, 4096, 1, "1f1b"))
     job = Job(global_batch=4096, sequence_length=1, dtype="fp32")
     kept = fullest(pipeline(normed, [], program, CLUSTER, job, 1))

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.stage import Stage
 from stagewright.planning.candidate import Choice, approximate_seconds, make_candidate
 from stagewright.planning.estimate import estimate
@@ -90,7 +90,7 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     (inside, across) = (cluster.point_to_point_seconds(2**26, *ends) for ends in ((0, 2), (1, 3)))
     job = JOB.model_copy(update={"dtype": "bf16"})
     graph = trace(MODEL, 1, **job.traced("cuda"))
-    body = BodyCosts(graph, costing(graph, cluster, job))
+    body = RangeCosts(graph, costing(graph, cluster, job))
     choice = Choice(2, 2, 1, 4, "gpipe")
     line = make_candidate(body, choice, cluster, job).line
     (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
@@ -210,7 +210,7 @@ def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch)
     """Not at every pair of ranks: 512 of them would take longer than the rest of a prediction."""
     cluster = load_cluster("8x-t4")
     graph = trace(MODEL, 1, **JOB.traced("cuda"))
-    body = BodyCosts(graph, costing(graph, cluster, JOB))
+    body = RangeCosts(graph, costing(graph, cluster, JOB))
     line = make_candidate(body, Choice(1, 8, 1, 8, "gpipe"), cluster, JOB).line
     timeline, seen = run_timeline(line), Counter[int]()
     plain = Pipeline.stages_of

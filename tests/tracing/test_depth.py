@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.runtime import load_runtime, runtime_names
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.graph.document import graph_from_bytes, graph_to_bytes
@@ -88,8 +88,8 @@ RANGES = (
 def assert_ranges_cost_as_much(few: OperatorGraph, every: OperatorGraph) -> None:
     """Costs of all ranges follow from a few layers, too, without the graph of all."""
     cluster = load_cluster("2x8x-h100")
-    short = BodyCosts(few, Costing(few, cluster.device, cluster), copies_of(few))
-    whole = BodyCosts(every, Costing(every, cluster.device, cluster))
+    short = RangeCosts(few, Costing(few, cluster.device, cluster), copies_of(few))
+    whole = RangeCosts(every, Costing(every, cluster.device, cluster))
     for name in RANGES:
         np.testing.assert_allclose(getattr(short, name), getattr(whole, name), rtol=1e-12, err_msg=name)
     transients = ranges_of(short).transient_bytes, ranges_of(whole).transient_bytes

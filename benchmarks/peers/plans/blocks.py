@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect
 from stagewright.planning.partition.leaves import Leaves, Terms
 from stagewright.planning.partition.ranges import Ints, Ranges
@@ -20,7 +20,7 @@ _WINDOWS = (12, 6, 3)
 _MOST_MOVES = 200
 
 
-def block_ends(body: BodyCosts, num_stages: int) -> Ints:
+def block_ends(body: RangeCosts, num_stages: int) -> Ints:
     """Legal cuts between blocks, at least ``num_stages - 1`` of them.
 
     Raises:
@@ -33,14 +33,14 @@ def block_ends(body: BodyCosts, num_stages: int) -> Ints:
     raise PlanError(f"model '{body.graph.name}' has too few blocks for {num_stages} stages: use fewer stages")
 
 
-def even_cuts(body: BodyCosts, num_stages: int) -> tuple[int, ...]:
+def even_cuts(body: RangeCosts, num_stages: int) -> tuple[int, ...]:
     """As many blocks for every stage, or one more."""
     ends = block_ends(body, num_stages)
     shares = np.arange(1, num_stages) * (len(ends) + 1) / num_stages
     return tuple(int(end) for end in ends[np.round(shares).astype(int) - 1])
 
 
-def timed_cuts(body: BodyCosts, ranges: Ranges, num_stages: int) -> tuple[int, ...]:
+def timed_cuts(body: RangeCosts, ranges: Ranges, num_stages: int) -> tuple[int, ...]:
     """The blocks whose slowest stage is fastest, whatever they take."""
     legal = block_ends(body, num_stages)
     unlimited = [Terms(copies=1, capacity=float("inf"))] * num_stages
@@ -69,7 +69,7 @@ def moved_cuts(
     return tuple(int(ends[place]) for place in places)
 
 
-def at_blocks(body: BodyCosts, ranges: Ranges, num_stages: int) -> Ranges:
+def at_blocks(body: RangeCosts, ranges: Ranges, num_stages: int) -> Ranges:
     """`ranges` that may be cut between blocks only."""
     return _cut_at(ranges, block_ends(body, num_stages))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from peers.plans.strategies import STRATEGIES, Strategy
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan
 from stagewright.planning.found import Excluded, Found
@@ -96,7 +96,12 @@ def _shares(whole: Sizes, size: int, cluster: Cluster, job: Job, space: Space) -
 
 
 def _planned(
-    strategy: Strategy, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, reference: ModelReference
+    strategy: Strategy,
+    body: RangeCosts,
+    choice: Choice,
+    cluster: Cluster,
+    job: Job,
+    reference: ModelReference,
 ) -> Plan | Candidate | None:
     """The plan of `strategy` for a choice, or the candidate that lacks memory, or None if it has neither.
 

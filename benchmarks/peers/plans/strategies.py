@@ -10,7 +10,7 @@ from peers.plans.blocks import at_blocks, even_cuts, timed_cuts
 from peers.plans.choosers import knapsack
 from peers.plans.vpipe import suffix_cuts, with_suffixes
 from stagewright.cluster import Cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
@@ -29,7 +29,7 @@ from stagewright.planning.saving.fit import fit
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
 
-Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]
+Make = Callable[[RangeCosts, Choice, Cluster, Job], "Candidate | None"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Strategy:
     recompute: bool = False
     asynchronous: bool = False
 
-    def candidate(self, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+    def candidate(self, body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
         """What it makes of a configuration, whose schedule is the strategy's; without a plan that fits, None or a candidate
         that lacks memory.
 
@@ -59,7 +59,7 @@ class Strategy:
         return _recomputed(found, body)
 
 
-def _recomputed(plain: Candidate, body: BodyCosts) -> Candidate:
+def _recomputed(plain: Candidate, body: RangeCosts) -> Candidate:
     """`plain` with stages recomputed at once from what enters them, where several microbatches are in flight.
 
     Source: Kim et al. 2020, "torchgpipe" (arXiv 2004.09910), which checkpoints all microbatches but the last.
@@ -76,16 +76,16 @@ def _recomputed(plain: Candidate, body: BodyCosts) -> Candidate:
     return replace(of_line(choice, plain.cuts, line), memory_policy=named)
 
 
-def _even(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+def _even(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
     return with_cuts(body, choice, even_cuts(body, choice.pp), cluster, job)
 
 
-def _timed(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+def _timed(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
     cuts = timed_cuts(body, known_ranges(body), choice.pp)
     return with_cuts(body, choice, cuts, cluster, job)
 
 
-def _vpipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+def _vpipe(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
     start = _timed(body, choice, cluster, job)
     if start.excess_bytes <= 0:
         return start
@@ -94,7 +94,7 @@ def _vpipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candi
     return with_suffixes(moved, body)
 
 
-def _adapipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+def _adapipe(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
     start = _timed(body, choice, cluster, job)
     terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
     leaves = corrected(
@@ -116,7 +116,7 @@ def _adapipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Can
     )
 
 
-def _own(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+def _own(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
     start = with_cuts(body, choice, fastest_partition(body, choice, cluster)[0], cluster, job)
     return start if start.excess_bytes <= 0 else least_saving([start], body)
 

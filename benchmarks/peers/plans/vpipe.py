@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from peers.plans.blocks import block_ends, moved_cuts
 from stagewright.estimation.memory import RankMemory
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.partition.leaves import Leaves
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
@@ -25,7 +25,7 @@ from stagewright.planning.saving.problem import Choice, Unit, stage_units, with_
 from stagewright.schedule.in_flight import in_flight
 
 
-def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:
+def suffix_cuts(plain: Candidate, body: RangeCosts) -> tuple[int, ...]:
     """The cuts of `plain` with blocks exchanged between neighbours until no exchange makes the slowest stage, with what
     it must recompute, faster."""
     line = plain.line
@@ -65,7 +65,7 @@ def _suffix(leaves: Leaves, ends: Ints, stage: int, start: int, stop: int) -> _S
     return _Suffix(start, math.inf, math.inf)
 
 
-def with_suffixes(plain: Candidate, body: BodyCosts) -> Candidate | None:
+def with_suffixes(plain: Candidate, body: RangeCosts) -> Candidate | None:
     """`plain` with as few blocks of every stage recomputed as make it fit when replayed; None if all of them do not."""
     search = _Suffixes(plain, body)
     while search.lacking:
@@ -77,7 +77,7 @@ def with_suffixes(plain: Candidate, body: BodyCosts) -> Candidate | None:
 class _Suffixes:
     """Stages of a pipeline with one stage per rank whose suffixes grow until they fit."""
 
-    def __init__(self, plain: Candidate, body: BodyCosts) -> None:
+    def __init__(self, plain: Candidate, body: RangeCosts) -> None:
         self.plain = plain
         line = plain.line
         self.variants = Variants(line, body)
@@ -147,7 +147,7 @@ class _Suffixes:
         }
 
 
-def _place(body: BodyCosts, unit: Unit) -> int:
+def _place(body: RangeCosts, unit: Unit) -> int:
     """Position of the operator that makes a unit."""
     graph = body.graph
     return graph.position[graph.values[unit.values[0]].node]

@@ -1,1 +1,1 @@
-"""Predicted operator times, memory and stage costs of a graph on a device."""
+"""Estimates of operator times, memory and stage costs of a graph on a device."""

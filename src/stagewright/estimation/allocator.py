@@ -1,11 +1,11 @@
-"""PyTorch's caching allocator for CUDA: what a sequence of allocations and frees reserves from the driver.
+"""Model of PyTorch's caching allocator for CUDA: the memory that a sequence of allocations and frees reserves.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x with its default settings. Ignores: expandable segments, several
 streams, graphs' private pools, garbage collection.
 
-Requests are rounded up to whole multiples of 512 bytes. Those of at most 1 MiB come from segments of their own, of 2 MiB;
-others from segments of 20 MiB, or from 10 MiB on of whole multiples of 2 MiB. Blocks are kept in arrays, and functions that
-numba compiles change them.
+Requests are rounded up to multiples of 512 bytes. Those of at most 1 MiB come from separate segments of 2 MiB; others from
+segments of 20 MiB, or, from 10 MiB on, of multiples of 2 MiB. Blocks are kept in arrays, which functions compiled by numba
+modify.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ OWN_SEGMENT = 10 * 2**20
 LARGE_ROUND = 2 * 2**20
 
 ACTIVE, RESERVED, PEAK_ACTIVE, PEAK_RESERVED, NEXT_ADDRESS, CAPACITY, NUM_SPARE = range(7)
-"""Places of the totals; a capacity of -1 is none."""
+"""Indices of the totals; a capacity of -1 means no limit."""
 NONE = -1
 
 
 class Blocks(NamedTuple):
-    """Blocks by number: where they are in which segment, and the cached ones of both pools in no order."""
+    """Blocks by number, with their place in a segment, and the cached blocks of both pools in no order."""
 
     address: Ints
     size: Ints
     pool: Ints
     """1 for blocks of small requests."""
     place: Ints
-    """Of a cached block in its pool; `NONE` where it is in use."""
+    """Index of a cached block in its pool; `NONE` for a block in use."""
     before: Ints
     after: Ints
     cached: Ints
     """[pool, place] numbers of blocks."""
     num_cached: Ints
     spare: Ints
-    """Numbers that no block has."""
+    """Unused block numbers."""
     totals: Ints
 
     @classmethod
     def empty(cls, num_blocks: int, capacity_bytes: int | None) -> Blocks:
-        """Room for `num_blocks`."""
+        """Return arrays for `num_blocks`."""
 
         def column() -> Ints:
             return np.full(num_blocks, NONE, np.int64)
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
         )  # fmt: skip
 
     def grown(self) -> Blocks:
-        """With room for twice as many."""
+        """Return a copy with twice the capacity."""
         num = len(self.size)
 
         def doubled(column: Ints) -> Ints:
@@ -76,18 +76,18 @@ class Blocks(NamedTuple):
         totals, added = self.totals.copy(), np.arange(num, 2 * num)[::-1]
         kept = self.spare[: totals[NUM_SPARE]]
         totals[NUM_SPARE] += num
-        behind = np.full(2 * num - len(added) - len(kept), NONE, np.int64)
+        padding = np.full(2 * num - len(added) - len(kept), NONE, np.int64)
         return Blocks(
             address=doubled(self.address), size=doubled(self.size), pool=doubled(self.pool), place=doubled(self.place),
             before=doubled(self.before), after=doubled(self.after),
             cached=np.concatenate([self.cached, np.full((2, num), NONE, np.int64)], axis=1),
-            num_cached=self.num_cached, spare=np.concatenate([added, kept, behind]), totals=totals,
+            num_cached=self.num_cached, spare=np.concatenate([added, kept, padding]), totals=totals,
         )  # fmt: skip
 
 
 @numba.njit(cache=True)
 def rounded(num_bytes: int) -> int:
-    """What a request of `num_bytes` takes of a block.
+    """Return the size of a block for a request of `num_bytes`.
 
     >>> rounded(1), rounded(512), rounded(513)
     (512, 512, 1024)
@@ -97,7 +97,7 @@ def rounded(num_bytes: int) -> int:
 
 @numba.njit(cache=True)
 def segment_bytes(size: int) -> int:
-    """What is asked of the driver when no block fits a request of (rounded) `size`.
+    """Return the size of a new segment for a request of (rounded) `size` that fits in no block.
 
     >>> segment_bytes(512) // 2**20, segment_bytes(2 * 2**20) // 2**20, segment_bytes(11 * 2**20 + 512) // 2**20
     (2, 20, 12)
@@ -111,23 +111,23 @@ def segment_bytes(size: int) -> int:
 
 @numba.njit(cache=True)
 def allocate(blocks: Blocks, num_bytes: int) -> int:
-    """The number of a block for a request, or `NONE` if the driver has too little left.
+    """Return the number of a block for a request, or `NONE` if the driver has too little memory.
 
     There must be two spare numbers.
     """
     size = rounded(num_bytes)
-    found = _best_fit(blocks, size)
-    if found == NONE:
-        found = _segment(blocks, size)
-        if found == NONE:
+    number = _best_fit(blocks, size)
+    if number == NONE:
+        number = _segment(blocks, size)
+        if number == NONE:
             return NONE
     else:
-        _forget(blocks, found)
-    _split(blocks, found, size)
+        _forget(blocks, number)
+    _split(blocks, number, size)
     totals = blocks.totals
-    totals[ACTIVE] += blocks.size[found]
+    totals[ACTIVE] += blocks.size[number]
     totals[PEAK_ACTIVE] = max(totals[PEAK_ACTIVE], totals[ACTIVE])
-    return found
+    return number
 
 
 @numba.njit(cache=True)
@@ -147,7 +147,7 @@ def free(blocks: Blocks, number: int) -> None:
 
 @numba.njit(cache=True)
 def release_cached(blocks: Blocks) -> None:
-    """Return the segments that nothing uses to the driver."""
+    """Return unused segments to the driver."""
     for pool in range(2):
         for place in range(blocks.num_cached[pool] - 1, -1, -1):
             number = blocks.cached[pool, place]
@@ -159,26 +159,26 @@ def release_cached(blocks: Blocks) -> None:
 
 @numba.njit(cache=True)
 def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
-    """Allocate `sizes` one after the other and note their blocks in `held` by key; a size below 0 frees the key's block.
+    """Allocate `sizes` one after the other and store their blocks in `held` by key; a negative size frees the key's block.
 
-    Returns the first place whose request the driver has too little left for, or the number of all. There must be two
-    spare numbers for each.
+    Returns the index of the first request that does not fit, or the number of requests. There must be two spare numbers for
+    each.
     """
     for place in range(len(keys)):
         if sizes[place] < 0:
             free(blocks, int(held[keys[place]]))
             held[keys[place]] = NONE
             continue
-        found = allocate(blocks, sizes[place])
-        if found == NONE:
+        number = allocate(blocks, sizes[place])
+        if number == NONE:
             return place
-        held[keys[place]] = found
+        held[keys[place]] = number
     return len(keys)
 
 
 @numba.njit(cache=True)
 def _best_fit(blocks: Blocks, size: int) -> int:
-    """The cached block of least size, then address, that `size` fits in."""
+    """Return the cached block of minimum size, then address, that `size` fits in."""
     pool, best = int(size <= SMALL), NONE
     for place in range(blocks.num_cached[pool]):
         number = blocks.cached[pool, place]
@@ -210,26 +210,26 @@ def _segment(blocks: Blocks, size: int) -> int:
 
 @numba.njit(cache=True)
 def _split(blocks: Blocks, number: int, size: int) -> None:
-    rest, pool = blocks.size[number] - size, blocks.pool[number]
-    if rest < ROUND if pool == 1 else rest <= SMALL:
+    remainder, pool = blocks.size[number] - size, blocks.pool[number]
+    if remainder < ROUND if pool == 1 else remainder <= SMALL:
         return
-    other = _new(blocks, blocks.address[number] + size, rest, pool)
-    behind = blocks.after[number]
-    blocks.before[other], blocks.after[other] = number, behind
-    if behind != NONE:
-        blocks.before[behind] = other
+    other = _new(blocks, blocks.address[number] + size, remainder, pool)
+    next_block = blocks.after[number]
+    blocks.before[other], blocks.after[other] = number, next_block
+    if next_block != NONE:
+        blocks.before[next_block] = other
     blocks.size[number], blocks.after[number] = size, other
     _keep(blocks, other)
 
 
 @numba.njit(cache=True)
 def _join(blocks: Blocks, first: int, second: int) -> None:
-    """The second becomes part of the first, in front of it."""
-    behind = blocks.after[second]
+    """Merge the second block into the first, which comes directly before it."""
+    next_block = blocks.after[second]
     blocks.size[first] += blocks.size[second]
-    blocks.after[first] = behind
-    if behind != NONE:
-        blocks.before[behind] = first
+    blocks.after[first] = next_block
+    if next_block != NONE:
+        blocks.before[next_block] = first
     _give_back(blocks, second)
 
 
@@ -259,7 +259,7 @@ def _keep(blocks: Blocks, number: int) -> None:
 
 @numba.njit(cache=True)
 def _forget(blocks: Blocks, number: int) -> None:
-    """The last of the pool takes its place."""
+    """Remove a block from its pool; the last one takes its place."""
     pool, place = blocks.pool[number], blocks.place[number]
     last = blocks.num_cached[pool] - 1
     moved = blocks.cached[pool, last]
@@ -269,7 +269,7 @@ def _forget(blocks: Blocks, number: int) -> None:
 
 
 _AT_FIRST = 256
-"""Blocks there is room for."""
+"""Initial capacity in blocks."""
 
 
 class Block(NamedTuple):
@@ -281,10 +281,10 @@ class Block(NamedTuple):
 
 
 class CachingAllocator:
-    """State of one device's allocator; bytes are counted as PyTorch's memory statistics count them.
+    """State of the allocator of one device; bytes are counted as in PyTorch's memory statistics.
 
     Args:
-        capacity_bytes: what the driver can give; None: no limit.
+        capacity_bytes: memory of the driver; None: no limit.
 
     >>> allocator = CachingAllocator()
     >>> block = allocator.allocate(3 * 2**20)
@@ -314,7 +314,7 @@ class CachingAllocator:
         return int(self._blocks.totals[PEAK_RESERVED])
 
     def allocate(self, num_bytes: int) -> Block:
-        """A block for `num_bytes`: the smallest cached one that fits, or a new segment.
+        """Return a block for `num_bytes`: the smallest cached one that fits, or one in a new segment.
 
         Raises:
             InputError: the driver has too little memory left, even after cached segments are returned.
@@ -330,7 +330,7 @@ class CachingAllocator:
         free(self._blocks, block.number)
 
     def run(self, keys: Ints, sizes: Ints, held: Ints) -> None:
-        """Allocate `sizes` in turn, which `held` then has by their `keys`; a size below 0 frees the block of its key.
+        """Allocate `sizes` one after the other and store the blocks in `held` by `keys`; a negative size frees a block.
 
         Raises:
             InputError: as `allocate` does.
@@ -341,7 +341,7 @@ class CachingAllocator:
             raise self._lacks(int(sizes[done]))
 
     def release_cached(self) -> None:
-        """Return the segments that nothing uses to the driver."""
+        """Return unused segments to the driver."""
         release_cached(self._blocks)
 
     def _make_room(self, num_requests: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of one microbatch goes: by operator, by layer, or by category of kernel."""
+"""Breakdown of the time of one microbatch by operator, layer, or category of kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 
 @dataclass(frozen=True)
 class Share:
-    """Operators of one name, for one microbatch through the whole model: seconds, FLOP, bytes read and written."""
+    """Total seconds, FLOP and memory traffic of operators of one name, for one microbatch through the whole model."""
 
     name: str
     num_calls: int
@@ -36,10 +36,10 @@ class Share:
 
 
 def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
-    """The shares of the graph of `costing`, the largest first; layers in the order of the model.
+    """Return the shares of the graph of `costing`, the largest first; layers in the order of the model.
 
-    Seconds are those of the device and, where operators are shorter than their launch, of the host: what a
-    run is bound by as a whole. Ignores: transfers and the optimizer step.
+    Seconds are those of the device or of the host, whichever bounds the run as a whole. Ignores: transfers and the optimizer
+    step.
 
     Raises:
         InputError: `by` is none of `WAYS`.
@@ -50,14 +50,16 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     device_s, host_s, flop, *_ = costing.arrays
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     moved = _once_per_signature(lambda node: work(node, graph.values.__getitem__).bytes_moved)
-    found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.forward_ids}
+    sums_by_name: dict[str, list[float]] = {
+        name(graph.nodes[number]): [0.0] * 5 for number in graph.forward_ids
+    }
     for index, node in enumerate(graph.nodes):
-        sums = found.setdefault(name(node), [0.0] * 5)
+        sums = sums_by_name.setdefault(name(node), [0.0] * 5)
         sums[0] += 1
         sums[1 if node.part in _FORWARD else 2] += float(seconds[index])
         sums[3] += float(flop[index])
         sums[4] += moved(node)
-    shares = [Share(key, int(calls), *sums) for key, (calls, *sums) in found.items()]
+    shares = [Share(key, int(calls), *sums) for key, (calls, *sums) in sums_by_name.items()]
     return tuple(shares if by == "layer" else sorted(shares, key=lambda share: -share.seconds))
 
 
@@ -70,7 +72,7 @@ def _naming(costing: Costing, by: str) -> Callable[[Node], str]:
 
 
 def _layer_or_module(module: str) -> str:
-    """The layer that a module belongs to, or where it belongs to none the first names of its path.
+    """Return the layer of a module, or, outside of layers, the first names of its path.
 
     >>> _layer_or_module("model.layers.3.mlp.up_proj"), _layer_or_module("model.embed_tokens"), _layer_or_module("")
     ('model.layers.3', 'model.embed_tokens', '(model)')
@@ -79,12 +81,12 @@ def _layer_or_module(module: str) -> str:
 
 
 def _once_per_signature(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
-    """`function`, asked once for all nodes of a signature."""
-    known: dict[int, _T] = {}
+    """Return `function` with results cached by signature."""
+    results: dict[int, _T] = {}
 
     def remembered(node: Node) -> _T:
-        if node.signature not in known or node.signature < 0:
-            known[node.signature] = function(node)
-        return known[node.signature]
+        if node.signature not in results or node.signature < 0:
+            results[node.signature] = function(node)
+        return results[node.signature]
 
     return remembered

@@ -1,13 +1,13 @@
-"""Device memory of the communicators of a rank, which is outside of the framework's allocator.
+"""Device memory of the communicators of a rank, outside of the framework's allocator.
 
-A communicator has buffers for each of its channels and each peer that it is connected with. A ring is connected with the
-rank before and the rank after; sums of small tensors go over a tree, with a parent and a child each.
+A communicator has buffers for each of its channels and each connected peer. A ring connects each rank with the previous and
+the next one; reductions of small tensors use a tree, with a parent and a child.
 
-Source: NVIDIA/nccl#1685, on 8 H100: two sizes of allocations, `RECEIVING_BYTES` and `SENDING_BYTES`, for each of 32 channels
-and 7 peers. These are the FIFOs of three protocols (0.5, 4.7 and 4 MiB), in steps of 2 MiB. NVIDIA/nccl#986: linear in the
-number of channels; a ring has two connections however many ranks there are.
-Ignores: NVLink SHARP and CollNet, which have buffers of their own; buffers that users register; NCCL's kernels, which are
-part of a device's `context_bytes`.
+Source: NVIDIA/nccl#1685, on 8 H100: two sizes of allocations, `RECEIVING_BYTES` and `SENDING_BYTES`, for each of 32
+channels and 7 peers. These are the FIFOs of three protocols (0.5, 4.7 and 4 MiB), in steps of 2 MiB. NVIDIA/nccl#986:
+linear in the number of channels; a ring has two connections however many ranks there are. Ignores: NVLink SHARP and
+CollNet, which have separate buffers; buffers that users register; NCCL's kernels, which are part of a device's
+`context_bytes`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from stagewright.schedule.lanes import LANE_CTAS, Lane
 from stagewright.units import MIB
 
 RECEIVING_BYTES, SENDING_BYTES = 10 * MIB, 2 * MIB
-"""Of a channel and a peer of the same node. Between nodes both ends have as much as a receiver."""
+"""Bytes per channel and peer of the same node. Between nodes both ends have the receiver's size."""
 
 _BASE_BYTES = 16 * MIB
-"""Of any communicator. Source: guess."""
+"""Bytes of any communicator. Source: guess."""
 _NVLINK_CHANNELS, _OTHER_CHANNELS = 24, 4
-"""Of collectives in which devices of a node have NVLink, and of others. Source: guess, from what NCCL commonly logs."""
+"""Channels of collectives with NVLink inside nodes, and of others. Source: guess, from common logs of NCCL."""
 _NVLINK_BANDWIDTH = 100e9
-"""Bytes/s between two devices of a node, from which on they are taken to have NVLink."""
+"""Bytes/s between two devices of a node above which they are assumed to have NVLink."""
 _PEERS = 3
-"""That a rank sends to, and receives from: one in the ring, two in the tree."""
+"""Peers that a rank sends to, and receives from: one in the ring, two in the tree."""
 
 
 def lane_bytes(lanes: Iterable[Lane], pipeline_rank: int, cluster: Cluster, ranks: Sequence[int]) -> int:
-    """Return what lanes take of one of their ends; `ranks` has the device of each pipeline rank."""
+    """Return the bytes of lanes on `pipeline_rank`; `ranks` has the device of each pipeline rank."""
     total = 0
     for lane in lanes:
         if pipeline_rank in (lane.source, lane.target):
@@ -44,8 +44,8 @@ def lane_bytes(lanes: Iterable[Lane], pipeline_rank: int, cluster: Cluster, rank
 
 
 def group_bytes(devices: Sequence[int], cluster: Cluster, is_small: bool = False) -> int:
-    """Return what the communicator of a group that sums and gathers takes of each of its `devices`. A group that `is_small`
-    has as few channels as a lane."""
+    """Return the bytes of the communicator of a group for collectives on each of its `devices`. A group that `is_small` has
+    as few channels as a lane."""
     if len(devices) == 1:
         return 0
     ends = list(pairwise(devices))

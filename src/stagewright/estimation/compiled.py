@@ -1,7 +1,7 @@
-"""What a compiler saves: chains of operators that are bound by memory become one kernel.
+"""Savings of a compiler: chains of memory-bound operators become one kernel.
 
-A compiler such as Inductor computes an operator inside the kernel of the one that made its input, as long as both only
-stream elements: what passes between them is neither written nor read, and only the first of a chain is launched.
+A compiler such as Inductor computes an operator inside the kernel of the one that computed its input, if both only stream
+elements: values between them are neither written nor read, and only the first of a chain is launched.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from stagewright.graph.tensor_parallel import COLLECTIVES
 _STREAMS = (Kernel.MEMORY, Kernel.NORM)
 
 _APART = frozenset({"argsort", "embedding_dense_backward", "histc", "index_put", "nonzero", "sort", "topk"})
-"""Operators with kernels of their own, although memory bounds them."""
+"""Operators with separate kernels although they are memory-bound."""
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """What is left of a node's traffic: bytes that pass through memory, and whether it starts a kernel."""
+    """Remaining memory traffic of a node in bytes, and whether it launches a kernel."""
 
     bytes_moved: float
     is_launched: bool
 
 
 def fused(graph: OperatorGraph) -> dict[int, Fusion]:
-    """Node id -> what a compiled forward or backward leaves of it, for every node that a compiler fuses.
+    """Map the id of every node that a compiler fuses to its remaining costs in a compiled forward or backward.
 
     Values that are saved for the backward, and those that other kernels read, are written as they are in eager
     execution. Source: the vertical fusion of TorchInductor (Ansel et al., ASPLOS 2024, "PyTorch 2"), which also merges
-    reductions with what follows element by element.
-    Ignores: fusion of kernels side by side and into the ends of matrix products; loops that do not match; chains
-    that a compiler cuts for their length.
+    reductions with following elementwise operators.
+    Ignores: horizontal fusion and fusion into the epilogues of matmuls; loops that do not match; chains that a compiler cuts
+    because of their length.
     """
     streaming = {node.id for node in graph.nodes if _streams(graph, node)}
     makers: dict[int, Node] = {}
@@ -46,7 +46,7 @@ def fused(graph: OperatorGraph) -> dict[int, Fusion]:
         if not _is_view(graph, node):
             for value in node.inputs:
                 readers.setdefault(graph.values[value].storage, []).append(node)
-    found = {}
+    fusions = {}
     for node in graph.nodes:
         if node.id not in streaming:
             continue
@@ -67,8 +67,8 @@ def fused(graph: OperatorGraph) -> dict[int, Fusion]:
         ]
         eager = work(node, graph.values.__getitem__).bytes_moved
         less = sum(graph.values[value].meta.payload_bytes for value in (*inside, *kept_inside))
-        found[node.id] = Fusion(max(eager - less, 0.0), not inside)
-    return found
+        fusions[node.id] = Fusion(max(eager - less, 0.0), not inside)
+    return fusions
 
 
 def _streams(graph: OperatorGraph, node: Node) -> bool:
@@ -85,5 +85,5 @@ def _is_view(graph: OperatorGraph, node: Node) -> bool:
 
 
 def _side(node: Node) -> Part:
-    """The function that a node is compiled in."""
+    """Return the function that a node is compiled in."""
     return max(node.part, Part.FORWARD)

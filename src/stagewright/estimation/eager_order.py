@@ -1,7 +1,7 @@
-"""In which order eager execution runs a graph's operators, and what autograd does in one go.
+"""Order of a graph's operators in eager execution, and the operators that autograd runs together.
 
-The graph lists input gradients and weight gradients apart and what parameters alone decide in advance; autograd meets
-them operator by operator, and a checkpointed module's forward a second time.
+The graph separates input gradients, weight gradients and values derived from parameters alone; autograd runs them operator
+by operator, and the forward of a checkpointed module a second time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 
 
 @dataclass(frozen=True)
-class Call:
-    """One operator as it is run: `again` where it is the repetition of a checkpointed forward."""
+class EagerCall:
+    """One call of an operator; `again` if it belongs to the repetition of a checkpointed forward."""
 
     node: Node
     again: bool = False
 
 
-def ends_of_backwards(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """For each call the first and the last place of the backward it is part of; its own place in the forward."""
-    found: list[tuple[int, int]] = []
+def ends_of_backwards(calls: Sequence[EagerCall]) -> list[tuple[int, int]]:
+    """Return, for each call, the first and last place of the backward that it is part of; its own place in the forward."""
+    ends: list[tuple[int, int]] = []
     begin = 0
     while begin < len(calls):
         node, end = calls[begin].node, begin
@@ -37,26 +37,26 @@ def ends_of_backwards(calls: Sequence[Call]) -> list[tuple[int, int]]:
             and calls[end + 1].node.forward == node.forward
         ):
             end += 1
-        found += [(begin, end)] * (end + 1 - begin)
+        ends += [(begin, end)] * (end + 1 - begin)
         begin = end + 1
-    return found
+    return ends
 
 
 def checkpoint_segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
-    """Forward node -> which of the checkpointed modules it belongs to; casts of its parameters do as well. Where none are
-    named, those are the regions of the model's own code."""
+    """Map forward nodes, and casts of their parameters, to the checkpointed module they belong to. If no modules are named,
+    these are the regions of the model's own code."""
     if not checkpointed:
         return {node.id: node.region for node in graph.nodes if node.region >= 0}
     places = {path: index for index, path in enumerate(checkpointed)}
-    found: dict[int, int] = {}
+    segments: dict[int, int] = {}
     for node in graph.nodes:
         if node.part is Part.FORWARD or casts_parameter(graph, node):
             parts = node.module.split(".")
             prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
             outer = next((places[prefix] for prefix in prefixes if prefix in places), None)
             if outer is not None:
-                found[node.id] = outer
-    return found
+                segments[node.id] = outer
+    return segments
 
 
 def casts_parameter(graph: OperatorGraph, node: Node) -> bool:
@@ -67,8 +67,8 @@ def casts_parameter(graph: OperatorGraph, node: Node) -> bool:
     )
 
 
-def with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[Call]:
-    """The order in which operators run, with each checkpointed forward once more in front of its backward."""
+def with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[EagerCall]:
+    """Yield calls in running order, with each checkpointed forward repeated before its backward."""
     forwards: dict[int, list[Node]] = {}
     repeated: set[int] = set()
     for node in order:
@@ -77,15 +77,15 @@ def with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[
         index = -1 if node.part in FORWARD else segment.get(node.forward, -1)
         if index >= 0 and index not in repeated:
             repeated.add(index)
-            yield from (Call(again, True) for again in forwards[index])
-        yield Call(node)
+            yield from (EagerCall(again, True) for again in forwards[index])
+        yield EagerCall(node)
 
 
 def in_order(graph: OperatorGraph) -> Iterator[Node]:
-    """The nodes as eager execution meets them.
+    """Yield the nodes in the order of eager execution.
 
-    What the graph makes in advance is made in front of its first use, and the gradient through it as soon as all parts of
-    it are there.
+    Values that the graph computes in advance are computed right before their first use, and the gradient through them as
+    soon as all its parts exist.
     """
     early = {Part.STATIC, Part.DERIVED}
     is_early = {node.id for node in graph.nodes if node.part in early}
@@ -119,7 +119,7 @@ def in_order(graph: OperatorGraph) -> Iterator[Node]:
 
 
 def _groups(nodes: Iterable[Node]) -> Iterator[list[Node]]:
-    """Nodes one by one, but those of one operator's backward together."""
+    """Yield nodes one by one, but those of one operator's backward together."""
     for _, group in groupby(
         nodes, lambda node: (node.part in FORWARD, node.id if node.part in FORWARD else node.forward)
     ):
@@ -127,7 +127,7 @@ def _groups(nodes: Iterable[Node]) -> Iterator[list[Node]]:
 
 
 class _Followers:
-    """Nodes that run as soon as all their inputs are there."""
+    """Nodes that run as soon as all their inputs exist."""
 
     def __init__(self, graph: OperatorGraph, nodes: Sequence[Node]) -> None:
         makers = {output for node in graph.nodes if node.part not in FORWARD for output in node.outputs}
@@ -150,7 +150,7 @@ class _Followers:
 
 
 def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> list[Node]:
-    """One operator's backward in the order of its operands: gradients of parameters come first where they do.
+    """Return one operator's backward in the order of its operands: gradients of parameters come first if the parameters do.
 
     Source: torch/csrc/autograd/Functions.cpp, whose generated functions compute gradients operand after operand.
     """
@@ -165,19 +165,19 @@ def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> 
         return group
     weights = [node for node in group if node.part is Part.WEIGHT_GRAD]
     others = [node for node in group if node.part is not Part.WEIGHT_GRAD]
-    made = {output for node in others for output in node.outputs}
-    return group if any(made & set(node.inputs) for node in weights) else weights + others
+    results = {output for node in others for output in node.outputs}
+    return group if any(results & set(node.inputs) for node in weights) else weights + others
 
 
 def added_in_place(graph: OperatorGraph, order: list[Node]) -> dict[int, int]:
-    """Sum of cotangents -> the first addend, into which autograd adds when nothing else uses it later."""
+    """Map each sum of cotangents to its first addend if autograd adds into that, because nothing uses it later."""
     last = {value: place for place, node in enumerate(order) for value in node.inputs}
-    found: dict[int, int] = {}
+    addends: dict[int, int] = {}
     for place, node in enumerate(order):
         if node.part is not Part.INPUT_GRAD or node.op != "aten.add.Tensor" or len(node.inputs) != 2:
             continue
         first, output = node.inputs[0], node.outputs[0]
         same = output is not None and graph.values[first].meta == graph.values[output].meta
         if same and output is not None and last[first] == place and graph.values[first].storage == first:
-            found[output] = first
-    return found
+            addends[output] = first
+    return addends

@@ -1,6 +1,6 @@
-"""The allocations of a plain training loop on one device, in autograd's order, and what its steps take.
+"""Memory and time of a plain training loop on one device: its allocations in autograd's order, and its steps.
 
-A runtime's `Loop` says what happens around the model: what an optimizer step makes for a moment, how cotangents are added.
+A runtime's `Loop` describes the part outside of the model: temporary memory of the optimizer step, addition of cotangents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stagewright.cluster import Device
 from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.eager_order import (
     FORWARD,
-    Call,
+    EagerCall,
     added_in_place,
     casts_parameter,
     checkpoint_segments,
@@ -31,7 +31,7 @@ _DECAY_COPIES, _DECAY_PASSES = 1, 3
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Peaks of a few steps on one device, in bytes; `at` says during which phase and operator the active peak is."""
+    """Peaks of a few steps on one device, in bytes; `at` is the phase and operator of the active peak."""
 
     active_peak_bytes: int
     reserved_peak_bytes: int
@@ -48,16 +48,14 @@ def step_memory(
 ) -> StepMemory:
     """Replay three training steps of `graph` on one device through the caching allocator.
 
-    Args:
-        workspace_bytes: the matrix library's workspace, one per thread, made in front of its first product and kept.
-        checkpointed: paths of modules that keep only their inputs and compute the rest again in the backward; a module
-            inside another of them belongs to the outer one, which comes first.
-        returned: paths of linear layers whose results the model returns beside the loss (logits, keys and values of a
-            cache), so that they stay until the forward is over.
-        decays_weights: whether the optimizer decays weights by adding them to copies of the gradients.
+    Args: workspace_bytes: the matmul library's workspace, one per thread, allocated before its first matmul and kept.
+        checkpointed: paths of modules that save only their inputs and recompute other values in the backward; a module
+        inside another of them belongs to the outer one, which comes first. returned: paths of linear layers whose results
+        the model returns besides the loss (logits, keys and values of a cache), so that they stay until the end of the
+        forward. decays_weights: whether the optimizer decays weights by adding them to copies of the gradients.
     """
     num_copies = loop.step_copies + decays_weights * _DECAY_COPIES
-    replay = _Replay(graph, loop, workspace_bytes, checkpointed, frozenset(returned), num_copies)
+    replay = _EagerReplay(graph, loop, workspace_bytes, checkpointed, frozenset(returned), num_copies)
     for _ in range(_NUM_STEPS):
         replay.step()
     allocator = replay.allocator
@@ -71,9 +69,10 @@ def step_seconds(
     checkpointed: Sequence[str] = (),
     decays_weights: bool = True,
 ) -> float:
-    """Time of one training step of `graph` on `device`: the device's work or the host's, whichever takes longer.
+    """Return the seconds of one training step of `graph` on `device`: the device's work or the host's, whichever takes
+    longer.
 
-    Ignores: fetching the batch; that the device waits where the host falls behind for a while only.
+    Ignores: fetching the batch; that the device may wait for the host in only a part of the step.
     """
     segments = checkpoint_segments(graph, checkpointed)
     nodes = [call.node for call in with_repeats(in_order(graph), segments)]
@@ -83,17 +82,17 @@ def step_seconds(
 
 
 def optimizer_seconds(loop: Loop, num_bytes: float, device: Device, decays_weights: bool = True) -> float:
-    """Of one optimizer step on parameters of `num_bytes`."""
+    """Return the seconds of one optimizer step on parameters of `num_bytes`."""
     return device.memory_seconds((loop.step_passes + decays_weights * _DECAY_PASSES) * num_bytes)
 
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 Held = tuple[int, bool]
-"""A storage of the graph, and whether it is the one made when a checkpointed forward is repeated."""
+"""A storage of the graph, and whether it is that of the repetition of a checkpointed forward."""
 
 
-class _Replay:
+class _EagerReplay:
     def __init__(
         self,
         graph: OperatorGraph,
@@ -123,7 +122,7 @@ class _Replay:
         self._load()
 
     def step(self) -> None:
-        """One training step: batch, forward, backward, optimizer, gradients freed."""
+        """Replay one training step: batch, forward, backward, optimizer, freeing of gradients."""
         graph, batch = self.graph, {}
         for value in graph.inputs.values():
             batch[value] = self._make(graph.values[value].meta.storage_bytes, "inputs")
@@ -152,44 +151,45 @@ class _Replay:
             storage = self.alias[storage]
         return storage
 
-    def _held(self, value: int, call: Call) -> Held:
-        """The storage that `call` means by `value`: inside a checkpointed module backwards and repeats use the repeat's."""
+    def _held(self, value: int, call: EagerCall) -> Held:
+        """Return the storage of `value` in `call`: inside a checkpointed module, backwards and repetitions use the
+        repetition's."""
         root = self._root(value)
         maker = self.graph.values[root].node
         inside = self.segment.get(maker, -1)
         if inside < 0:
             return root, False
         node = call.node
-        own = self.segment.get(node.id if node.part in FORWARD else node.forward, -1)
-        return root, own == inside and (call.again or node.part not in FORWARD)
+        segment = self.segment.get(node.id if node.part in FORWARD else node.forward, -1)
+        return root, segment == inside and (call.again or node.part not in FORWARD)
 
     def _last_uses(self) -> dict[Held, int]:
-        """Storage -> place in the order of the call that frees it.
+        """Map each storage to the place of the call that frees it.
 
-        Autograd differentiates an operator in one go: what it saved and the gradients that came in are freed when all
-        gradients that go out are there.
+        Autograd runs the backward of an operator as one: its saved values and incoming gradients are freed when all its
+        outgoing gradients exist.
         """
-        found: dict[Held, int] = {}
+        last_use: dict[Held, int] = {}
         ends = ends_of_backwards(self.calls)
-        made: dict[Held, int] = {}
+        first_call: dict[Held, int] = {}
         for place, call in enumerate(self.calls):
             outputs = [output for output in call.node.outputs if output is not None]
             for output in outputs:
-                made.setdefault(self._held(output, call), place)
+                first_call.setdefault(self._held(output, call), place)
             for value in (*call.node.inputs, *outputs):
                 held = self._held(value, call)
                 first, end = ends[place]
-                inside = made.get(held, -1) >= first
-                found[held] = max(found.get(held, -1), place if inside else end)
+                inside = first_call.get(held, -1) >= first
+                last_use[held] = max(last_use.get(held, -1), place if inside else end)
         forward_end = next(
             (place for place, call in enumerate(self.calls) if call.node.part not in FORWARD), len(self.calls)
         )
         for held in self._until_forward_ends():
-            found[held] = max(found[held], forward_end - 1)
-        return found
+            last_use[held] = max(last_use[held], forward_end - 1)
+        return last_use
 
     def _until_forward_ends(self) -> Iterator[Held]:
-        """What the model returns, and the casts of parameters that autocast keeps until its context is left.
+        """Yield results of the model, and casts of parameters that autocast keeps until the end of its context.
 
         Source: aten/src/ATen/autocast_mode.cpp, cached_cast.
         """
@@ -202,22 +202,22 @@ class _Replay:
                 yield from (self._held(output, call) for output in node.outputs if output is not None)
 
     def _gradients(self) -> dict[int, int]:
-        """Storage of the first contribution to a gradient -> the parameter; it is freed after the step only."""
-        found: dict[int, int] = {}
+        """Map the storage of the first contribution to a gradient to the parameter; it is freed only after the step."""
+        parameter_of: dict[int, int] = {}
         for target, gradient in self.graph.gradients.items():
             contributions = self.graph.contributions.get(gradient, ())
             if contributions and self.graph.values[target].origin is Origin.PARAMETER:
-                found[self._first_share(contributions[0][1])] = target
-        return found
+                parameter_of[self._first_share(contributions[0][1])] = target
+        return parameter_of
 
     def _first_share(self, value: int) -> int:
-        """The storage a gradient is collected in; that of a derived value is the first share of its own gradient."""
+        """Return the storage in which a gradient is accumulated; for a derived value that of its own gradient."""
         root = self._root(value)
         shares = self.graph.contributions.get(root, ())
         return self._first_share(shares[0][1]) if shares else root
 
     def _compute(self, blocks: dict[Held, Block]) -> dict[int, Block]:
-        """Forward and backward; returns the blocks of gradients, and leaves in `blocks` what outlives them."""
+        """Replay forward and backward; return the blocks of gradients, and leave blocks that outlive them in `blocks`."""
         gradients: dict[int, Block] = {}
         loss = self.graph.values[self.graph.loss].storage
         freed: dict[int, list[Held]] = {}
@@ -230,11 +230,13 @@ class _Replay:
                     continue
                 held = root, _ = self._held(output, call)
                 if root == output and held not in blocks and root not in gradients:
-                    made = self._make(self.graph.storage_bytes[root], f"{node.part.name.lower()} {node.name}")
+                    block = self._make(
+                        self.graph.storage_bytes[root], f"{node.part.name.lower()} {node.name}"
+                    )
                     if root in self.gradient_of:
-                        gradients[root] = made
+                        gradients[root] = block
                     else:
-                        blocks[held] = made
+                        blocks[held] = block
             self._workspace(node)
             for held in freed.get(place, ()):
                 if held in blocks and held[0] != loss:
@@ -242,14 +244,14 @@ class _Replay:
         return gradients
 
     def _workspace(self, node: Node) -> None:
-        """A workspace for each thread that multiplies: the one that runs the forward, and autograd's."""
+        """Allocate a workspace for each thread that runs matmuls: that of the forward, and autograd's."""
         thread = node.part in FORWARD
         if thread not in self.workspaces and short_name(node.op) in _PRODUCTS:
             self.workspaces.add(thread)
             self._make(self.workspace_bytes, "workspace")
 
     def _optimize(self) -> None:
-        """State on the first step; then copies of everything, list after list, as foreach kernels make them."""
+        """Allocate state in the first step; then temporary copies, list after list, as foreach kernels do."""
         sizes = [self.graph.storage_bytes[value] for value in self.trainable]
         if not self.has_state:
             for size in sizes:

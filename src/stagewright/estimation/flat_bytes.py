@@ -1,4 +1,4 @@
-"""Bytes of the flat buffers that come and go while the actions of a rank go by."""
+"""Bytes of the flat buffers that the actions of a rank allocate and free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stagewright.estimation.sharded import NOTHING, Moves, moves
+from stagewright.estimation.flat_operations import NOTHING, FlatOperations, flat_operations
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.flat_buffers import GRADIENTS, FlatLayout
 from stagewright.graph.tensor import ITEM_BYTES
@@ -15,92 +15,92 @@ from stagewright.schedule.action import Action
 GATHERED, WHOLE, SUMMED, SHARDS = "gathered", "whole_gradients", "reducing", "gradient_shards"
 DERIVED, CROSSING = "derived", "crossing"
 _CATEGORY = {DERIVED: GATHERED, CROSSING: SUMMED}
-"""In which kinds of buffers are counted that have no category of their own."""
+"""Category under which a kind of buffer is counted if it has none of its own."""
 
 
 @dataclass(frozen=True)
 class FlatSizes:
-    """Bytes of the flat buffers of a rank whose resident bytes are `resident`; `accumulates`: whether several microbatches
-    add to whole gradients, in the type of their sums over replicas, before these are made."""
+    """Bytes of the flat buffers of a rank with `resident` bytes; `accumulates`: whether several microbatches accumulate
+    whole gradients, in the reduce dtype, before they are reduced."""
 
     resident: ResidentBytes
     accumulates: bool = False
 
     def parameter(self, flat: FlatLayout) -> int:
-        """Of its parameters, whole."""
+        """Return the bytes of its whole parameters."""
         return flat.num_elements * ITEM_BYTES[flat.dtype]
 
     def derived(self, stage: int) -> int:
-        """Of what a stage derives from its parameters."""
+        """Return the bytes of values that a stage derives from its parameters."""
         derived = self.resident.derived.get(stage)
         return sum(derived.kept.values()) if derived is not None else 0
 
     def deriving(self, stage: int) -> int:
-        """The most beside that while it does."""
+        """Return the additional peak bytes while it derives them."""
         return max(self.resident.derived[stage].peak(()).above_entry - self.derived(stage), 0)
 
     def is_cast(self, flat: FlatLayout) -> bool:
-        """Whether its gradients are summed in another type."""
+        """Whether its gradients are reduced in another type."""
         return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
 
     def whole_gradient(self, flat: FlatLayout) -> int:
-        """Of its gradients, whole, as microbatches add to them."""
+        """Return the bytes of its whole gradients, in the type in which microbatches accumulate them."""
         wire = self.resident.wire
         if wire is None or not self.accumulates:
             return self.gradient(flat)
         return flat.num_elements * ITEM_BYTES[wire]
 
     def gradient(self, flat: FlatLayout) -> int:
-        """Of its gradients, whole, as the optimizer takes them."""
+        """Return the bytes of its whole gradients, in the type that the optimizer uses."""
         return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
 
     def summed(self, flat: FlatLayout) -> int:
-        """Of a sum on its way, beyond the gradients that are kept anyway."""
+        """Return the bytes of a reduction in progress, beyond the gradients that are kept anyway."""
         if self.resident.wire is not None and self.is_cast(flat):
             return flat.num_elements * ITEM_BYTES[self.resident.wire]
         return self.gradient(flat) if flat.level >= GRADIENTS else 0
 
     def crossing(self, flat: FlatLayout) -> int:
-        """Of a sum over copies, which lasts to the end of the batch where it is of another type."""
+        """Return the bytes of a reduction over copies, which stay until the end of the batch if it has another type."""
         if self.resident.wire is None or flat.num_copies == 1 or not self.is_cast(flat):
             return 0
         return flat.summed_elements * ITEM_BYTES[self.resident.wire]
 
 
 class FlatBuffers(ABC):
-    """The buffers of a rank beyond those it keeps from step to step, made and dropped as its actions go by.
+    """The flat buffers of a rank that its actions allocate and free.
 
-    Buffers are known by kind and by what they are of. What making one means is for classes of this to say.
+    Buffers are identified by kind and by their layout or stage. Subclasses define the allocation.
     """
 
     def __init__(self, resident: ResidentBytes, actions: Sequence[Action]) -> None:
         once = resident.runtime.reduces == "last microbatch"
         self.sizes = FlatSizes(resident, once and _has_several(actions))
-        *self._moves, self._last = moves(actions, resident.flats)
+        *self._moves, self._last = flat_operations(actions, resident.flats)
         self._has_shard: set[FlatLayout] = set()
 
     @abstractmethod
     def _make(self, kind: str, of: FlatLayout | int, num_bytes: int, then: str | None = None) -> None:
-        """A buffer is made, and `then` one of another kind is dropped."""
+        """Allocate a buffer, and `then` free one of another kind."""
 
     @abstractmethod
     def _drop(self, kind: str, of: FlatLayout | int) -> int:
-        """A buffer goes, if it is there; its bytes."""
+        """Free a buffer, if it exists; return its bytes."""
 
     @abstractmethod
     def _rename(self, kind: str, of: FlatLayout, other: str) -> None:
-        """A buffer, if it is there, is one of another kind from now on."""
+        """Change the kind of a buffer, if it exists."""
 
     @abstractmethod
     def _take_for_a_moment(self, num_bytes: int) -> None: ...
 
     def before(self, index: int) -> None:
-        """What action `index` changes before it does anything else."""
+        """Apply the changes at the beginning of action `index`."""
         if self._moves[index] is not NOTHING:
             self._apply(self._moves[index])
 
     def end(self) -> None:
-        """The end of a batch: of sums nothing but the parts of gradients is left."""
+        """Apply the end of a batch: of the reductions only the shards of gradients remain."""
         self._apply(self._last)
         for flat in self._last.reduces:
             self._settle(flat)
@@ -109,7 +109,7 @@ class FlatBuffers(ABC):
             self._drop(SUMMED, flat)
             self._drop(CROSSING, flat)
 
-    def _apply(self, change: Moves) -> None:
+    def _apply(self, change: FlatOperations) -> None:
         sizes = self.sizes
         for stage in change.leaves:
             self._drop(DERIVED, stage)
@@ -146,9 +146,9 @@ def _has_several(actions: Sequence[Action]) -> bool:
 
 
 class FlatBytes(FlatBuffers):
-    """Counts the buffers: `categories` says how many bytes there are of each kind.
+    """Counter of the buffers, with the bytes of each kind in `categories`.
 
-    Whenever there are more, `observe` is called with the bytes that exist for a moment beyond these.
+    After every allocation, `observe` is called with the temporary bytes beyond these.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Memory of a rank by exact replay: its program's actions over what is alive in each stage function.
+"""Memory of a rank by exact replay of its program's actions over the liveness of each stage function.
 
-The replay follows the executor: values of one microbatch are held from F to its backward, what other stages
-of the rank need changes hands without a copy, receive buffers exist from the moment a receive is posted,
-what is sent is kept until two more transfers of its channel are sent or the batch ends, and user inputs and
-losses stay for the batch. Where transfers have buffers that stay, these are there all the time instead.
+The replay follows the executor: values of one microbatch are saved from F to its backward, values for other stages of the
+rank are passed without a copy, receive buffers exist from the posting of a receive, sent values are kept until two more
+transfers of their channel are sent or the batch ends, and user inputs and losses stay for the batch. Permanent transfer
+buffers, if used, exist all the time instead.
 
-Microbatches share no storages but the resident ones, and all go through the same few states, so each change
-of state is worked out once (`stagewright.estimation.in_flight`) and then looked up.
+Microbatches share only resident storages, and all go through the same few states, so each transition is computed once
+(`stagewright.estimation.microbatch_memory`) and then looked up.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stagewright.errors import ScheduleError
-from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import MemoryEvents, in_flight, slot_bytes
+from stagewright.estimation.memory_events import Event
+from stagewright.estimation.microbatch_memory import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -26,7 +26,7 @@ from stagewright.schedule import Action, Program
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """What one microbatch has saved in one stage, in bytes."""
+    """Bytes that one microbatch has saved in one stage."""
 
     stage: int
     microbatch: int
@@ -35,26 +35,26 @@ class Alive:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: the peak, where it is and what is alive then."""
+    """Memory of one rank: the peak, its position, and the bytes alive then."""
 
     rank: int
     peak_bytes: int
     at: str
-    """Text of the action during which the peak is reached, and `operator`, the one that runs then."""
+    """Text of the action of the peak; `operator` is the operator that runs then."""
     categories: dict[str, int]
-    """Adds up to `peak_bytes`."""
+    """Bytes by category; their sum is `peak_bytes`."""
     after_action: tuple[int, ...] = ()
-    """Bytes alive after every action of the lowered program; `saved_after`: of these, activations saved."""
+    """Bytes alive after every action of the lowered program; `saved_after`: saved activations among these."""
     saved_after: tuple[int, ...] = ()
     flat_after: tuple[dict[str, int], ...] = ()
-    """And those of flat buffers that come and go, by category, where there are any."""
+    """The same for temporary flat buffers, by category, if there are any."""
     alive: tuple[Alive, ...] = ()
-    """Saved activations in front of the action of the peak; user inputs apart."""
+    """Saved activations before the action of the peak, without user inputs."""
     operator: str = ""
 
 
 def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Pairs of stages (earlier, later) between which values or cotangents travel, neighbours always."""
+    """Return pairs of stages (earlier, later) between which values or cotangents are sent; neighbours always."""
     forward = {(stage.index, transfer.stage) for stage in stages for transfer in stage.sends}
     backward = {(transfer.stage, stage.index) for stage in stages for transfer in stage.grad_sends}
     return tuple(sorted(forward | backward | {(i, i + 1) for i in range(len(stages) - 1)}))
@@ -63,14 +63,14 @@ def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 def replay_rank(
     memories: Sequence[StageMemory], program: Program, rank: int, resident: ResidentBytes, left_out: int = 0
 ) -> RankMemory:
-    """The memory of `rank` over one batch of the lowered `program`, on top of what is `resident`.
+    """Replay the memory of `rank` over one batch of the lowered `program`, on top of `resident` bytes.
 
-    `left_out` microbatches, whose inputs and losses count, repeat states that the program shows.
+    `left_out` further microbatches repeat states of the program; only their inputs and losses count.
 
     Raises:
-        ScheduleError: the program uses a value before it is made.
+        ScheduleError: the program uses a value before it exists.
     """
-    return _Replay(memories, program, rank, resident, left_out).run()
+    return _MemoryReplay(memories, program, rank, resident, left_out).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ class _Peak:
     activations: int
     transient: int
     states: tuple[int, ...]
-    """Of every microbatch, in front of the action of the peak."""
+    """State of every microbatch before the action of the peak."""
     flat: dict[str, int]
-    """Of flat buffers that come and go, by category."""
+    """Bytes of temporary flat buffers, by category."""
     again: int = 0
     operator: str = ""
 
 
-class _Replay:
+class _MemoryReplay:
     def __init__(
         self,
         memories: Sequence[StageMemory],
@@ -102,7 +102,7 @@ class _Replay:
         if resident.has_slots:
             self.lasting += sum(slot_bytes(memories, program.actions(rank)))
         self.fixed = self.lasting
-        """What is there whatever the microbatches hold; while flat buffers are whole, these too."""
+        """Bytes that do not depend on microbatches, including temporary flat buffers."""
         self.actions = program.actions(rank)
         self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
@@ -143,7 +143,7 @@ class _Replay:
         )
 
     def _observe_flat(self, above: int) -> None:
-        """Flat buffers have come, with so many bytes more for a moment."""
+        """Record new flat buffers, with `above` temporary bytes."""
         assert self.flat is not None
         self.fixed = self.lasting + self.flat.total
         self._observe(above, 0, above)
@@ -162,7 +162,7 @@ class _Replay:
     def _observe(
         self, above: int, activations: int, transient: int, again: int = 0, operator: str = ""
     ) -> None:
-        """Note a moment with `above` more bytes than are listed, where that is more than ever before."""
+        """Record a moment with `above` bytes beyond those listed, if it is a new peak."""
         total = self.live + above + self.fixed
         if total > self.peak.total:
             states, flat = tuple(self.states), dict(self.flat.categories) if self.flat is not None else {}
@@ -192,7 +192,7 @@ class _Replay:
 
 
 def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:
-    """Bytes of one microbatch's loss, if `rank` computes it."""
+    """Return the bytes of one microbatch's loss, if `rank` computes it."""
     graph, placed = memories[0].stage.graph, program.placement.rank_of_stage
     here = any(m.stage.computes_loss and placed[m.stage.index] == rank for m in memories)
     return graph.storage_bytes[graph.values[graph.loss].storage] if here else 0

@@ -1,7 +1,7 @@
-"""What an operator asks of a device: arithmetic and bytes moved, from the layouts of its arguments.
+"""Work of operators: arithmetic and memory traffic, from the layouts of their arguments.
 
 FLOP follow `torch.utils.flop_counter` where it has a formula (a multiply-add is two, attention counts every
-score whether masked or not); `arithmetic` is what the device really has to compute.
+score whether masked or not); `arithmetic` is the FLOP that the device really computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 
 class Kernel(Enum):
-    """Which of a device's efficiencies bounds an operator."""
+    """The efficiency of the device that bounds an operator."""
 
     VIEW = "view"  # no kernel runs
     MEMORY = "memory"
@@ -38,7 +38,7 @@ class Kernel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operator call; `has_rule` is false where it is costed by its bytes for want of a rule."""
+    """Work of one operator call; `has_rule` is false if its cost is that of its bytes because there is no rule."""
 
     kernel: Kernel
     dtype: str
@@ -47,23 +47,23 @@ class Work:
     bytes_moved: float = 0.0
     has_rule: bool = True
     serial_accesses: float = 0.0
-    """Accesses to memory that one thread makes one after the other while the device waits for it."""
+    """Sequential memory accesses of one thread that the device waits for."""
     num_functions: float = 0.0
     """Transcendental functions to evaluate; `num_random`: random numbers to draw."""
     num_random: float = 0.0
     num_scattered: float = 0.0
-    """Elements that a CPU adds to a table one row after the other, on one thread."""
+    """Elements that a CPU adds to a table row by row, on one thread."""
     in_blocks: float | None = None
-    """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
+    """Arithmetic of an attention kernel for CPUs, which skips only whole blocks of masked scores."""
     shapes: tuple[Shape, ...] = ()
-    """Of the matrix products that it is; empty where these are not known."""
+    """Shapes of its matmuls; empty if unknown."""
     scores: Scores | None = None
-    """Of fused attention."""
+    """Scores of fused attention."""
     is_aligned: bool = True
-    """Whether every row of a batched product's operands and results, and every member of the batch, begins at a multiple of
-    `ALIGNMENT`, as tensor cores like to load."""
+    """Whether every row of the operands and results of a batched matmul, and every batch member, begins at a multiple of
+    `ALIGNMENT`, as tensor cores prefer."""
     grouped: bool = False
-    """Whether one kernel makes all products of a shape, of experts whose numbers of rows only the device knows."""
+    """Whether one kernel computes the matmuls of all experts, whose numbers of rows only the device knows."""
 
 
 KERNELS: dict[str, str] = {
@@ -72,12 +72,12 @@ KERNELS: dict[str, str] = {
     "grouped_mm_fallback": "_grouped_mm",
     "grouped_mm_fallback_backward": "_grouped_mm_backward",
 }
-"""Kernels of a CPU trace and what runs in their place on a GPU."""
+"""Kernels of a CPU trace and the kernels that run in their place on a GPU."""
 
 _FREE = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 CPU_BLOCK = 512
-"""Keys that PyTorch's attention for CPUs takes at once. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp."""
+"""Keys that PyTorch's attention for CPUs processes at once. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp."""
 
 _STREAMING_NAMES = """
 _native_batch_norm_legit _native_batch_norm_legit_functional _safe_softmax _softmax _softmax_backward_data
@@ -95,7 +95,7 @@ tril_indices triu unfold_backward unpermute_rows upsample_bilinear2d upsample_ne
 var var_mean where zeros zeros_like
 """
 _STREAMING = frozenset(_STREAMING_NAMES.split())
-"""Operators whose time is that of the bytes they read and write once."""
+"""Operators whose time is that of reading and writing each tensor once."""
 
 
 _FUNCTIONS = frozenset({
@@ -103,19 +103,19 @@ _FUNCTIONS = frozenset({
     "log1p", "mish", "sigmoid", "silu", "silu_backward", "sin", "softplus", "softplus_backward", "tan", "tanh",
 })  # fmt: skip
 _RANDOM = frozenset({"bernoulli", "native_dropout"})
-"""What evaluates a transcendental function, or draws a random number, for every element of its first result."""
+"""Operators that evaluate a transcendental function, or draw a random number, for every element of their first result."""
 
 _NORMS = frozenset({
     "native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward",
 })  # fmt: skip
-"""Operators that stream rows or groups, whose statistics they need before they can write the first element."""
+"""Operators that stream rows or groups and need their statistics before they can write the first element."""
 
 
 def work(node: Node, value: Lookup) -> Work:
-    """What `node` asks of a device; `value` describes a value by its id.
+    """Return the work of `node`; `value` describes a value by its id.
 
-    Source: `torch.utils.flop_counter` for FLOP; FlashAttention-2 (arXiv 2307.08691) for what attention
-    reads and writes. Ignores: arithmetic of operators that are bound by memory; caches.
+    Source: `torch.utils.flop_counter` for FLOP; FlashAttention-2 (arXiv 2307.08691) for the traffic of attention. Ignores:
+    arithmetic of memory-bound operators; caches.
     """
     name = short_name(node.op)
     outputs = [value(output) for output in node.outputs if output is not None]
@@ -150,7 +150,7 @@ def work(node: Node, value: Lookup) -> Work:
 
 
 def _fused(node: Node, value: Lookup, dtype: str) -> Work:
-    """A fused kernel: every tensor once, or the bytes that its rule states."""
+    """Return the work of a fused kernel: every tensor once, or the bytes that its rule states."""
     stated = dict(node.kwargs)
     moved = stated.get("bytes_moved")
     if stated["kind"] == "matmul":
@@ -163,17 +163,17 @@ def _fused(node: Node, value: Lookup, dtype: str) -> Work:
 
 
 _ADDED_BYTES = 8
-"""To read and write a float32 of the buffer that a product adds to."""
+"""Bytes read and written per float32 of the buffer that a matmul accumulates into."""
 
 
 def _adds_up(node: Node, value: Lookup) -> bool:
-    """Whether a product adds its results to what is there: these are empty."""
-    made = [value(output).meta for output in node.outputs if output is not None]
-    return bool(made) and not any(meta.num_elements for meta in made)
+    """Whether a matmul accumulates into a buffer: its results are empty."""
+    results = [value(output).meta for output in node.outputs if output is not None]
+    return bool(results) and not any(meta.num_elements for meta in results)
 
 
 def _once(node: Node, value: Lookup) -> float:
-    """As `_moved`, with every part of a storage read and written once, however many views there are of it."""
+    """Return bytes as `_moved`, but with every part of a storage read and written once, however many views it has."""
     read: dict[int, dict[int, int]] = {}  # storage -> bytes read from each offset on, in bytes
     for number in node.inputs:
         meta = value(number).meta
@@ -184,16 +184,18 @@ def _once(node: Node, value: Lookup) -> float:
         min(sum(views.values()), max(start + size for start, size in views.items()))
         for views in read.values()
     )
-    made = [value(output) for output in node.outputs if output is not None]
-    roots = {found.id for found in made}
+    results = [value(output) for output in node.outputs if output is not None]
+    roots = {result.id for result in results}
     written = (
-        found.meta.payload_bytes for found in made if found.storage == found.id or found.storage not in roots
+        result.meta.payload_bytes
+        for result in results
+        if result.storage == result.id or result.storage not in roots
     )
     return float(sum(reads) + sum(written))
 
 
 def _dtype(node: Node, value: Lookup) -> str:
-    """The type the operator computes in: that of its floating arguments, or of what it makes."""
+    """Return the type in which the operator computes: that of its floating-point arguments, or of its results."""
     for number in (*node.inputs, *(output for output in node.outputs if output is not None)):
         meta = value(number).meta
         if meta.is_differentiable:
@@ -202,7 +204,7 @@ def _dtype(node: Node, value: Lookup) -> str:
 
 
 def _moved(node: Node, value: Lookup) -> float:
-    """Bytes read and written when every argument is read and every result written once."""
+    """Return the bytes read and written if every argument is read and every result written once."""
     held = [argument.value for name, argument in node.kwargs if name == HELD]
     return float(
         sum(value(number).meta.payload_bytes for number in dict.fromkeys(node.inputs) if number not in held)
@@ -237,41 +239,41 @@ class _Call:
         return _moved(self.node, self.value)
 
     def matmul(self, *shapes: Shape, flop: float | None = None) -> Work:
-        """Products of these shapes; `flop` where the counter has another number."""
+        """Return the work of matmuls of these shapes; `flop` if the counter has another number."""
         arithmetic = sum(2.0 * math.prod(shape) for shape in shapes)
         counted = arithmetic if flop is None else flop
         return Work(Kernel.MATMUL, self.dtype, counted, arithmetic, self.moved, shapes=shapes)
 
     def adding(self, product: Work, num_results: float) -> Work:
-        """`product`, which adds so many results to what is there if it makes none of its own."""
+        """Return `product` with the traffic of accumulating `num_results` into a buffer, if it returns no results."""
         if not _adds_up(self.node, self.value):
             return product
         return replace(product, bytes_moved=product.bytes_moved + _ADDED_BYTES * num_results)
 
 
 def _product(first: int) -> Callable[[_Call], Work]:
-    """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
+    """Rule for (batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _Call) -> Work:
         *batch_of, rows, inner = call.shape(first)
         batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
-        found = call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
+        matmul = call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
         if not batch_of:
-            return found
+            return matmul
         factors = (call.meta(first), call.meta(first + 1), *call.results())
-        return replace(found, is_aligned=all(map(_is_aligned, factors)))
+        return replace(matmul, is_aligned=all(map(_is_aligned, factors)))
 
     return rule
 
 
 def _is_aligned(meta: TensorMeta) -> bool:
-    """As `Work.is_aligned` says, of one operand or result."""
+    """Whether one operand or result is aligned, as in `Work.is_aligned`."""
     steps = (step for size, step in zip(meta.shape, meta.stride, strict=True) if size > 1 and step > 1)
     return all(start * meta.item_bytes % ALIGNMENT == 0 for start in (meta.offset, *steps))
 
 
 def _grouped(call: _Call) -> Work:
-    """One product per expert, to which equal parts of the rows are dealt out."""
+    """One matmul per expert, with equal parts of the rows."""
     a, b = call.shape(0), call.shape(1)
     if call.argument(2) is None:
         return call.adding(call.matmul(Shape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
@@ -284,34 +286,34 @@ def _grouped(call: _Call) -> Work:
 
 
 def _grouped_backward(call: _Call) -> Work:
-    """Gradients of a grouped product: each as much work as the product, given (cotangent, rows, weights)."""
+    """Gradients of a grouped matmul: each is as much work as the matmul, given (cotangent, rows, weights)."""
     shapes = [call.value(number).meta.shape for number in call.node.inputs]
     num_rows = next(shape[0] for shape in shapes if len(shape) == 2)
     experts, inner, outer = next(shape[-3:] for shape in shapes if len(shape) == 3)
-    found = [
+    gradients = [
         Shape(experts, inner, outer, num_rows / experts)
         if len(result.shape) == 3
         else Shape(experts, num_rows / experts, inner, outer)
         for result in call.results()
     ]
-    return replace(call.matmul(*found), grouped=True)
+    return replace(call.matmul(*gradients), grouped=True)
 
 
 def _convolution(call: _Call) -> Work:
-    """As a product of (places) x (filter elements) x (filters); arguments: input, weight, bias, stride, padding, dilation,
-    transposed, ..."""
+    """Convolution as a matmul of (places) x (filter elements) x (filters); arguments: input, weight, bias, stride, padding,
+    dilation, transposed, ..."""
     is_transposed, groups = bool(call.argument(6, "transposed", False)), int(call.argument(8, "groups", 1))
     source, weight, result = call.shape(0), call.shape(1), call.results()[0].shape
     return _of_channels(call.matmul(_filtered(source, weight, result, groups, is_transposed)), weight, groups)
 
 
-def _of_channels(found: Work, weight: Sequence[int], groups: int) -> Work:
-    """A filter of its own for each channel makes no matrix product: matrix units stay idle."""
-    return replace(found, kernel=Kernel.DEPTHWISE) if groups > 1 and weight[1] == 1 else found
+def _of_channels(convolution: Work, weight: Sequence[int], groups: int) -> Work:
+    """Mark depthwise convolutions, with a separate filter per channel: they do not use matrix units."""
+    return replace(convolution, kernel=Kernel.DEPTHWISE) if groups > 1 and weight[1] == 1 else convolution
 
 
 def _convolution_backward(call: _Call) -> Work:
-    """The gradients that `output_mask` asks for; arguments: cotangent, input, weight, bias sizes, stride,
+    """Gradients of a convolution selected by `output_mask`; arguments: cotangent, input, weight, bias sizes, stride,
     padding, dilation, transposed, output padding, groups, mask."""
     cotangent, source, weight = call.shape(0), call.shape(1), call.shape(2)
     transposed, groups, mask = bool(call.argument(7)), int(call.argument(9)), call.argument(10)
@@ -322,9 +324,9 @@ def _convolution_backward(call: _Call) -> Work:
         flop += 2.0 * math.prod(shapes[-1])
     if mask[1]:
         places = math.prod((source if transposed else cotangent)[2:])
-        own = Shape(groups, weight[0] / groups, math.prod(weight[1:]), places * source[0])
-        shapes.append(own)
-        flop += 2.0 * math.prod(own) * groups  # the counter takes every channel with every other
+        weight_grad = Shape(groups, weight[0] / groups, math.prod(weight[1:]), places * source[0])
+        shapes.append(weight_grad)
+        flop += 2.0 * math.prod(weight_grad) * groups  # the counter takes every channel with every other
     if not shapes:
         return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
     return _of_channels(call.matmul(*shapes, flop=flop), weight, groups)
@@ -333,14 +335,15 @@ def _convolution_backward(call: _Call) -> Work:
 def _filtered(
     source: Sequence[int], weight: Sequence[int], result: Sequence[int], groups: int, transposed: bool
 ) -> Shape:
-    """Filters at every place of a batch of samples, as a product for each group of channels."""
+    """Return filters at every place of a batch of samples, as a matmul for each group of channels."""
     places = source[0] * math.prod((source if transposed else result)[2:])
-    made = weight[1] if transposed else weight[0] / groups
-    return Shape(groups, places, made, math.prod(weight) / groups / made)
+    filters = weight[1] if transposed else weight[0] / groups
+    return Shape(groups, places, filters, math.prod(weight) / groups / filters)
 
 
 def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
-    """Fused attention, of (query, key, value) from argument `query` on; whether it is causal is argument `causal`."""
+    """Rule for fused attention: (query, key, value) from argument `query` on; argument `causal` says whether it is
+    causal."""
 
     def rule(call: _Call) -> Work:
         is_causal = call.argument(causal, "is_causal", False) is True
@@ -356,7 +359,8 @@ def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
 
 
 def _shared_attention(query: int) -> Callable[[_Call], Work]:
-    """Attention to the keys and values of all parts of a sequence; under a causal mask ranks see equally many scores."""
+    """Rule for attention to the keys and values of all parts of a sequence; with a causal mask all ranks see equally many
+    scores."""
 
     def rule(call: _Call) -> Work:
         num_queries, num_keys = _lengths(call, query)
@@ -368,10 +372,11 @@ def _shared_attention(query: int) -> Callable[[_Call], Work]:
 
 
 def _attended(call: _Call, query: int, of_head: Scores) -> Work:
-    """Attention, or its backward, which has a cotangent in front of the query; `of_head` are a head's scores.
+    """Return the work of attention, or of its backward, which has a cotangent before the query; `of_head` are a head's
+    scores.
 
-    The forward has two products of scores: with the width of the keys, and with that of the values. The backward has three
-    with that of the keys, one of them the scores again, and two with that of the values.
+    The forward has two matmuls with scores: with the width of the keys, and with that of the values. The backward has three
+    with the width of the keys, one of which recomputes the scores, and two with that of the values.
     """
     kernel, products = (Kernel.ATTENTION_BACKWARD, (3, 2)) if query else (Kernel.ATTENTION, (1, 1))
     *batch, num_queries, width = call.shape(query)
@@ -384,12 +389,12 @@ def _attended(call: _Call, query: int, of_head: Scores) -> Work:
 
 
 def _lengths(call: _Call, query: int) -> tuple[int, int]:
-    """Queries and keys of a head."""
+    """Return the numbers of queries and keys of a head."""
     return call.shape(query)[-2], call.shape(query + 1)[-2]
 
 
 def _unskipped(call: _Call, query: int, is_causal: bool) -> float:
-    """The share of scores in blocks of `CPU_BLOCK` keys of which a causal mask leaves some."""
+    """Return the fraction of scores in blocks of `CPU_BLOCK` keys that a causal mask does not leave out completely."""
     if not is_causal:
         return 1.0
     num_queries, num_keys = _lengths(call, query)
@@ -399,7 +404,7 @@ def _unskipped(call: _Call, query: int, is_causal: bool) -> float:
 
 
 def _gathered(call: _Call) -> Work:
-    """Rows read from a table: as many bytes as come out, and the indices."""
+    """Rows read from a table: the bytes of the result, and the indices."""
     results = sum(meta.payload_bytes for meta in call.results())
     indices = sum(
         call.value(number).meta.payload_bytes
@@ -410,7 +415,7 @@ def _gathered(call: _Call) -> Work:
 
 
 def _scattered(call: _Call) -> Work:
-    """Rows added to a fresh table: the table is written, then every row is read, added and written."""
+    """Rows added to a new table: the table is written, then every row is read, added and written."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved + 2.0 * call.meta(0).payload_bytes)
 
 
@@ -419,12 +424,12 @@ _ROWS_PER_THREAD = 10
 
 
 def _embedding_backward(call: _Call) -> Work:
-    """Arguments: cotangent, indices, number of rows. Rows of a short table are summed up by few threads.
+    """Gradient of an embedding; arguments: cotangent, indices, number of rows. Few threads sum the rows of a short table.
 
-    Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: partial sums of ten indices each, then one thread per
-    row and column adds those of its row one after the other. Where indices are more than a thousand times the rows
-    (buckets of relative positions, of which all far ones share one) half of them are taken to mean the same row. On a CPU
-    (aten/src/ATen/native/Embedding.cpp) rows are added one after the other.
+    Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: partial sums of ten indices each, then one thread per row
+    and column adds those of its row one after the other. If there are more than a thousand times as many indices as rows
+    (buckets of relative positions, of which all distant ones share one) half of them are assumed to be the same row. On a
+    CPU (aten/src/ATen/native/Embedding.cpp) rows are added one after the other.
     """
     indices, rows = call.meta(1).num_elements, int(call.argument(2))
     skewed = indices > _LONG_TABLE_INDEX * rows
@@ -433,12 +438,12 @@ def _embedding_backward(call: _Call) -> Work:
 
 
 def _sorted(call: _Call) -> Work:
-    """A radix sort: one pass over keys and indices per byte of the key."""
+    """Radix sort: one pass over keys and indices per byte of the key."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
 def _copied(call: _Call) -> Work:
-    """What a collective does beside sending: its argument is copied, and parts are put together or apart."""
+    """Copies of a collective besides sending: its argument is copied, and parts are packed or unpacked."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
 
 

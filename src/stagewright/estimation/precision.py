@@ -1,4 +1,4 @@
-"""Element types of what training keeps of a parameter."""
+"""Element types of training state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stagewright.graph.tensor import ITEM_BYTES
 
 @dataclass(frozen=True)
 class Precision:
-    """Element types of training state: `gradient` of the buffers in which gradients are added up, `state` of the moments.
+    """Element types of training state: `gradient` is that of the buffers that accumulate gradients, `state` of the moments.
 
-    Where `state` is not the type of a parameter, the optimizer keeps a master copy in it. AdamW has two moments.
+    If `state` is not the type of a parameter, the optimizer keeps a master copy of that type. AdamW has two moments.
 
     >>> Precision.of("bfloat16").bytes_per_parameter, Precision.of("float32").bytes_per_parameter
     (18, 16)
@@ -25,13 +25,13 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: str) -> Precision:
-        """What trains parameters of `dtype` (a torch name): half precision adds up gradients in float32."""
+        """Return the types for parameters of `dtype` (a torch name): half precision accumulates gradients in float32."""
         whole = "float32" if ITEM_BYTES[dtype] < 4 else dtype
         return cls(dtype, whole, whole)
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Parameter, gradient, moments, and the master copy where there is one."""
+        """Bytes of parameter, gradient, moments, and the master copy if there is one."""
         state = ITEM_BYTES[self.state]
         kept = ITEM_BYTES[self.parameter] + ITEM_BYTES[self.gradient] + self.num_moments * state
         return kept + (state if self.has_master else 0)
@@ -42,8 +42,8 @@ class Precision:
         return self.state != self.parameter
 
     def kept_per_parameter(self, level: int, num_replicas: int, host_optimizer: bool = False) -> float:
-        """The part of `bytes_per_parameter` that one replica's device keeps where they share out as `level` says, and where
-        the optimizer's part may be on the host.
+        """Return the part of `bytes_per_parameter` that one replica's device keeps with sharding `level`, and possibly with
+        the optimizer on the host.
 
         >>> [Precision.of("bfloat16").kept_per_parameter(level, 4) for level in (0, 1, 2, 3)]
         [18.0, 9.0, 6.0, 4.5]

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves on a pipeline rank: its program, storage by storage."""
+"""Memory that PyTorch's caching allocator reserves on a pipeline rank, by replay of its program storage by storage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
-from stagewright.estimation.change import Key
 from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
-from stagewright.estimation.in_flight import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.liveness import FREED
+from stagewright.estimation.memory_events import Key
+from stagewright.estimation.microbatch_memory import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
@@ -26,7 +26,7 @@ from stagewright.schedule import Action, Program
 
 @dataclass(frozen=True)
 class Reserved:
-    """Peaks of a rank as the allocator counts them, in bytes; active blocks are rounded to 512 bytes."""
+    """Peaks of a rank in the allocator, in bytes; active blocks are rounded to 512 bytes."""
 
     rank: int
     active_peak_bytes: int
@@ -43,25 +43,25 @@ def reserved_on(
     *,
     host_optimizer: bool = False,
 ) -> Reserved:
-    """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, which keeps what is `resident`.
+    """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, with `resident` bytes.
 
-    Storages are made in the order of the executor: parameters, gradients and master weights at the start, the matrix
-    library's workspace in front of the first pass, the user inputs of the batch, then every action's, flat buffers that
-    come and go among them; the optimizer's state in the first optimizer step, between what the batch has left in the cache.
+    Storages are allocated in the order of the executor: parameters, gradients and master weights at the start, the matmul
+    library's workspace before the first forward, the user inputs of the batch, then those of every action, temporary flat
+    buffers included; the optimizer's state in the first optimizer step, among blocks that the batch has left in the cache.
 
-    What is not a parameter, gradient, moment or master weight of the resident bytes is taken to be one storage. With
-    `host_optimizer` there are neither moments nor master weights. Gradients that replicas hold whole are one storage for
-    each flat buffer.
+    Resident bytes other than parameters, gradients, moments and master weights are modelled as one storage. With
+    `host_optimizer` there are neither moments nor master weights. Gradients that are not sharded are one storage per flat
+    buffer.
 
     Ignores: several streams.
 
     Raises:
-        ScheduleError: the program uses a value before it is made.
+        ScheduleError: the program uses a value before it exists.
     """
-    return _Replay(memories, program, rank, resident, workspace_bytes, host_optimizer).run(num_steps)
+    return _AllocatorReplay(memories, program, rank, resident, workspace_bytes, host_optimizer).run(num_steps)
 
 
-class _Replay:
+class _AllocatorReplay:
     def __init__(
         self,
         memories: Sequence[StageMemory],
@@ -104,30 +104,32 @@ class _Replay:
         return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
 
     def _load(self) -> list[int]:
-        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of what the optimizer
-        will make in its first step."""
+        """Allocate parameters, buffers and constants, then gradients, then master weights; return the bytes of the tensors
+        that the optimizer will allocate in its first step."""
         runtime = runtime_of(self.stages[0].graph)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         flat = {value for buffer in self.flats for value in buffer.values}
         shared = [buffer for buffer in self.flats if buffer.level >= OPTIMIZER]
         trained_flats = [buffer for buffer in self.flats if buffer.is_trained]
         moved = {value for buffer in shared for value in buffer.values}
-        own = {value: meta for value, meta in trained.items() if value not in moved}
-        fixed = [*_fixed(self.stages, moved), *(kept_parameters(one, runtime) for one in shared)]
-        alone = [meta for value, meta in own.items() if value not in flat]
+        unsharded = {value: meta for value, meta in trained.items() if value not in moved}
+        fixed = [*_fixed(self.stages, moved), *(kept_parameters(buffer, runtime) for buffer in shared)]
+        alone = [meta for value, meta in unsharded.items() if value not in flat]
         gradients = [m.num_elements * ITEM_BYTES[runtime.precision(m.dtype).gradient] for m in alone]
-        gradients += [self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS]
+        gradients += [
+            self.buffers.sizes.gradient(buffer) for buffer in trained_flats if buffer.level < GRADIENTS
+        ]
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
         names = {value: stage.value(value).name for stage in self.stages for value in stage.parameters}
         updated = [
-            (meta.shape, runtime.precision(meta.dtype), 1, names[value]) for value, meta in own.items()
+            (meta.shape, runtime.precision(meta.dtype), 1, names[value]) for value, meta in unsharded.items()
         ]
-        for one in shared:
-            if one.is_trained:
-                kind, num_spans = runtime.precision(one.dtype), len(one.groups)
-                updated += [((count,), kind, num_spans, "") for count in _cut(one, runtime)]
+        for buffer in shared:
+            if buffer.is_trained:
+                kind, num_spans = runtime.precision(buffer.dtype), len(buffer.groups)
+                updated += [((count,), kind, num_spans, "") for count in _cut(buffer, runtime)]
         kept = optimizer_of(self.stages[0].graph)
         states = [
             num_bytes
@@ -137,29 +139,29 @@ class _Replay:
         masters = [
             math.prod(shape) * ITEM_BYTES[kind.state] for shape, kind, *_ in updated if kind.has_master
         ]
-        made: list[Block] = []
-        if runtime.optimizer.moves_parameters and all(one.level >= OPTIMIZER for one in trained_flats):
-            made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
+        originals: list[Block] = []
+        if runtime.optimizer.moves_parameters and all(buffer.level >= OPTIMIZER for buffer in trained_flats):
+            originals = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
         self._allocate(fixed, gradients, self.state_bytes - sum(states) - sum(masters))
-        for block in made:
+        for block in originals:
             self.allocator.free(block)
         for num_bytes in masters:
             self.allocator.allocate(num_bytes)
         return states
 
     def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:
-        """Storages of `first`, of what `total` has beyond both, and of `last`."""
-        rest = total - sum(first) - sum(last)
-        for num_bytes in (*first, *([rest] if rest > 0 else []), *last):
+        """Allocate `first`, the part of `total` beyond both lists, and `last`."""
+        others = total - sum(first) - sum(last)
+        for num_bytes in (*first, *([others] if others > 0 else []), *last):
             self.allocator.allocate(num_bytes)
 
     def _batch(self) -> None:
-        """All actions of one batch; what is left of it goes at its end."""
+        """Replay all actions of one batch; free its remaining storages at the end."""
         states, events = [0] * self.num_microbatches, self.events()
         inputs = self._script(list(self.flight.start_sizes.items()))
-        for own in self.held:
-            self.allocator.run(*inputs, own)
+        for blocks in self.held:
+            self.allocator.run(*inputs, blocks)
         for index, action in enumerate(self.actions):
             self.buffers.before(index)
             for microbatch, event in events.of(action):
@@ -171,12 +173,12 @@ class _Replay:
                     script = self.scripts[id(step)] = self._script(requests)
                 self.allocator.run(*script, self.held[microbatch])
         self.buffers.end()
-        for own in self.held:
-            left = np.flatnonzero(own != NONE)
-            self.allocator.run(left, np.full(len(left), FREED), own)
+        for blocks in self.held:
+            remaining = np.flatnonzero(blocks != NONE)
+            self.allocator.run(remaining, np.full(len(remaining), FREED), blocks)
 
     def _script(self, requests: Sequence[tuple[Key, int]]) -> tuple[Ints, Ints]:
-        """Storages by numbers for which `held` has room, and their bytes."""
+        """Return storages as numbers, for which `held` is extended, and their bytes."""
         keys = [self.numbers.setdefault(key, len(self.numbers)) for key, _ in requests]
         lacking = len(self.numbers) - self.held.shape[1]
         if lacking > 0:
@@ -186,7 +188,7 @@ class _Replay:
 
 
 class _Buffers(FlatBuffers):
-    """Flat buffers that come and go, as blocks of the allocator."""
+    """Temporary flat buffers as blocks of the allocator."""
 
     def __init__(
         self, resident: ResidentBytes, actions: Sequence[Action], allocator: CachingAllocator
@@ -196,7 +198,7 @@ class _Buffers(FlatBuffers):
         self._blocks: dict[tuple[str, FlatLayout | int], Block] = {}
 
     def step(self) -> None:
-        """The optimizer has used the parts of gradients."""
+        """Free the shards of gradients after the optimizer step."""
         for flat in self._has_shard:
             self._drop(SHARDS, flat)
         self._has_shard.clear()
@@ -224,7 +226,7 @@ class _Buffers(FlatBuffers):
 
 
 def _cut(flat: FlatLayout, runtime: Runtime) -> list[int]:
-    """Elements of the tensors in which optimizer state of the first shard of a buffer is kept."""
+    """Return the elements of the tensors that hold the optimizer state of the first shard of a buffer."""
     if runtime.optimizer.gathers_masters:
         return [entry.meta.num_elements // flat.num_shards for entry in flat.entries]
     if not runtime.optimizer.moves_parameters:
@@ -237,10 +239,10 @@ def _cut(flat: FlatLayout, runtime: Runtime) -> list[int]:
 
 
 def _fixed(stages: Sequence[Stage], moved: Set[int]) -> list[int]:
-    """Bytes of every parameter, buffer and constant of `stages`, each once, but for parameters that are `moved`."""
-    found: dict[int, int] = {}
+    """Return the bytes of every parameter, buffer and constant of `stages`, each once, except `moved` parameters."""
+    sizes: dict[int, int] = {}
     for stage in stages:
         for value in (*stage.parameters, *stage.buffers, *stage.constants):
             if value not in moved:
-                found[value] = stage.graph.storage_bytes[stage.value(value).storage]
-    return list(found.values())
+                sizes[value] = stage.graph.storage_bytes[stage.value(value).storage]
+    return list(sizes.values())

@@ -45,7 +45,7 @@ share differs with version and width.
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class Kernel(SourcedModel):
+class FusedKernel(SourcedModel):
     """A fused kernel, as `stagewright.graph.fusion.FusionRule` has it."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9 _-]*$")
@@ -59,7 +59,7 @@ class Kernel(SourcedModel):
     scratch_bytes: _Count = 0.0
 
     @model_validator(mode="after")
-    def _products_are_products(self) -> Kernel:
+    def _products_are_products(self) -> FusedKernel:
         if self.kind == "matmul":
             others = self.around - set(JOINED)
             if others or self.absorbs:
@@ -274,7 +274,7 @@ class Runtime(SourcedModel):
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
     loop: Loop | None = None
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[FusedKernel, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -289,17 +289,19 @@ class Runtime(SourcedModel):
     @property
     def traced(self) -> dict[str, str]:
         """The part of the arguments of `stagewright.tracing.cache.trace` that says how this runtime computes a model."""
-        asked = {name: getattr(self, name) for name in ("attention", "experts", "embedding", "head", "loss")}
-        return {name: way for name, way in asked.items() if way not in ("traced", "split", "float32")}
+        options = {
+            name: getattr(self, name) for name in ("attention", "experts", "embedding", "head", "loss")
+        }
+        return {name: way for name, way in options.items() if way not in ("traced", "split", "float32")}
 
     def precision(self, dtype: str) -> Precision:
         """Types of what trains parameters of `dtype` (a torch name)."""
-        own = Precision.of(dtype)
-        asked = self.optimizer.gradients
-        as_parameter = asked == "parameter" or (asked == "fp16" and dtype == "float16")
-        gradient = own.gradient if asked is None else dtype if as_parameter else "float32"
+        default = Precision.of(dtype)
+        gradients = self.optimizer.gradients
+        as_parameter = gradients == "parameter" or (gradients == "fp16" and dtype == "float16")
+        gradient = default.gradient if gradients is None else dtype if as_parameter else "float32"
         return Precision(
-            dtype, gradient, self.optimizer.state or (own.gradient if asked is None else gradient)
+            dtype, gradient, self.optimizer.state or (default.gradient if gradients is None else gradient)
         )
 
     def check_dtype(self, dtype: str) -> None:
@@ -333,10 +335,10 @@ def runtime_of(graph: OperatorGraph) -> Runtime:
 def runtime_names() -> tuple[str, ...]:
     """Names of the runtimes that are bundled; the own one comes first."""
     folder = resources.files("stagewright.estimation") / "runtimes"
-    found = sorted(
+    names = sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
     )
-    return (STAGEWRIGHT, *found)
+    return (STAGEWRIGHT, *names)
 
 
 @cache
@@ -360,7 +362,7 @@ def load_runtime(name: str) -> Runtime:
             raise InputError(f"runtime file '{name}' is based on itself: name another one in based_on")
         _BEING_READ.append(path)
         try:
-            return _made(name, read_toml(Path(name), "runtime file"), name)
+            return _build(name, read_toml(Path(name), "runtime file"), name)
         finally:
             _BEING_READ.pop()
     if name not in runtime_names():
@@ -371,13 +373,13 @@ def load_runtime(name: str) -> Runtime:
     text = (resources.files("stagewright.estimation") / "runtimes" / f"{name}.toml").read_text(
         encoding="utf-8"
     )
-    return _made(name, tomllib.loads(text), f"runtime '{name}'")
+    return _build(name, tomllib.loads(text), f"runtime '{name}'")
 
 
 _BEING_READ: list[Path] = []
 
 
-def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
+def _build(name: str, document: dict[str, Any], origin: str) -> Runtime:
     """The runtime that a file describes; what it does not say is as in the one that it is `based_on`."""
     if (based_on := document.pop("based_on", None)) is not None:
         base = _document_of(str(based_on), name, origin)
@@ -413,8 +415,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         if key == "kernels" and isinstance(value, list):
-            own = {kernel.get("name"): kernel for kernel in value if isinstance(kernel, dict)}
-            kept = [kernel for kernel in base.get(key, ()) if kernel["name"] not in own]
+            kernels = {kernel.get("name"): kernel for kernel in value if isinstance(kernel, dict)}
+            kept = [kernel for kernel in base.get(key, ()) if kernel["name"] not in kernels]
             merged[key] = [*value, *kept]
         elif isinstance(value, dict) and isinstance(base.get(key), dict):
             merged[key] = _merged(base[key], value)

@@ -1,4 +1,4 @@
-"""Signatures of operators as text: the same in every trace in which an operator is called on equal layouts."""
+"""Signatures of operators as text, equal in every trace for calls with equal layouts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from stagewright.graph.tensor import contiguous
 
 
 def signature_of(node: Node, value: Lookup) -> str | None:
-    """Operator, layouts and all other arguments but the device; None for what is neither an operator of ATen nor attention
-    (collectives, fused kernels, what splitting adds)."""
+    """Return operator, layouts and all other arguments except the device; None for operators other than ATen's and attention
+    (collectives, fused kernels, nodes that splitting adds)."""
     if not node.op.startswith(("aten.", "stagewright.attention")):
         return None
     given = [_text(argument, value) for argument in node.args]
@@ -20,7 +20,7 @@ def signature_of(node: Node, value: Lookup) -> str | None:
 
 
 def layout(meta: TensorMeta) -> str:
-    """Element type and shape, and strides where these are not those of rows one after the other.
+    """Return element type and shape, and strides unless row-major.
 
     >>> layout(TensorMeta((2, 3), (3, 1), "float32")), layout(TensorMeta((2, 3), (1, 2), "float32"))
     ('float32[2, 3]', 'float32[2, 3] by [1, 2]')

@@ -1,4 +1,4 @@
-"""The functions of one stage, and what it sends, as replays of memory need them."""
+"""Memory of the functions of one stage, and its messages, for memory replays."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Channel = tuple[Kind, int, int]
 
 
 class StageMemory:
-    """The functions of one stage as a replay needs them; each is looked at once.
+    """Memory of the functions of one stage, each computed once.
 
-    Where it `hands_over`, a backward keeps the gradients of parameters until it has all of them, and adds them up then.
+    With `hands_over`, a backward keeps the gradients of parameters until it has all of them, and accumulates them then.
     """
 
     def __init__(self, stage: Stage, hands_over: bool = False) -> None:
@@ -49,12 +49,12 @@ class StageMemory:
 
     @cached_property
     def static(self) -> FunctionMemory:
-        """Of the static values that the stage keeps."""
+        """Memory of the static values that the stage keeps."""
         return self._kept(self.stage.static, self._sources)
 
     @cached_property
     def derived(self) -> FunctionMemory:
-        """Of the derived ones."""
+        """Memory of the derived values that the stage keeps."""
         return self._kept(self.stage.derived, self._sources | made_by(self.stage.static))
 
     @cached_property
@@ -64,14 +64,14 @@ class StageMemory:
 
     @cached_property
     def _used(self) -> frozenset[int]:
-        """What the actions of the stage use or hand on."""
+        """Values that the actions of the stage use or return."""
         stage = self.stage
         functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
         used = (node.inputs for function in functions for node in function.nodes)
         return frozenset[int]().union(*used, *(function.outputs for function in functions))
 
     def _kept(self, nodes: Sequence[Node], resident: frozenset[int]) -> FunctionMemory:
-        """Of `nodes`, of which what is used stays."""
+        """Return the memory of `nodes`, whose used results stay."""
         kept = tuple(sorted(made_by(nodes) & self._used))
         return function_memory(Function(tuple(nodes), (), kept), resident, self.stage.value)
 
@@ -87,8 +87,8 @@ class StageMemory:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes that F leaves, on the device or the host, for the backward of one microbatch; received values and user
-        inputs apart."""
+        """Bytes that F saves, on the device or the host, for the backward of one microbatch, without received values and
+        user inputs."""
         homes = {self.forward.outputs[value] for value in self.stage.saved if value in self.forward.outputs}
         arrived = {value for transfer in self.stage.receives for value in transfer.values}
         arrived = {self.stage.value(value).storage for value in arrived}
@@ -97,7 +97,7 @@ class StageMemory:
 
     @cached_property
     def messages(self) -> dict[Channel, tuple[Message, ...]]:
-        """What this stage sends on each of its channels."""
+        """Messages of this stage on each of its channels."""
         stage = self.stage
         pairs = ((Kind.SEND_F, stage.sends), (Kind.SEND_B, stage.grad_sends))
         return {

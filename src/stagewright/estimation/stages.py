@@ -1,4 +1,4 @@
-"""What any range of the body costs, near enough to search with, and what a split stage costs."""
+"""Costs of stages: of split stages, and approximate costs of any range of forward operators, for searches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A stage and one microbatch: seconds of its functions, bytes it holds and sends."""
+    """Costs of a stage for one microbatch: seconds of its functions, bytes it saves and sends."""
 
     start: int
     stop: int
@@ -39,24 +39,24 @@ class StageSummary:
     backward_s: float
     rebuild_s: float
     recompute_s: float
-    """Spent by both `input_grad_s` and `backward_s` on making saved values again."""
+    """Recomputation that is part of both `input_grad_s` and `backward_s`."""
     parameter_bytes: int
     num_parameters: int
     saved_bytes: int
     recomputed_bytes: int
     offloaded_bytes: int
     waits_s: float
-    """Of one F and one backward, for what goes to the host and comes back: part of their seconds."""
+    """Waiting for offloads and fetches in one F and one backward: part of their seconds."""
     behind_s: float
-    """Of F, I, W and R, in which the device waits for the host to issue operators: part of their seconds."""
+    """Waiting of the device for the host to issue operators in F, I, W and R: part of their seconds."""
     sent_bytes: dict[int, int]
-    """To each later stage, by one forward."""
+    """Bytes to each later stage per forward."""
     returned_bytes: dict[int, int]
-    """To each earlier stage, by one backward."""
+    """Bytes to each earlier stage per backward."""
 
 
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
-    """What the functions of a split stage take."""
+    """Return the costs of a split stage."""
     stage = memory.stage
     functions = (
         stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.recomputed,
@@ -67,7 +67,7 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     return StageSummary(
         stage.start,
         stage.stop,
-        *(own + late for own, late in zip(seconds, waits, strict=True)),
+        *(function_s + wait_s for function_s, wait_s in zip(seconds, waits, strict=True)),
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
@@ -84,39 +84,41 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
 
 
 def _recomputed(stage: Stage) -> list[int]:
-    """Values that R and the backward recompute."""
+    """Return the values that R and the backward recompute."""
     away = {stage.value(value).storage for value in stage.offloaded}
-    made = (*stage.rebuild.outputs, *stage.recomputed.outputs)
-    return [value for value in made if stage.value(value).storage not in away]
+    recomputed = (*stage.rebuild.outputs, *stage.recomputed.outputs)
+    return [value for value in recomputed if stage.value(value).storage not in away]
 
 
 def _waits(stage: Stage, costing: Costing) -> tuple[float, ...]:
-    """Of F, I, W, B, R and what the backward recomputes; what R begins to fetch may be late in the backward."""
+    """Return the waiting seconds of F, I, W, B, R and recomputation; fetches that R starts may be late in the backward."""
 
-    def late(*functions: Function) -> float:
+    def wait(*functions: Function) -> float:
         nodes = [node for function in functions for node in function.nodes]
         return waiting_seconds(nodes, stage.value, costing)
 
-    rebuild = late(stage.rebuild)
-    behind = [late(stage.rebuild, function) - rebuild for function in (stage.input_grad, stage.backward)]
-    return late(stage.forward), behind[0], late(stage.weight_grad), behind[1], rebuild, 0.0
+    rebuild = wait(stage.rebuild)
+    after_rebuild = [
+        wait(stage.rebuild, function) - rebuild for function in (stage.input_grad, stage.backward)
+    ]
+    return wait(stage.forward), after_rebuild[0], wait(stage.weight_grad), after_rebuild[1], rebuild, 0.0
 
 
-class BodyCosts:
-    """Costs of ranges of the body: `seconds`, `state_bytes` and `saved_bytes` have an entry per position
-    and one more, and the cost of the range ``[i, j)`` is ``array[j] - array[i]``.
+class RangeCosts:
+    """Costs of ranges of forward operators as prefix sums: `seconds`, `state_bytes` and `saved_bytes` have an entry per cut
+    index, and the cost of the range ``[i, j)`` is ``array[j] - array[i]``.
 
-    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` (of F: without a late
-      loss) and `weight_grad_seconds` of these;
-    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes` of these;
-    * `saved_bytes`: what F leaves for the backward of one microbatch;
+    * `seconds`: forward, input gradient and weight gradient of one microbatch; of these, `forward_seconds` (of F: without a
+      late loss) and `weight_grad_seconds`;
+    * `state_bytes`: parameters, gradients and optimizer state; of these, `parameter_bytes`;
+    * `saved_bytes`: what F saves for the backward of one microbatch;
     * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
 
-    A graph may leave layers out (`few`), `copies` of whose others then stand for them: the `graph` with all of them is made
-    when it is first asked for.
+    A graph may leave layers out (`few`), for which `copies` of others stand; the `graph` with all of them is built on first
+    use.
 
-    Ignores: prologue and derived values; that the gradients of a parameter used on both sides of a cut are
-    on both sides; values saved in a stage that did not make them.
+    Ignores: prologue and derived values; that the gradients of a parameter used on both sides of a cut are on both sides;
+    values saved in a stage that did not compute them.
     """
 
     def __init__(self, graph: OperatorGraph, costing: Costing, copies: Copies | None = None) -> None:
@@ -124,7 +126,7 @@ class BodyCosts:
         self.few_costing = costing
         self.copies = copies or Copies(np.arange(len(graph.forward_ids)), np.ones(len(graph.nodes), np.int64))
         self.size = len(self.copies.places)
-        self._elsewhere: dict[Device, BodyCosts] = {costing.device: self}
+        self._elsewhere: dict[Device, RangeCosts] = {costing.device: self}
 
     @cached_property
     def graph(self) -> OperatorGraph:
@@ -135,23 +137,23 @@ class BodyCosts:
 
     @cached_property
     def costing(self) -> Costing:
-        """Of the nodes of `graph`."""
+        """Costs of the nodes of `graph`."""
         return self.few_costing if self.graph is self.few else self.few_costing.of_graph(self.graph)
 
     @property
     def device(self) -> Device:
         return self.few_costing.device
 
-    def on(self, device: Device) -> BodyCosts:
-        """The same graph on another kind of device."""
+    def on(self, device: Device) -> RangeCosts:
+        """Return the costs of the same graph on another kind of device."""
         if device not in self._elsewhere:
-            self._elsewhere[device] = BodyCosts(self.few, self.few_costing.on(device), self.copies)
+            self._elsewhere[device] = RangeCosts(self.few, self.few_costing.on(device), self.copies)
             self._elsewhere[device]._elsewhere = self._elsewhere
         return self._elsewhere[device]
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
-        """Position in the body of `few` of every node's forward node; -1 where it has none."""
+        """Index in `few` of every node's forward operator; -1 if it has none."""
         position = self.few.position
         return np.fromiter((position.get(node.forward, -1) for node in self.few.nodes), np.int64)
 
@@ -175,20 +177,20 @@ class BodyCosts:
 
     @cached_property
     def _bound(self) -> Floats:
-        """Seconds of every node of `few`: of the device or of the host, whichever is busier with the whole graph."""
+        """Seconds of every node of `few`: of the device or of the host, whichever is busier for the whole graph."""
         device_s, host_s, *_ = self.few_costing.arrays
         counts = self.copies.counts
         return device_s if counts @ device_s >= counts @ host_s else host_s
 
     @cached_property
     def state_bytes(self) -> Floats:
-        """A parameter that several places use counts where it is used first."""
+        """Bytes of training state; a parameter that several operators use counts at its first use."""
         frozen = self._first_uses.keys() - self.few.gradients.keys()
         return self.trained_bytes + self._of_parameters(frozen, ITEM_BYTES.__getitem__)
 
     @cached_property
     def trained_bytes(self) -> Floats:
-        """Of `state_bytes`, what belongs to parameters that are trained."""
+        """Part of `state_bytes` that belongs to trained parameters."""
         precision, moments = runtime_of(self.few).precision, optimizer_of(self.few).num_moments
         return self._of_parameters(
             self.few.gradients.keys(),
@@ -222,54 +224,54 @@ class BodyCosts:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Where the graph may be cut, and what crosses there."""
+        """Legal cuts, and what crosses them."""
         return find_cuts(self.few).at([*self.copies.places, len(self.few.forward_ids)])
 
     @cached_property
     def boundary_bytes(self) -> Floats:
-        """Index 0 and the last are no cuts and hold zero."""
+        """Bytes across each cut; index 0 and the last are not cuts and have zero."""
         return (self.cuts.value_bytes + self.cuts.cotangent_bytes).astype(np.float64)
 
     @cached_property
     def legal_cuts(self) -> NDArray[np.int64]:
-        """Positions where a cut is allowed."""
+        """Indices of the legal cuts."""
         return self.cuts.positions
 
     @cached_property
     def _first_uses(self) -> dict[int, int]:
-        """Parameter -> first position of the body of `few` that uses it, directly or through derived values."""
+        """Index of the first operator of `few` that uses each parameter, directly or through derived values."""
         graph = self.few
         sources: dict[int, tuple[int, ...]] = defaultdict(tuple)
         first: dict[int, int] = {}
         for node in graph.nodes:
-            found: list[int] = []
+            parameters: list[int] = []
             for value in node.inputs:
-                own = graph.values[value].origin is Origin.PARAMETER
-                found.extend((value,) if own else sources.get(value, ()))
+                is_parameter = graph.values[value].origin is Origin.PARAMETER
+                parameters.extend((value,) if is_parameter else sources.get(value, ()))
             if node.part is Part.DERIVED:
                 for output in node.outputs:
                     if output is not None:
-                        sources[output] = tuple(found)
+                        sources[output] = tuple(parameters)
             elif node.part is Part.FORWARD:
-                for value in found:
+                for value in parameters:
                     first.setdefault(value, graph.position[node.id])
         return first
 
     def _prefix(self, places: NDArray[np.int64], amounts: Floats) -> Floats:
-        """Of the whole body, what `amounts` at `places` of the body of `few` sum up to in front of every position."""
+        """Return the sum before every cut index of the whole graph of `amounts` at `places` of `few`."""
         inside = places >= 0
         totals = np.bincount(places[inside], weights=amounts[inside], minlength=len(self.few.forward_ids))
         return np.concatenate([[0.0], totals[self.copies.places].cumsum()])
 
 
 def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> float:
-    """Seconds by which `nodes`, run one after the other, take longer because the link to the host is late.
+    """Return the seconds by which `nodes` take longer because the link to the host is late.
 
-    Each direction of the link moves one storage after the other beside the computations, from when the device gets to
-    `OFFLOAD` or `FETCH`; the device waits in front of `OFFLOADED` and `FETCHED`. A CPU copies in between.
+    Each direction of the link copies one storage after the other, overlapped with computations, from the time when the
+    device reaches `OFFLOAD` or `FETCH`; the device waits before `OFFLOADED` and `FETCHED`. A CPU copies in between.
 
-    Ignores: transfers between stages and of the optimizer's state over the same link; the bandwidth of memory that the
-    copies take; what comes back while a rank waits for other ranks between R and its backward.
+    Ignores: transfers between stages and of the optimizer's state over the same link; the memory bandwidth of the copies;
+    fetches while a rank waits for other ranks between R and its backward.
     """
     nodes = list(nodes)
     if not any(node.op in MOVES for node in nodes):

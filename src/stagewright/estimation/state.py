@@ -1,4 +1,4 @@
-"""What a rank holds from step to step: parameters, gradients, optimizer state and constants, to the byte."""
+"""Resident bytes of a rank, kept from step to step: parameters, gradients, optimizer state and constants."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from stagewright.estimation.flat_operations import is_gathered
 from stagewright.estimation.liveness import FunctionMemory
 from stagewright.estimation.optimizer import OptimizerState, optimizer_of
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
-from stagewright.estimation.sharded import is_gathered
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout, of_stages
 from stagewright.graph.tensor import ITEM_BYTES
@@ -19,14 +19,14 @@ from stagewright.graph.tensor import ITEM_BYTES
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes of a rank that are there during every action.
+    """Bytes of a rank that are allocated during every action.
 
-    `rederived`: bytes that exist beside them while the derived values of a step replace those of the last.
+    `rederived`: additional bytes while the derived values of a step replace those of the last.
     `step_transient`: bytes that exist only during the optimizer step.
-    `host_bytes`: of optimizer state that lives on the host, in no category.
-    `flats`: buffers that replicas share out, some of which come and go during a batch; `derived`: what the stages whose
-    parameters do so derive from them each time; `wire`: type in which gradients are summed, where it is another.
-    `has_slots`: whether transfers use buffers that stay, in no category.
+    `host_bytes`: optimizer state on the host, in no category.
+    `flats`: flat buffers, some of which exist only during parts of a batch; `derived`: values that stages with gathered
+    parameters derive from them each time; `wire`: reduce dtype of gradients, if it differs from theirs.
+    `has_slots`: whether transfers use permanent buffers, in no category.
     """
 
     categories: dict[str, int]
@@ -44,7 +44,8 @@ class ResidentBytes:
         return sum(self.categories.values())
 
     def with_versions(self, count: int) -> ResidentBytes:
-        """With `count` versions of the parameters, for programs that step before all backwards of a version are done."""
+        """Return the bytes with `count` versions of the parameters, for programs that step before all backwards of a
+        version."""
         if count <= 1:
             return self
         others = (count - 1) * self.categories.get("parameters", 0)
@@ -58,16 +59,15 @@ def resident_bytes(
     *,
     host_optimizer: bool = False,
 ) -> ResidentBytes:
-    """What the rank that holds the stages of `memories` keeps from step to step; a tensor that several stages use is one.
+    """Return the resident bytes of the rank with the stages of `memories`; a tensor that several stages use counts once.
 
-    `flats` are the buffers that replicas share out, those of other ranks included, and `wire` the type (a torch name) in
-    which gradients are summed over replicas; None is that of the gradients.
-    With `host_optimizer` the host holds what the optimizer works on: its state, a master copy of every parameter, whatever
-    its type, and what the gradient is received in.
+    `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
+    None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
+    type, and a buffer for its gradient.
 
-    Master weights and gradients as `Precision.of` each parameter's type; state, and what a step needs for a moment, as
-    `OptimizerState` says. Source: PyTorch's fused AdamW, which needs no memory of its own. Ignores: the norms of the
-    gradients, a few bytes each.
+    Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
+    `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a
+    few bytes each.
     """
     stages = [memory.stage for memory in memories]
     runtime, kept = runtime_of(stages[0].graph), optimizer_of(stages[0].graph)
@@ -103,9 +103,9 @@ def resident_bytes(
     if host_optimizer:
         on_host = sum(there.values())
         sizes |= {"optimizer": {}, "master": {}}
-    made = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
-    gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
-    lasting = [memory for index, (static, derived) in made.items() for memory in (static, derived)
+    computed = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
+    gathered = {index: derived for index, (_, derived) in computed.items() if is_gathered(flats, index)}
+    lasting = [memory for index, (static, derived) in computed.items() for memory in (static, derived)
                if memory is static or index not in gathered]  # fmt: skip
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
     fixed = (
@@ -114,8 +114,8 @@ def resident_bytes(
         + cotangents
         + sum(sum(memory.kept.values()) for memory in lasting)
     )
-    categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
-    rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
+    categories = {name: sum(entries.values()) for name, entries in sizes.items()} | {"constants": fixed}
+    rederived = _peak_in_turn(derived for index, (_, derived) in computed.items() if index not in gathered)
     transient = 0 if host_optimizer else kept.transient_bytes(updated.values())
     return ResidentBytes(
         categories, on_host, rederived, transient, flats=flats, derived=gathered, wire=wire, runtime=runtime
@@ -123,7 +123,7 @@ def resident_bytes(
 
 
 def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
-    """Bytes of a shared-out buffer's parameters that one replica keeps from step to step, in their own type."""
+    """Return the bytes of a sharded buffer's parameters that one replica keeps from step to step, in their own type."""
     has_master = flat.is_trained and runtime.precision(flat.dtype).has_master
     if flat.level < PARAMETERS:
         has_shards = runtime.optimizer.keeps_shards and flat.level >= OPTIMIZER and not has_master
@@ -136,7 +136,7 @@ def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
 def _add_flat(
     sizes: dict[str, dict[object, int]], flat: FlatLayout, runtime: Runtime, kept: OptimizerState
 ) -> None:
-    """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
+    """Add the part of a flat buffer that one replica keeps; sharded gradients are temporary."""
     precision = runtime.precision(flat.dtype)
     gradient = ITEM_BYTES[precision.gradient]
     if flat.level >= OPTIMIZER:
@@ -156,7 +156,7 @@ def _add_optimizer(
     num_spans: int = 1,
     name: str = "",
 ) -> int:
-    """Adds the optimizer's state of a tensor, and what it would be on the host; the bytes of its gradient."""
+    """Add the optimizer's state of a tensor, and its size on the host; return the bytes of its gradient."""
     num_elements = math.prod(shape)
     state = num_elements * ITEM_BYTES[precision.state]
     sizes["optimizer"][key] = sum(kept.storages(shape, ITEM_BYTES[precision.state], num_spans, name))
@@ -168,5 +168,5 @@ def _add_optimizer(
 
 
 def _peak_in_turn(functions: Iterable[FunctionMemory]) -> int:
-    """The most that making derived values anew takes while the old ones are there, stage after stage."""
+    """Return the peak of computing derived values again, stage by stage, while the old ones exist."""
     return max((function.peak(()).above_entry for function in functions), default=0)

@@ -1,4 +1,4 @@
-"""Seconds of operators and functions on a device: a roofline with the device's few efficiency constants."""
+"""Times of operators and functions on a device: a roofline model with the device's efficiency constants."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
-from stagewright.estimation.collectives import collective_seconds, slowest_group
+from stagewright.estimation.collectives import collective_seconds, ring_seconds, slowest_group
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
-from stagewright.estimation.ring import ring_seconds
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
@@ -39,122 +38,126 @@ from stagewright.graph.views import not_issued
 Floats = NDArray[np.float64]
 
 OVERLAP = 2.5
-"""How well arithmetic hides memory traffic in one kernel: seconds are (a^p + m^p)^(1/p), between the sum of the two
-(p = 1) and the larger (p infinite). Tiles of a product first load, then compute, then store; a device that runs few
-waves of them overlaps little. Fitted on batched products of the operator times published with Mist (EuroSys'25)."""
+"""Exponent p of the overlap of arithmetic and memory traffic in one kernel: seconds are (a^p + m^p)^(1/p), between the sum
+(p = 1) and the maximum (p infinite). Tiles of a matmul first load, then compute, then store; a device that runs few waves of
+them overlaps little. Fitted on batched matmuls of the operator times published with Mist (EuroSys'25)."""
 
 ACCESS_S = 0.35e-6
-"""Of one access to device memory that the next one waits for. Source: pointer chasing on NVIDIA data-center GPUs finds 450
-to 800 cycles (Jia et al., arXiv 1804.06826; Luo et al., arXiv 2402.13499)."""
+"""Seconds of one access to device memory in a sequence of dependent ones. Source: pointer chasing on NVIDIA data-center GPUs
+finds 450 to 800 cycles (Jia et al., arXiv 1804.06826; Luo et al., arXiv 2402.13499)."""
 
 DEPTHWISE_EFFICIENCY = 0.15
-"""Part of the float32 peak that a depthwise convolution attains: every multiply-add needs an element from the first-level
-cache, which serves a quarter of the multiply-adds, and neighbouring filters share little. A guess within that limit."""
+"""Fraction of the float32 peak that a depthwise convolution attains: every multiply-add needs an element from the L1 cache,
+which serves a quarter of the multiply-adds, and neighbouring filters share little. A guess within that limit."""
 
 _CASTS = 2
-"""Kernels that cast the operands of a product in fp8."""
+"""Kernels that cast the operands of a matmul in fp8."""
 
 _CAST_BYTES = 4
-"""Half precision read, and a copy in eight bits written for each of the two products that take it."""
+"""Bytes of a cast: half precision read, and a copy in eight bits written for each of two matmuls."""
 
 _NOT_RECOMPUTED = 4 / 5
-"""Of the five products of fused attention's backward, one computes the scores again."""
+"""One of the five matmuls of fused attention's backward recomputes the scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one operator: seconds the device is busy, seconds the host needs to issue it, FLOP."""
+    """Cost of one operator: busy seconds of the device, seconds of the host to issue it, FLOP."""
 
     device_s: float
     host_s: float
     flop: float
-    """As `torch.utils.flop_counter` counts."""
+    """FLOP as counted by `torch.utils.flop_counter`."""
     model_flop: float
-    """Without what is computed a second time."""
+    """FLOP without recomputation."""
     overlapped_s: float = 0.0
-    """Of a collective that runs beside the products of its function, in place of `device_s`."""
+    """Seconds of a collective that overlaps with the matmuls of its function, instead of `device_s`."""
     product_s: float = 0.0
-    """What of `device_s` a product takes."""
+    """Seconds of a matmul, part of `device_s`."""
     hidden_s: float = 0.0
-    """Of a collective that runs beside another microbatch's computations, in place of `device_s`."""
+    """Seconds of a collective that overlaps with another microbatch's computations, instead of `device_s`."""
 
 
 _NOTHING = Cost(0.0, 0.0, 0.0, 0.0)
 _NOT_ISSUED = -1_000_000
-"""In the place of the signature of views that are not issued."""
+"""Signature of views that are not issued."""
 
 _TILED_ATTENTION = ("bf16", "fp16")
-"""Types that the kernels take which attention by shape is of: FlashAttention's and cuDNN's."""
+"""Types of the kernels that attention by shape models: FlashAttention's and cuDNN's."""
 
 
-def kernel_seconds(found: Work, device: Device) -> float:
-    """Time of one kernel without its launch: arithmetic and memory traffic, which overlap in part.
+def kernel_seconds(operator: Work, device: Device) -> float:
+    """Return the seconds of one kernel without its launch: arithmetic and memory traffic, which overlap in part.
 
-    Source: the roofline model (Williams, Waterman and Patterson, CACM 52, 2009) with saturation of small
-    products as in `Device.matmul_seconds`, and its corner rounded as in `OVERLAP`. Ignores: shapes beyond FLOP
-    and bytes; caches; clocks under load.
+    Source: the roofline model (Williams, Waterman and Patterson, CACM 52, 2009) with saturation of small matmuls as in
+    `Device.matmul_seconds`, and its corner rounded as in `OVERLAP`. Ignores: shapes beyond FLOP and bytes; caches; clocks
+    under load.
     """
-    if found.kernel is Kernel.NORM:
-        return device.norm_seconds(found.bytes_moved)
-    memory = device.memory_seconds(found.bytes_moved)
-    if found.kernel is Kernel.DEPTHWISE and device.kind == "cuda":
+    if operator.kernel is Kernel.NORM:
+        return device.norm_seconds(operator.bytes_moved)
+    memory = device.memory_seconds(operator.bytes_moved)
+    if operator.kernel is Kernel.DEPTHWISE and device.kind == "cuda":
         peak = device.peak_flops.get("float32") or 0.0
-        return overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
-    if found.kernel is Kernel.MATMUL and found.shapes and device.products is not None:
-        precision = _precision(found, device)
-        return device.product_seconds(found.shapes, precision, found.bytes_moved, grouped=found.grouped)
-    if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
-        arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
+        return overlapped(operator.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
+    if operator.kernel is Kernel.MATMUL and operator.shapes and device.products is not None:
+        precision = _precision(operator, device)
+        return device.product_seconds(
+            operator.shapes, precision, operator.bytes_moved, grouped=operator.grouped
+        )
+    if operator.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
+        arithmetic = device.matmul_seconds(operator.arithmetic, _precision(operator, device))
         if device.packing_bandwidth:
-            return arithmetic + found.bytes_moved / device.packing_bandwidth
+            return arithmetic + operator.bytes_moved / device.packing_bandwidth
         return overlapped(arithmetic, memory)
-    if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
-        forward = found.kernel is Kernel.ATTENTION
-        in_tiles = precision_name(found.dtype) in _TILED_ATTENTION
-        if in_tiles and device.attention is not None and found.scores is not None:
-            seconds = device.attention_seconds(found.scores, _precision(found, device), backward=not forward)
+    if operator.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
+        forward = operator.kernel is Kernel.ATTENTION
+        in_tiles = precision_name(operator.dtype) in _TILED_ATTENTION
+        if in_tiles and device.attention is not None and operator.scores is not None:
+            seconds = device.attention_seconds(
+                operator.scores, _precision(operator, device), backward=not forward
+            )
             return (device.attention_overhead_s or 0.0) + overlapped(seconds, memory)
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
-        peak = device.peak_flops.get(_precision(found, device)) or 0.0
-        on_cpu = device.kind == "cpu" and found.in_blocks is not None
-        arithmetic = found.in_blocks if on_cpu else found.arithmetic
+        peak = device.peak_flops.get(_precision(operator, device)) or 0.0
+        on_cpu = device.kind == "cpu" and operator.in_blocks is not None
+        arithmetic = operator.in_blocks if on_cpu else operator.arithmetic
         return (device.attention_overhead_s or 0.0) + overlapped((arithmetic or 0.0) / (peak * share), memory)
-    evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
-    one_by_one = found.serial_accesses * ACCESS_S
+    evaluated = device.evaluation_seconds(operator.num_functions, operator.num_random)
+    one_by_one = operator.serial_accesses * ACCESS_S
     if device.kind == "cpu":
-        one_by_one = found.num_scattered / device.scatter_rate if device.scatter_rate else 0.0
+        one_by_one = operator.num_scattered / device.scatter_rate if device.scatter_rate else 0.0
     return memory + evaluated + one_by_one
 
 
 def overlapped(arithmetic: float, memory: float) -> float:
-    """Seconds of a kernel whose arithmetic and whose traffic alone would take so long, as `OVERLAP` says."""
+    """Return the seconds of a kernel from those of its arithmetic and its traffic alone; see `OVERLAP`."""
     return (arithmetic**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
-def _precision(found: Work, device: Device) -> str:
-    """The precision whose figures apply; a type the device has none for is computed in float32."""
-    has = device.peak_flops.get(found.dtype) and device.matmul_efficiency.get(found.dtype)
-    return found.dtype if has else "float32"
+def _precision(operator: Work, device: Device) -> str:
+    """Return the precision whose figures apply; a type without figures is computed in float32."""
+    has = device.peak_flops.get(operator.dtype) and device.matmul_efficiency.get(operator.dtype)
+    return operator.dtype if has else "float32"
 
 
-def cost(found: Work, device: Device) -> Cost:
-    """What one operator takes in eager execution."""
-    if found.kernel is Kernel.VIEW:
+def cost(operator: Work, device: Device) -> Cost:
+    """Return the cost of one operator in eager execution."""
+    if operator.kernel is Kernel.VIEW:
         busy, issue = 0.0, device.view_seconds
     else:
-        busy, issue = kernel_seconds(found, device) + device.launch_overhead_s, device.host_overhead_s
-    needed = found.flop * (_NOT_RECOMPUTED if found.kernel is Kernel.ATTENTION_BACKWARD else 1.0)
-    return _issued(busy, issue, found.flop, needed, device)
+        busy, issue = kernel_seconds(operator, device) + device.launch_overhead_s, device.host_overhead_s
+    needed = operator.flop * (_NOT_RECOMPUTED if operator.kernel is Kernel.ATTENTION_BACKWARD else 1.0)
+    return _issued(busy, issue, operator.flop, needed, device)
 
 
 def _issued(busy: float, issue: float, flop: float, model_flop: float, device: Device) -> Cost:
-    """A CPU computes on the thread that issues the operators, so that both times add up there."""
+    """Return a cost; on a CPU both times add up, because it computes on the thread that issues the operators."""
     times = (busy + issue, 0.0) if device.kind == "cpu" else (busy, issue)
     return Cost(*times, flop, model_flop)
 
 
 def _paced(plain: Cost, device: Device) -> Cost:
-    """What an operator takes as a run showed, of which the device's figures say `plain`."""
+    """Return the cost `plain` scaled by the measured pace of the device."""
     pace = device.pace
     if pace is None:
         return plain
@@ -164,7 +167,7 @@ def _paced(plain: Cost, device: Device) -> Cost:
 
 
 class _Sums(NamedTuple):
-    """Of the operators of a function, as `together` takes them."""
+    """Sums over the operators of a function, the arguments of `together`."""
 
     device_s: float
     host_s: float
@@ -174,7 +177,7 @@ class _Sums(NamedTuple):
 
 
 class NodeCosts(NamedTuple):
-    """The fields of `Cost`, each of all nodes of a graph."""
+    """The fields of `Cost` as arrays over all nodes of a graph."""
 
     device_s: Floats
     host_s: Floats
@@ -186,18 +189,18 @@ class NodeCosts(NamedTuple):
 
     @classmethod
     def of(cls, costs: Sequence[Cost]) -> NodeCosts:
-        return cls(*(np.array([getattr(one, name) for one in costs], np.float64) for name in cls._fields))
+        return cls(*(np.array([getattr(cost, name) for cost in costs], np.float64) for name in cls._fields))
 
 
 _MOST_COPIES = 16
-"""Products that take one tensor, at most."""
+"""Maximum number of matmuls that use one tensor."""
 
 _GROWN = 256.0
-"""Times as many samples: in a kernel of so many, what does not grow with them is next to nothing."""
+"""Factor of the number of samples at which the constant part of a kernel is negligible."""
 
 
 class Costing:
-    """Costs of the nodes of a graph on a device; equal nodes are looked at once."""
+    """Costs of the nodes of a graph on a device; equal nodes are computed once."""
 
     def __init__(
         self,
@@ -207,8 +210,8 @@ class Costing:
         products: str | None = None,
         compiled: bool = False,
     ) -> None:
-        """`cluster` has the links of a graph whose layers several ranks share; `products` is the type in which products
-        are computed where it is not that of their operands (``tf32``, ``fp8``); `compiled` as `estimation.compiled` says.
+        """`cluster` has the links of a graph with tensor parallelism; `products` is the type in which matmuls are computed
+        if it is not that of their operands (``tf32``, ``fp8``); `compiled`: see `estimation.compiled`.
         """
         self.products = products
         self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
@@ -219,11 +222,11 @@ class Costing:
         )
         if self.runtime.experts == "grouped":  # by kernels of its own
             self.device = self.device.with_grouped_share(1.0)
-        found = parallelism(graph)
+        parallel = parallelism(graph)
         self._strides = neighbour_strides(graph)
-        if found is not None and cluster is None:
+        if parallel is not None and cluster is None:
             raise InputError(
-                f"model '{graph.name}' is split over {found.size} ranks: name the cluster whose links join them"
+                f"model '{graph.name}' is split over {parallel.size} ranks: name the cluster whose links join them"
             )
         self.cluster = cluster
         self.without_rule: set[str] = set()
@@ -235,55 +238,55 @@ class Costing:
         self._given = device, compiled  # as it was given, without the runtime's attention
 
     def on(self, device: Device) -> Costing:
-        """The same nodes on another device."""
+        """Return the costs of the same nodes on another device."""
         costing = Costing(self.graph, device, self.cluster, self.products, self._given[1])
         costing._not_issued = self._not_issued
         return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
-        """On the same device another graph, whose nodes cost as much where they have the same signature."""
-        found = Costing(graph, self._given[0], self.cluster, self.products, self._given[1])
-        found._by_signature, found.without_rule = self._by_signature, self.without_rule
-        return found
+        """Return the costs of another graph on the same device; nodes of equal signature cost the same."""
+        costing = Costing(graph, self._given[0], self.cluster, self.products, self._given[1])
+        costing._by_signature, costing.without_rule = self._by_signature, self.without_rule
+        return costing
 
     def of(self, node: Node, value: Lookup) -> Cost:
-        """The cost of a node, of the graph or made by splitting."""
+        """Return the cost of a node of the graph or of one added by splitting."""
         if node.id in self._not_issued:
             return _NOTHING
         if node.id in self.fusions and self.graph.nodes[node.id] is node:
             return self._fused(node)
         kind = self._kind(node)
-        known = self._by_signature.get(kind) if node.signature >= 0 else None
-        if known is not None:
-            return known
-        found = work(node, value)
-        if not found.has_rule:
+        cached = self._by_signature.get(kind) if node.signature >= 0 else None
+        if cached is not None:
+            return cached
+        operator = work(node, value)
+        if not operator.has_rule:
             self.without_rule.add(short_name(node.op))
-        if not found.is_aligned and self.runtime.unaligned_products == "other cores":
-            found = replace(found, dtype="float32")
-        made = self._in_products(found, node, value)
+        if not operator.is_aligned and self.runtime.unaligned_products == "other cores":
+            operator = replace(operator, dtype="float32")
+        result = self._in_products(operator, node, value)
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
-            made = replace(made, device_s=measured_s)
-        made = _paced(self._under_runtime(made, found), self.device)
+            result = replace(result, device_s=measured_s)
+        result = _paced(self._under_runtime(result, operator), self.device)
         if self.runtime.context == "ring" and self.cluster is not None:
             ring_s = ring_seconds(node, value, self.cluster, self._strides, self.device)
-            made = replace(made, device_s=made.device_s + ring_s)
+            result = replace(result, device_s=result.device_s + ring_s)
         if node.op in COLLECTIVES:
-            made = self._sent(node, value, made)
-        made = self._in_turn(made)
+            result = self._sent(node, value, result)
+        result = self._in_turn(result)
         if node.signature >= 0:
-            self._by_signature[kind] = made
-        return made
+            self._by_signature[kind] = result
+        return result
 
     def _in_turn(self, plain: Cost) -> Cost:
-        """What an operator takes where the runtime's host waits for every kernel; else as it is."""
+        """Add host time to device time if the runtime's host waits for every kernel."""
         if not self.runtime.host.waits_for_kernels:
             return plain
         return replace(plain, device_s=plain.device_s + plain.host_s, host_s=0.0)
 
     def measured_seconds(self, node: Node, value: Lookup) -> float | None:
-        """What the device's profile says of a node; None where it says nothing, or of another type of product."""
+        """Return the seconds of a node in the device's profile; None if it has none, or for another type of matmul."""
         profile = self.device.profile
         if profile is None or node.id in self.fusions or self.products is not None:
             return None
@@ -292,7 +295,7 @@ class Costing:
 
     @property
     def measured_share(self) -> float:
-        """The part of the operators' time on the device that is measured and not worked out."""
+        """Fraction of the operators' device time that was measured rather than modelled."""
         if self.device.profile is None:
             return 0.0
         seconds = self.arrays.device_s
@@ -300,7 +303,7 @@ class Costing:
         return float(seconds[is_measured].sum() / seconds.sum())
 
     def _kind(self, node: Node) -> int:
-        """A number that nodes of equal cost share: their signature, and in eight bits also what else decides."""
+        """Return a number that nodes of equal cost share: the signature, and with fp8 also other criteria."""
         if node.id in self._not_issued:
             return _NOT_ISSUED
         kind = node.signature * _MOST_COPIES + self._num_copies(node) - 1
@@ -310,37 +313,37 @@ class Costing:
 
     @cached_property
     def _not_issued(self) -> frozenset[int]:
-        """Ids of the views that the runtime does not issue; of a compiled function none is told apart."""
+        """Ids of the views that the runtime does not issue; empty for compiled functions."""
         if not self.runtime.merges_views or self._given[1]:
             return frozenset()
         return not_issued(self.graph)
 
     def _num_copies(self, node: Node) -> int:
-        """How many collectives a node stands for, of products that take the same tensor and share nothing.
+        """Return how many collectives a node stands for if matmuls that use the same tensor do not share its gather.
 
-        Source of what a compiler shares: torch/_functorch/compile_utils.py, `fx_graph_cse`.
+        Source for compilers: torch/_functorch/compile_utils.py, `fx_graph_cse`.
         """
         if self.runtime.shares_gathers or (entry := entry_of(self.graph, node)) is None:
             return 1
         if node.part is Part.FORWARD and self._given[1]:
             return 1
-        known = self._products_of.get(entry.id)
-        if known is None:
-            known = self._products_of[entry.id] = _num_products(self.graph, entry)
-        return min(max(known, 1), _MOST_COPIES)
+        num_products = self._products_of.get(entry.id)
+        if num_products is None:
+            num_products = self._products_of[entry.id] = _num_products(self.graph, entry)
+        return min(max(num_products, 1), _MOST_COPIES)
 
-    def _under_runtime(self, plain: Cost, found: Work) -> Cost:
-        """What the runtime's host spends in place of eager execution's, and how long the device waits."""
+    def _under_runtime(self, plain: Cost, operator: Work) -> Cost:
+        """Return the cost with the runtime's host time instead of eager execution's, and its waits."""
         kernel_s = self.runtime.host.kernel_s
         if kernel_s is not None:
-            plain = replace(plain, host_s=0.0 if found.kernel is Kernel.VIEW else kernel_s)
-        if found.kernel is Kernel.MATMUL:
+            plain = replace(plain, host_s=0.0 if operator.kernel is Kernel.VIEW else kernel_s)
+        if operator.kernel is Kernel.MATMUL:
             busy = plain.device_s + self.runtime.waits.product_s
             plain = replace(plain, device_s=busy, product_s=plain.device_s)
         return plain
 
     def _sent(self, node: Node, value: Lookup, plain: Cost) -> Cost:
-        """A collective: `plain` is the copy that some runtimes make of its parts; others send in place."""
+        """Return the cost of a collective; `plain` is the copy of its parts, which some runtimes avoid."""
         assert self.cluster is not None
         runtime = self.runtime
         share = self._sent_share(node, value)
@@ -364,7 +367,7 @@ class Costing:
         )
 
     def _sent_share(self, node: Node, value: Lookup) -> float:
-        """Of the bytes that a collective would send, those that it does where they are cast to eight bits before."""
+        """Return the fraction of a collective's bytes that is sent if they are cast to eight bits before."""
         if not (self.runtime.casts_gathers and self.products == "fp8" and node.op == ALL_GATHER):
             return 1.0
         meta = value(node.inputs[0]).meta
@@ -375,46 +378,52 @@ class Costing:
         )
 
     def _is_overlapped(self, node: Node) -> bool:
-        """Whether a collective runs in parts beside products, as Transformer Engine's layers and asynchronous tensor
-        parallelism have it."""
+        """Whether a collective overlaps in parts with matmuls, as in Transformer Engine and asynchronous tensor
+        parallelism."""
         which = self.runtime.overlapped_collectives
         if node.op not in (ALL_GATHER, REDUCE_SCATTER) or which == "none":
             return False
         return which == "all" or node.part > Part.FORWARD
 
     def _fused(self, node: Node) -> Cost:
-        """The cost of a node that a compiler computes in the kernel of another one, or another one in its kernel."""
-        known = self._fused_costs.get(node.id)
-        if known is None:
+        """Return the cost of a node that a compiler fuses with another one."""
+        cached = self._fused_costs.get(node.id)
+        if cached is None:
             fusion = self.fusions[node.id]
-            found = work(node, self._of_graph)
-            busy = kernel_seconds(replace(found, bytes_moved=fusion.bytes_moved), self.device)
+            operator = work(node, self._of_graph)
+            busy = kernel_seconds(replace(operator, bytes_moved=fusion.bytes_moved), self.device)
             if fusion.is_launched:
                 busy += self.device.launch_overhead_s
             kernel_s = self.runtime.host.kernel_s
             issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
             host = issue_s if fusion.is_launched else 0.0
-            plain = _paced(_issued(busy, host, found.flop, found.flop, self.device), self.device)
-            known = self._in_turn(plain)
-            self._fused_costs[node.id] = known
-        return known
+            plain = _paced(_issued(busy, host, operator.flop, operator.flop, self.device), self.device)
+            cached = self._in_turn(plain)
+            self._fused_costs[node.id] = cached
+        return cached
 
-    def _in_products(self, found: Work, node: Node, value: Lookup) -> Cost:
-        """The cost of an operator, with its product in the type that the job computes products in."""
-        if self.products is None or found.kernel is not Kernel.MATMUL:
-            return cost(found, self.device)
+    def _in_products(self, operator: Work, node: Node, value: Lookup) -> Cost:
+        """Return the cost of an operator, with its matmul in the job's type for matmuls."""
+        if self.products is None or operator.kernel is not Kernel.MATMUL:
+            return cost(operator, self.device)
         if self.products == "tf32":
-            return cost(replace(found, dtype="tf32") if found.dtype == "float32" else found, self.device)
-        if precision_name(found.dtype) not in ("bf16", "fp16") or not self._takes_fp8(node):
-            return cost(found, self.device)
-        plain = cost(replace(found, dtype="fp8"), self.device)
-        # Read in two bytes, written in one, which the product reads.
-        num_bytes, num_casts = found.bytes_moved, _CASTS
+            return cost(
+                replace(operator, dtype="tf32") if operator.dtype == "float32" else operator, self.device
+            )
+        if precision_name(operator.dtype) not in ("bf16", "fp16") or not self._takes_fp8(node):
+            return cost(operator, self.device)
+        plain = cost(replace(operator, dtype="fp8"), self.device)
+        # Read in two bytes, written in one, which the matmul reads.
+        num_bytes, num_casts = operator.bytes_moved, _CASTS
         if self.runtime.casts == "once":
             operands = [value(number) for number in dict.fromkeys(node.inputs)]
-            cast = [one for one in operands if one.meta.is_differentiable and not self._is_weight(one)]
+            cast = [
+                operand
+                for operand in operands
+                if operand.meta.is_differentiable and not self._is_weight(operand)
+            ]
             cast = cast if node.part < Part.WEIGHT_GRAD else []
-            num_bytes, num_casts = sum(_CAST_BYTES * one.meta.num_elements for one in cast), len(cast)
+            num_bytes, num_casts = sum(_CAST_BYTES * operand.meta.num_elements for operand in cast), len(cast)
         casts_s = self.device.memory_seconds(num_bytes) + num_casts * self.device.launch_overhead_s
         host_s = plain.host_s + num_casts * self.device.host_overhead_s
         return replace(plain, device_s=plain.device_s + casts_s, host_s=host_s)
@@ -424,7 +433,7 @@ class Costing:
         return root < len(self.graph.values) and self.graph.values[root].origin is Origin.PARAMETER
 
     def _takes_fp8(self, node: Node) -> bool:
-        """Whether a product is in eight bits: what surrounds numbered layers, the head above all, stays as it is."""
+        """Whether a matmul is in eight bits: those outside of numbered layers, such as the head, are not."""
         if not (self.device.peak_flops.fp8 and self.device.matmul_efficiency.fp8):
             return False
         return bool(layer_of(node.module)) or not self._has_layers
@@ -434,36 +443,35 @@ class Costing:
         return any(layer_of(node.module) for node in self.graph.nodes)
 
     def seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
-        """Time of a function: the device's work or the host's, whichever takes longer.
+        """Return the seconds of a function: the device's work or the host's, whichever takes longer.
 
-        Ignores: that a device waits where the host falls behind for a while only.
+        Ignores: that a device may wait for the host in only a part of the function.
         """
         return float(together(*self._sums(nodes, value)))
 
     def behind_seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
-        """Of `seconds`, those in which the device waits for the host to issue what it does next; ignores the same."""
+        """Return the part of `seconds` in which the device waits for the host to issue operators; ignores the same."""
         sums = self._sums(nodes, value)
         return float(together(*sums) - together(*sums._replace(host_s=0.0)))
 
     def _sums(self, nodes: Iterable[Node], value: Lookup | None) -> _Sums:
         device_s = host_s = overlapped_s = product_s = hidden_s = 0.0
         for node in nodes:
-            found = self.of(node, value or self._of_graph)
-            device_s += found.device_s
-            host_s += found.host_s
-            overlapped_s += found.overlapped_s
-            product_s += found.product_s
-            hidden_s += found.hidden_s
+            node_cost = self.of(node, value or self._of_graph)
+            device_s += node_cost.device_s
+            host_s += node_cost.host_s
+            overlapped_s += node_cost.overlapped_s
+            product_s += node_cost.product_s
+            hidden_s += node_cost.hidden_s
         return _Sums(device_s, host_s, overlapped_s, product_s, hidden_s)
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
-        """Of the device's time of a function, what grows with the samples of a microbatch, at the least: no launches,
-        no latency, not the traffic of weights and of their gradients. Where operators are measured, larger ones may be as
-        fast as any, and nothing is known to grow."""
+        """Return a lower bound on the part of the device's time that grows with the samples of a microbatch: without
+        launches, latency, and traffic of weights and their gradients. With measured operators nothing is known to grow."""
         return sum(self.growing(node, value) for node in nodes)
 
     def growing(self, node: Node, value: Lookup) -> float:
-        """Of one node."""
+        """Return `growing_seconds` of one node."""
         if self.device.profile is not None:
             return 0.0
         kind = self._kind(node), node.part
@@ -481,42 +489,43 @@ class Costing:
             )
             waits_s = self._num_copies(node) * (latency_s + self.runtime.waits.collective_s)
             return max(0.0, sent.device_s - waits_s)
-        found = work(node, value)
-        is_product = found.kernel is Kernel.MATMUL
-        if found.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
+        operator = work(node, value)
+        is_product = operator.kernel is Kernel.MATMUL
+        if operator.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
             return 0.0
         if node.id in self.fusions and not is_product:
             return max(0.0, self.of(node, value).device_s - self.device.launch_overhead_s)
         grown = replace(
-            found, arithmetic=_GROWN * found.arithmetic, bytes_moved=0.0 if is_product else _GROWN * found.bytes_moved,
-            shapes=(), in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
-            scores=None if found.scores is None else found.scores._replace(batch=_GROWN * found.scores.batch),
+            operator, arithmetic=_GROWN * operator.arithmetic, shapes=(),
+            bytes_moved=0.0 if is_product else _GROWN * operator.bytes_moved,
+            in_blocks=None if operator.in_blocks is None else _GROWN * operator.in_blocks,
+            scores=None if operator.scores is None else operator.scores._replace(batch=_GROWN * operator.scores.batch),
         )  # fmt: skip
         seconds = _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
-        if not is_product or self.device.products is None or found.grouped:
+        if not is_product or self.device.products is None or operator.grouped:
             return seconds
         of_weights = node.part >= Part.WEIGHT_GRAD
         least = self.device.products.least_kernel_factor
-        return seconds * min((least(shape, of_weights=of_weights) for shape in found.shapes), default=1.0)
+        return seconds * min((least(shape, of_weights=of_weights) for shape in operator.shapes), default=1.0)
 
     @cached_property
     def arrays(self) -> NodeCosts:
-        """What every node of the graph costs."""
+        """Costs of all nodes of the graph."""
         if self.fusions:
             return NodeCosts.of([self.of(node, self._of_graph) for node in self.graph.nodes])
         signatures = np.fromiter(map(self._kind, self.graph.nodes), np.int64)
         _, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
-        found = NodeCosts.of([self.of(self.graph.nodes[index], self._of_graph) for index in first])
-        return NodeCosts(*(column[inverse] for column in found))
+        columns = NodeCosts.of([self.of(self.graph.nodes[index], self._of_graph) for index in first])
+        return NodeCosts(*(column[inverse] for column in columns))
 
     @property
     def flop(self) -> float:
-        """FLOP of one microbatch, forward and backward, as `torch.utils.flop_counter` counts."""
+        """FLOP of one microbatch, forward and backward, as counted by `torch.utils.flop_counter`."""
         return float(self.arrays.flop.sum())
 
     @property
     def model_flop(self) -> float:
-        """FLOP of one microbatch without what is computed a second time."""
+        """FLOP of one microbatch without recomputation."""
         return float(self.arrays.model_flop.sum())
 
 
@@ -527,14 +536,15 @@ def together(
     product_s: Floats | float,
     hidden_s: Floats | float,
 ) -> Floats:
-    """Seconds of functions whose operators sum up to these: the device's work or the host's, whichever takes longer."""
+    """Return the seconds of functions from the sums of their operators: the device's work or the host's, whichever is
+    longer."""
     busy = device_s + np.maximum(0.0, np.subtract(overlapped_s, product_s))
     return np.maximum(busy, np.maximum(hidden_s, host_s))
 
 
 def _num_products(graph: OperatorGraph, node: Node) -> int:
-    """Products of the forward that take what a node makes, as it is or as views of it."""
-    waiting, found, seen = [node], set[int](), set[int]()
+    """Count the matmuls of the forward that use a result of a node, directly or through views."""
+    waiting, products, seen = [node], set[int](), set[int]()
     while waiting:
         for output in waiting.pop().outputs:
             for user in graph.consumers.get(output, ()) if output is not None else ():
@@ -544,14 +554,14 @@ def _num_products(graph: OperatorGraph, node: Node) -> int:
                 seen.add(user)
                 kernel = work(reader, graph.values.__getitem__).kernel
                 if kernel is Kernel.MATMUL:
-                    found.add(user)
+                    products.add(user)
                 elif kernel is Kernel.VIEW:
                     waiting.append(reader)
-    return len(found)
+    return len(products)
 
 
 def _is_of_routing(sent: TensorMeta) -> bool:
-    """Whether an all-to-all sends the weights of routed tokens, or their gradients: once a layer in either direction."""
+    """Whether an all-to-all sends the weights of routed tokens, or their gradients: once per layer and direction."""
     return len(sent.shape) == 1 and sent.is_differentiable
 
 
@@ -564,10 +574,10 @@ def host_optimizer_seconds(
     clips: bool,
     kept: OptimizerState = ADAMW,
 ) -> float:
-    """As `optimizer_seconds` for state on the host: gradients go there, the optimizer runs there, parameters come back, in
-    elements of `gradient` and `parameter` bytes.
+    """Return the seconds of an optimizer on the host: gradients are copied there, the optimizer runs, parameters are copied
+    back, in elements of `gradient` and `parameter` bytes.
 
-    One after the other, as the executor does it. Ignores: launches; that transfers take bandwidth of the host's memory.
+    These follow each other, as in the executor. Ignores: launches; that transfers use bandwidth of the host's memory.
     """
     moved = (gradient + parameter) / device.host_link_bandwidth if device.kind != "cpu" else 0.0
     on_host = host.memory_seconds(
@@ -585,12 +595,12 @@ def optimizer_seconds(
     num_tensors: int = 0,
     kept: OptimizerState = ADAMW,
 ) -> float:
-    """Time of an optimizer over parameters of 4-byte state, with clipping and, if there are masters, rounding.
+    """Return the seconds of an optimizer on parameters of 4-byte state, with clipping and, if there are masters, rounding.
 
-    Fused AdamW reads weight, gradient and two moments and writes all but the gradient, others as `kept` says; clipping reads
+    Fused AdamW reads weight, gradient and two moments and writes all but the gradient, others follow `kept`; clipping reads
     each gradient, then reads and writes it; rounding reads a master and writes two bytes. A CPU does each of these tensor by
-    tensor, where a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width;
-    matrix products of an optimizer.
+    tensor, whereas a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width;
+    matmuls of an optimizer.
     """
     per_parameter = 4.0 * kept.passes + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
     per_tensor = kept.calls + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.estimation.flat_operations import NOTHING, FlatOperations, flat_operations
 from stagewright.estimation.memory import stage_edges
-from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.execution.clock import ActionTimer
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
@@ -117,7 +117,7 @@ class RankRunner:
     def follow(self, program: Program) -> None:
         """Run batches in the order of another lowered program from now on, of the same stages and microbatches."""
         self.actions = program.actions(self.rank)
-        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
+        *self._moves, self._last_moves = flat_operations(self.actions, self.shards.flats)
 
     def scale_loss(self, cotangent: float) -> None:
         """Start backwards from another cotangent of each microbatch's loss."""
@@ -213,7 +213,7 @@ class RankRunner:
         ]
         return " and ".join(parts)
 
-    def _move(self, before: Moves) -> None:
+    def _move(self, before: FlatOperations) -> None:
         """What an action does with sharded parameters and gradients before it does anything else."""
         for stage in before.leaves:
             self.runners[stage].drop_parameters()

@@ -1,7 +1,7 @@
 """What is sharded over the replicas of a stage: parameters, gradients and optimizer state in flat buffers.
 
 Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
-When a buffer comes and goes is said by `stagewright.estimation.sharded`, from which its bytes are predicted.
+When a buffer comes and goes is said by `stagewright.estimation.flat_operations`, from which its bytes are predicted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from stagewright.errors import RunError
-from stagewright.estimation.sharded import Moves, is_gathered
+from stagewright.estimation.flat_operations import FlatOperations, is_gathered
 from stagewright.execution.collectives import Pending, Replicas
 from stagewright.execution.weights import Weights, starting_tensor
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, FlatLayout
@@ -249,7 +249,7 @@ class Shards:
         for buffer in self.buffers.values():
             buffer.drop_gradients()
 
-    def before(self, moves: Moves) -> None:
+    def before(self, moves: FlatOperations) -> None:
         """What an action does with the buffers, but for handing parameters to its stage."""
         for flats, operation in (
             (moves.settles, FlatBuffer.settle), (moves.crosses, FlatBuffer.cross), (moves.releases, FlatBuffer.release),
@@ -263,7 +263,7 @@ class Shards:
         flats = (flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages)
         return {name: tensor for flat in flats for name, tensor in self.buffers[flat].gathered().items()}
 
-    def end_batch(self, moves: Moves) -> None:
+    def end_batch(self, moves: FlatOperations) -> None:
         """Sum what no REDUCE has summed, and wait for all sums."""
         self.before(moves)
         for flat in moves.reduces:

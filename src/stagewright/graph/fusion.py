@@ -334,7 +334,7 @@ class _Fused:
         self._first_signature = 1 + max(node.signature for node in graph.nodes)
         self.units = self._units()
         self.unit_of = {node.id: key for key, unit in self.units.items() for node in unit.nodes}
-        self.made = self._rewritten()
+        self.kernels = self._rewritten()
         self.order, self.blocked = self._ordered()
 
     def graph(self) -> OperatorGraph:
@@ -646,7 +646,7 @@ class _Fused:
             if key is None:
                 nodes.append((node.id, node))
             elif self.units[key].nodes[-1].id == node.id:
-                nodes.append((node.id, self.made[key]))
+                nodes.append((node.id, self.kernels[key]))
         makers = {value: index for index, (_, node) in enumerate(nodes) for value in node.outputs}
         waiting = [0] * len(nodes)
         users: list[list[int]] = [[] for _ in nodes]

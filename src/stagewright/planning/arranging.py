@@ -6,14 +6,14 @@ from functools import lru_cache
 
 from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.variants import ArrangedCluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.assignment.placing import placed
 from stagewright.planning.candidate import Choice, fastest_partition, with_cuts
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, Plan
 
 
-def cluster_for(choice: Choice, body: BodyCosts, cluster: Cluster, job: Job) -> Cluster:
+def cluster_for(choice: Choice, body: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
     """`cluster` with the ranks of a choice on the devices that suit it, by the cuts it would have if all links were as
     described: else a slow link that ranks can go around decides over cuts and widths. As it is where nothing was measured.
 

@@ -17,7 +17,7 @@ from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
@@ -212,7 +212,7 @@ def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Pol
     return [again if stage in recomputed else kept for stage in range(program.num_stages)]
 
 
-def saved_counts(program: Program, body: BodyCosts) -> list[float]:
+def saved_counts(program: Program, body: RangeCosts) -> list[float]:
     """The most microbatches of which each stage holds what its backward needs; of a stage that recomputes, sets as large as
     what enters its layers is of all."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
@@ -221,13 +221,13 @@ def saved_counts(program: Program, body: BodyCosts) -> list[float]:
 
 
 @lru_cache(maxsize=4)
-def _share_of_layer_inputs(body: BodyCosts) -> float:
+def _share_of_layer_inputs(body: RangeCosts) -> float:
     kept = sum(body.graph.storage_bytes[root] for root in layers_policy(body.graph).checkpoints)
     return min(1.0, kept / max(float(body.saved_bytes[-1]), 1.0))
 
 
 def approximate_seconds(
-    bodies: Sequence[BodyCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
+    bodies: Sequence[RangeCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
     """Makespan of a batch from range sums, without splitting; `bodies` are the costs of the model on the device of every
     stage, which `num_ranks` devices hold."""
@@ -257,7 +257,7 @@ def approximate_seconds(
 
 
 def best_partition(
-    body: BodyCosts, choice: Choice, cluster: Cluster, budget: MemoryBudget | None
+    body: RangeCosts, choice: Choice, cluster: Cluster, budget: MemoryBudget | None
 ) -> tuple[tuple[int, ...], float] | None:
     """The fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if
     none stays within `budget`.
@@ -278,19 +278,19 @@ def best_partition(
 
 
 @lru_cache(maxsize=64)
-def _unlimited_partition(bodies: tuple[BodyCosts, ...], slack: float) -> list[int] | None:
+def _unlimited_partition(bodies: tuple[RangeCosts, ...], slack: float) -> list[int] | None:
     """Kept: schedules of as many stages, whatever they share out, have the same."""
     return partition(bodies, slack)
 
 
-def fastest_partition(body: BodyCosts, choice: Choice, cluster: Cluster) -> tuple[tuple[int, ...], float]:
+def fastest_partition(body: RangeCosts, choice: Choice, cluster: Cluster) -> tuple[tuple[int, ...], float]:
     """The fastest partition whatever its memory, and its makespan from range sums; raises as `best_partition`."""
     found = best_partition(body, choice, cluster, None)
     assert found is not None, "without a budget there is a partition"
     return found
 
 
-def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+def make_candidate(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
     """The partition that `choice` or the runtime says; else the fastest if it fits the memory limit, and otherwise as
     `within_memory`.
 
@@ -306,7 +306,7 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
 
 
 def faster_candidate(
-    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
+    body: RangeCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
     """As `make_candidate`; None where a step is known to take `below_s` or longer."""
     if not is_cut_between_layers(choice, job):
@@ -318,7 +318,7 @@ def faster_candidate(
 
 
 def takes_longer(
-    body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job, below_s: float
+    body: RangeCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job, below_s: float
 ) -> bool:
     """Whether a step of this partition, its ranks on the devices that suit them, is known to take `below_s` or longer, which
     takes less time to see than what memory a rank needs."""
@@ -335,7 +335,7 @@ def is_cut_between_layers(choice: Choice, job: Job) -> bool:
     return choice.layers_per_stage is not None or job.profile.partition == "layers"
 
 
-def under_order(body: BodyCosts, choice: Choice, order: Program, cluster: Cluster, job: Job) -> Candidate:
+def under_order(body: RangeCosts, choice: Choice, order: Program, cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the forwards and backwards of `order` in place of those of its schedule, cut between layers."""
     program = insert_recomputation(order, range(order.num_stages)) if choice.recompute else order
     return with_cuts(body, choice, _cuts_between_layers(body.graph, choice, order), cluster, job, program)
@@ -354,7 +354,7 @@ def _cuts_between_layers(graph: OperatorGraph, choice: Choice, program: Program)
     return layer_cuts(graph, asked)
 
 
-def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
+def within_memory(start: Candidate, body: RangeCosts) -> Candidate:
     """`start` if it fits the memory limit; otherwise a partition within memory, or of those tried the one that misses the
     limit by least."""
     cluster, job = start.line.cluster, start.line.job
@@ -374,7 +374,7 @@ def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
 
 
 def with_cuts(
-    body: BodyCosts,
+    body: RangeCosts,
     choice: Choice,
     cuts: Sequence[int],
     cluster: Cluster,
@@ -389,7 +389,7 @@ def with_cuts(
 
 
 def with_program(
-    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
     """The given partition under the given computations, and what the replicas of `choice` share out."""
     if choice.level >= GRADIENTS:
@@ -398,7 +398,7 @@ def with_program(
 
 
 def _split_model(
-    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
     if choice.as_model:
         return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.num_holders), choice)
@@ -410,7 +410,7 @@ def _split_model(
 
 
 def _best_in_units(
-    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Candidate:
     """The given partition in the sharding units that `choice` names, or in those that are fastest within memory; in the
     smallest, which take least, where these do not fit."""
@@ -462,7 +462,7 @@ def network_seconds(
     return seconds
 
 
-def _waits_for_network(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
+def _waits_for_network(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
     """Whether small units would have ranks wait for the network for longer than they compute."""
     parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / choice.pp
     busy_s = float(body.seconds[-1]) * choice.num_microbatches / choice.pp
@@ -530,7 +530,7 @@ def _named(
 
 
 def saving_candidate(
-    plain: Candidate, body: BodyCosts, *, offload: bool = True, thorough: bool = False
+    plain: Candidate, body: RangeCosts, *, offload: bool = True, thorough: bool = False
 ) -> Candidate | None:
     """`plain`, which keeps everything and lacks memory, with some of it recomputed or offloaded; None if that does not
     make it fit. Where it is `thorough`, operators may run again several times."""
@@ -548,7 +548,7 @@ def saving_candidate(
 
 def least_saving(
     kept: Sequence[Candidate],
-    body: BodyCosts,
+    body: RangeCosts,
     *,
     offload: bool = True,
     below_s: float = math.inf,
@@ -572,7 +572,7 @@ def least_saving(
     return None
 
 
-def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
+def _whole_stages(one: Candidate, body: RangeCosts) -> Pipeline:
     """The stages of the schedule of a candidate, not divided into units."""
     if len(one.line.stages) == len(one.cuts) + 1:
         return one.line
@@ -582,7 +582,7 @@ def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
     )
 
 
-def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
+def _budget(body: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
     program = make_program(tried.choice)
     counts = saved_counts(program, body)
@@ -599,7 +599,7 @@ def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     return MemoryBudget(allowed, counts, share)
 
 
-def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) -> Plan:
+def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference) -> Plan:
     """The document of a candidate, predictions included."""
     choice, cluster = candidate.choice, candidate.line.cluster
     line, devices = placed(candidate.line)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Origin
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
@@ -91,7 +91,7 @@ class _Judge:
     def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
         self.cluster = cluster
         self.graphs = graphs
-        self.bodies: dict[tuple[int, int, bool, int, int], BodyCosts] = {}
+        self.bodies: dict[tuple[int, int, bool, int, int], RangeCosts] = {}
 
     def judged(self, plan: Plan) -> Plan:
         shorter = tuple(
@@ -105,7 +105,7 @@ class _Judge:
         body = self._body(asked, plan)
         return predict(planned_line(asked, body, self.cluster), body)
 
-    def _body(self, asked: Plan, plan: Plan) -> BodyCosts:
+    def _body(self, asked: Plan, plan: Plan) -> RangeCosts:
         length = asked.job.sequence_length
         key = asked.microbatch_size, asked.tp, asked.sequence_parallel, asked.loss_pieces, length
         if key not in self.bodies:

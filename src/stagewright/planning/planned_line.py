@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stagewright.cluster import Cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 
 
-def planned_line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
+def planned_line(plan: Plan, body: RangeCosts, cluster: Cluster) -> Pipeline:
     """`body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.cluster import Cluster, without
 from stagewright.errors import InputError, PlanError, ScheduleError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.partition.line import cuts_to_try
@@ -61,7 +61,7 @@ def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) 
     return Replanned(chosen, now.predictions.step_seconds, stays.predictions.step_seconds)
 
 
-def _moved(plan: Plan, body: BodyCosts, cluster: Cluster) -> Iterator[Plan]:
+def _moved(plan: Plan, body: RangeCosts, cluster: Cluster) -> Iterator[Plan]:
     """`plan` as it is and with other cuts, each also with another order of passes, as far as they run."""
     line = planned_line(plan, body, cluster)
     for cuts in (tuple(stage_cuts(plan, body.graph)), *_cuts(plan, line, body)):
@@ -128,7 +128,7 @@ def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
     return found.plans[0]
 
 
-def _ordered(plan: Plan, line: Pipeline, body: BodyCosts) -> Plan:
+def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
     """`plan` with the order of passes that suits what they take, on `line`'s devices; as it is where parameters or gradients
     come and go within a batch, or stages recompute, which another order would have to be laid out for anew."""
     costs = plan.predictions.costs
@@ -169,7 +169,7 @@ def _with_program(plan: Plan, program: Program) -> Plan:
     return plan.model_copy(update={"schedule": program.name, "program": actions})
 
 
-def _cuts(plan: Plan, line: Pipeline, body: BodyCosts) -> list[tuple[int, ...]]:
+def _cuts(plan: Plan, line: Pipeline, body: RangeCosts) -> list[tuple[int, ...]]:
     """Cuts that suit the devices of `line`; none where what stages recompute is said operator by operator."""
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
@@ -182,7 +182,7 @@ def _cuts(plan: Plan, line: Pipeline, body: BodyCosts) -> list[tuple[int, ...]]:
 _MOST_CUTS = 3
 
 
-def _judged(plan: Plan, body: BodyCosts, cluster: Cluster) -> Plan | None:
+def _judged(plan: Plan, body: RangeCosts, cluster: Cluster) -> Plan | None:
     """`plan` with its predictions; None where it does not run, or a rank lacks memory."""
     try:
         line = planned_line(plan, body, cluster)

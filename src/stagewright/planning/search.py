@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stages import BodyCosts, Floats
+from stagewright.estimation.stages import Floats, RangeCosts
 from stagewright.graph.graph import short_name
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.advice import misses_memory
@@ -568,7 +568,7 @@ class _Search:
         if self.missing is None or missing < self.missing[0]:
             self.missing = missing, str(choice)
 
-    def body(self, one: Sizes) -> BodyCosts:
+    def body(self, one: Sizes) -> RangeCosts:
         """The whole graph's costs."""
         body = body_costs(self.coarse.graph(one), self.cluster, self.job)
         self.without_rule |= body.few_costing.without_rule
@@ -596,7 +596,7 @@ class _Search:
             return None
         return plan
 
-    def _fitted(self, one: _Waiting, body: BodyCosts) -> Candidate | None:
+    def _fitted(self, one: _Waiting, body: RangeCosts) -> Candidate | None:
         """With the layers that are fastest; where devices differ and one lacks memory, others take its layers as far as they
         can. None where a step is known to be too slow; time is looked at first, because memory takes longer."""
         choice = one.choice
@@ -659,7 +659,7 @@ class _Search:
 class _OwnSearch(_Search):
     """For our own runtime: cut at any operator, recomputing and offloading what memory asks for, in any schedule."""
 
-    bodies: dict[Sizes, BodyCosts] = field(default_factory=dict)
+    bodies: dict[Sizes, RangeCosts] = field(default_factory=dict)
     misjudged: dict[Choice, float] = field(default_factory=dict)
     """What plans take, as shares of what was expected of them, by what `_alike` makes of their choices."""
     whole_s: dict[Choice, float] = field(default_factory=dict)
@@ -829,7 +829,7 @@ class _OwnSearch(_Search):
     def _within_memory(
         self,
         choice: Choice,
-        body: BodyCosts,
+        body: RangeCosts,
         cluster: Cluster,
         cuts: tuple[int, ...],
         *,
@@ -909,7 +909,7 @@ class _OwnSearch(_Search):
             and missing > (kept - there) * self.body(one.sizes).state_bytes[-1] / one.choice.pp
         )
 
-    def body(self, one: Sizes) -> BodyCosts:
+    def body(self, one: Sizes) -> RangeCosts:
         if one not in self.bodies:
             self.bodies[one] = super().body(one)
         return self.bodies[one]
@@ -1034,7 +1034,7 @@ class _OwnSearch(_Search):
             ):
                 self.add(plan, one)
 
-    def _joint_start(self, one: _Waiting) -> tuple[Choice, BodyCosts, Cluster, bool]:
+    def _joint_start(self, one: _Waiting) -> tuple[Choice, RangeCosts, Cluster, bool]:
         return one.choice, self.body(one.sizes), one.cluster, one.saves
 
     # -- pieces of the loss --------------------------------------------------------------------------------------------

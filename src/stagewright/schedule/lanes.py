@@ -283,7 +283,9 @@ class _Waits:
                     sending[key].append(number)
                 enqueue(number, self.links[key].shared)
             elif kind in _COLLECTIVES:
-                if kind is Kind.REDUCE and kind in queues:  # one sum at a time, as `estimation.sharded` says
+                if (
+                    kind is Kind.REDUCE and kind in queues
+                ):  # one sum at a time, as `estimation.flat_operations` says
                     stream = compute(action, [queues[kind]], _NEED, "the wait before ")
                 number = self._new(rank, action, "")
                 enqueue(number, kind)

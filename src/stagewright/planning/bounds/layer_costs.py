@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.operators import Kernel, work
-from stagewright.estimation.stages import BodyCosts, Floats
+from stagewright.estimation.stages import Floats, RangeCosts
 from stagewright.estimation.time import Costing, together
 from stagewright.graph import Node, OperatorGraph
 from stagewright.graph.layers import layer_begins, layer_of
@@ -92,7 +92,7 @@ class Layers:
     def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
         graph = self.graph = job.rewritten(graph)
         self._cluster = cluster
-        self._body = BodyCosts(graph, costing(graph, cluster, job))
+        self._body = RangeCosts(graph, costing(graph, cluster, job))
         begins = layer_begins(graph)
         names = [layer_of(graph.nodes[graph.forward_ids[place]].module) for place in begins]
         numbered = [

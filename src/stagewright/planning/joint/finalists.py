@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.candidate import (
     Candidate,
@@ -84,7 +84,7 @@ def finalists(plans: Iterable[Plan], count: int = NUM_FINALISTS) -> list[Plan]:
     return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
 
 
-Start = tuple[Choice, BodyCosts, Cluster, bool]
+Start = tuple[Choice, RangeCosts, Cluster, bool]
 """What a plan was made of: its choice, the costs of its model, the cluster as its ranks number it, and whether its stages
 may recompute and offload."""
 
@@ -158,7 +158,7 @@ class Searches:
     the host, as often as it takes."""
 
     known: Plan
-    body: BodyCosts
+    body: RangeCosts
     choice: Choice
     cluster: Cluster
     below_s: float
@@ -262,7 +262,7 @@ def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limite
     return next((one for one in found if one is not None), None)
 
 
-def learn(known: Plan, body: BodyCosts, choice: Choice) -> Known:
+def learn(known: Plan, body: RangeCosts, choice: Choice) -> Known:
     """What the predictions of `known` say beyond the costs of ranges."""
     stages, ranks = known.predictions.stages, known.predictions.ranks
     extra = 0.0

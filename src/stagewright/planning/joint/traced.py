@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stagewright.cluster import Cluster
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.partition.line import known_ranges
@@ -59,7 +59,7 @@ class Wiring:
         return latency, _LARGE_MESSAGE / slowest if slowest else np.inf
 
 
-def piece_ends(body: BodyCosts, num_ranks: int) -> Ints:
+def piece_ends(body: RangeCosts, num_ranks: int) -> Ints:
     """Positions at which the body is taken apart, its two ends among them: in every stretch of about equal
     seconds the legal cut that least crosses."""
     legal, width = body.legal_cuts, body.boundary_bytes
@@ -73,7 +73,7 @@ def piece_ends(body: BodyCosts, num_ranks: int) -> Ints:
 
 
 def problem_of(
-    body: BodyCosts, ends: Ints, num_microbatches: int, wiring: Wiring, known: Known, *, saves: bool = False
+    body: RangeCosts, ends: Ints, num_microbatches: int, wiring: Wiring, known: Known, *, saves: bool = False
 ) -> Problem:
     """The pieces of `body` between `ends` as layers, and with `saves` those of ranks that recompute."""
     forward, weight_grad = np.diff(body.forward_seconds[ends]), np.diff(body.weight_grad_seconds[ends])

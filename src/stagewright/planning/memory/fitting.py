@@ -11,7 +11,7 @@ import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import has_regions
 from stagewright.planning.advice import misses_memory
@@ -70,7 +70,7 @@ class Partitioned:
     """A choice on the cluster as its ranks number it, and the cuts of its fastest partition."""
 
     choice: Choice
-    body: BodyCosts
+    body: RangeCosts
     cluster: Cluster
     cuts: tuple[int, ...]
     saves: bool
@@ -286,7 +286,7 @@ class Fitting:
         return min(fitting, key=lambda each: run_timeline(each.line).makespan_s, default=kept)
 
 
-def _least_bytes(body: BodyCosts, counts: Sequence[float], state_share: float, pp: int) -> int:
+def _least_bytes(body: RangeCosts, counts: Sequence[float], state_share: float, pp: int) -> int:
     """Bytes of the fullest rank if what it keeps of the state, and saved values, could be spread evenly."""
     saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
     return round((state_share * float(body.state_bytes[-1]) + saved) / pp)

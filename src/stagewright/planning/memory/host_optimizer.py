@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, Choice, least_saving, make_program
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import host_of, rank_memories
@@ -78,7 +78,7 @@ def host_excess_bytes(line: Pipeline) -> int:
 
 def saving_with_hosts(
     kept: Sequence[Candidate],
-    body: BodyCosts,
+    body: RangeCosts,
     host_optimizer: HostOptimizer,
     *,
     offload: bool,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, within_memory
 
 _HALVINGS = 5
 """Amounts tried between what every rank would have if all had as much, and what is enough."""
 
 
-def tightest(one: Candidate, body: BodyCosts) -> Candidate:
+def tightest(one: Candidate, body: RangeCosts) -> Candidate:
     """The configuration of `one`, which lacks memory, with the cuts that lack least of it: those found for the least that
     every device would need more."""
     line = one.line

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect, bottleneck
 from stagewright.planning.partition.leaves import Leaves, Terms
 from stagewright.planning.partition.ranges import Ranges, ranges_of
@@ -30,7 +30,7 @@ _PROBE_BYTES = 1e9
 def cuts_to_try(
     line: Pipeline,
     memories: Sequence[RankMemory],
-    body: BodyCosts,
+    body: RangeCosts,
     counts: Sequence[int],
     others: Iterable[tuple[int, ...]],
     *,
@@ -69,7 +69,7 @@ class Within:
 
 
 def partition_within(
-    bodies: Sequence[BodyCosts],
+    bodies: Sequence[RangeCosts],
     program: Program,
     cuts: tuple[int, ...],
     capacities: Sequence[float],
@@ -135,7 +135,7 @@ def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:
 
 
 def terms_of(
-    line: Pipeline, body: BodyCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
+    line: Pipeline, body: RangeCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
 ) -> list[Terms]:
     """What every stage of `line`, a partition of `body`, has to cope with; stages of one rank share its memory evenly.
 
@@ -188,6 +188,6 @@ def corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, sh
 
 
 @lru_cache(maxsize=64)
-def known_ranges(body: BodyCosts) -> Ranges:
+def known_ranges(body: RangeCosts) -> Ranges:
     """The ranges of a body, worked out once."""
     return ranges_of(body)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Part
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.pieces import PieceNetwork, Point
@@ -97,7 +97,7 @@ class Ranges:
         return RangeMaximum(self.transient_bytes + work)
 
 
-def ranges_of(body: BodyCosts) -> Ranges:
+def ranges_of(body: RangeCosts) -> Ranges:
     """The ranges of a traced model.
 
     Pieces that may be recomputed are those of the uncut model, each by itself. Ignores: that a cut changes which values are
@@ -141,7 +141,7 @@ def _transients(graph: OperatorGraph) -> Floats:
     return most
 
 
-def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
+def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
     """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the
     values that go; and per position how much is alive at once where all of its piece is recomputed."""
     from stagewright.graph.split import split_graph

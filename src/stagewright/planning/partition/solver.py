@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.errors import PlanError
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,7 +26,7 @@ class MemoryBudget:
 
 
 def partition(
-    costs: Sequence[BodyCosts], slack: float = 0.0, budget: MemoryBudget | None = None
+    costs: Sequence[RangeCosts], slack: float = 0.0, budget: MemoryBudget | None = None
 ) -> list[int] | None:
     """Cut positions of as many stages as there are `costs`, of one model on the device of each, or None if no partition
     stays within `budget`.
@@ -44,7 +44,7 @@ def partition(
     return None
 
 
-def has_partition(costs: Sequence[BodyCosts], budget: MemoryBudget) -> bool:
+def has_partition(costs: Sequence[RangeCosts], budget: MemoryBudget) -> bool:
     """Whether `partition` would find one.
 
     Raises:
@@ -53,7 +53,7 @@ def has_partition(costs: Sequence[BodyCosts], budget: MemoryBudget) -> bool:
     return any(one.is_feasible(np.inf) for one in _searches(costs, budget))
 
 
-def _searches(costs: Sequence[BodyCosts], budget: MemoryBudget | None) -> Iterator[_Stages]:
+def _searches(costs: Sequence[RangeCosts], budget: MemoryBudget | None) -> Iterator[_Stages]:
     """Over the cuts that are worth while, then over all."""
     legal, num_stages = costs[0].legal_cuts, len(costs)
     if num_stages - 1 > len(legal):
@@ -67,7 +67,7 @@ def _searches(costs: Sequence[BodyCosts], budget: MemoryBudget | None) -> Iterat
         yield _Stages(costs, legal, budget)
 
 
-def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
+def _worthwhile(costs: RangeCosts, at_least: int) -> Ints:
     """Legal cuts without those that have a narrower one beside them that splits the time all the same."""
     legal, width = costs.legal_cuts, costs.boundary_bytes
     spacing = costs.seconds[-1] / max(256, 32 * (at_least + 1))
@@ -82,7 +82,7 @@ def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
 class _Stages:
     """Partitions whose cuts are among `positions`."""
 
-    def __init__(self, costs: Sequence[BodyCosts], positions: Ints, budget: MemoryBudget | None) -> None:
+    def __init__(self, costs: Sequence[RangeCosts], positions: Ints, budget: MemoryBudget | None) -> None:
         whole = costs[0]
         self.ends = np.concatenate([[0], positions, [whole.size]]).astype(np.int64)
         self.num_stages = len(costs)

@@ -13,7 +13,7 @@ from stagewright.estimation.communicators import group_bytes, lane_bytes
 from stagewright.estimation.memory import RankMemory, stage_edges
 from stagewright.estimation.optimizer import OptimizerState
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
+from stagewright.estimation.stages import RangeCosts, StageSummary, summarise
 from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
@@ -218,7 +218,7 @@ class Pipeline:
 
 
 def pipeline(
-    body: BodyCosts,
+    body: RangeCosts,
     cuts: Sequence[int],
     program: Program,
     cluster: Cluster,
@@ -239,7 +239,7 @@ def pipeline(
 
 @lru_cache(maxsize=16)
 def _split(
-    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
+    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
 ) -> tuple[SplitGraph, tuple[StageMemory, ...]]:
     """Kept: configurations that differ in schedule, microbatches or sharding have the same stages."""
     split = SplitGraph(body.graph, cuts)
@@ -248,7 +248,7 @@ def _split(
 
 @lru_cache(maxsize=16)
 def _summaries(
-    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
+    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
 ) -> tuple[StageSummary, ...]:
     """Of every stage, on the devices of `body`."""
     return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies)[1])
@@ -261,7 +261,7 @@ class Variants:
         line: the partition, which keeps everything.
     """
 
-    def __init__(self, line: Pipeline, body: BodyCosts) -> None:
+    def __init__(self, line: Pipeline, body: RangeCosts) -> None:
         self.line = line
         self._costings = _costings(body, line.cluster, line.program, line.num_holders * line.tp)
         stages = zip(line.memories, line.summaries, strict=True)
@@ -281,13 +281,13 @@ class Variants:
         return found
 
 
-def _costings(body: BodyCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
+def _costings(body: RangeCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
     """Of every stage, on the rank that holds it."""
     bodies = bodies_of(body, cluster, program.num_ranks, width)
     return [bodies[rank].costing for rank in program.placement.rank_of_stage]
 
 
-def bodies_of(body: BodyCosts, cluster: Cluster, num_ranks: int, width: int) -> list[BodyCosts]:
+def bodies_of(body: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
     """The costs of the model on every pipeline rank, each of `width` devices, the slowest of which is waited for."""
     if cluster.is_homogeneous:
         return [body] * num_ranks
@@ -311,7 +311,7 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
     return Costing(graph, cluster.nodes[0].device, cluster, job.products, job.compiled)
 
 
-def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
+def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
     """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
     operators; raises as `costing` does. Of the same graph, cluster and way to compute it is worked out once."""
     asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled, job.kept)
@@ -323,7 +323,7 @@ def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
         copies = copies_of(few)
     except IrregularLayers:  # a kernel reaches from one layer into the next
         few, copies = job.rewritten(expanded(graph)), None
-    body = BodyCosts(few, costing(few, cluster, job), copies)
+    body = RangeCosts(few, costing(few, cluster, job), copies)
     _KNOWN.append((asked, body))
     return body
 
@@ -337,7 +337,7 @@ class _Asked(NamedTuple):
     kept: OptimizerState
 
 
-_KNOWN: deque[tuple[_Asked, BodyCosts]] = deque(maxlen=8)
+_KNOWN: deque[tuple[_Asked, RangeCosts]] = deque(maxlen=8)
 """What was asked for last: configurations of one model that differ in schedule, stages or sharding have the same."""
 
 

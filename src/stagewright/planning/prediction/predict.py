@@ -14,7 +14,7 @@ from stagewright.estimation import eager_step
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
-from stagewright.estimation.stages import BodyCosts, StageSummary
+from stagewright.estimation.stages import RangeCosts, StageSummary
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
 from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
@@ -48,7 +48,7 @@ from stagewright.simulation import Timeline
 _REPLAYED_RANKS = 2
 
 
-def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
+def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
     """All predictions for `line`; `memories` of its ranks if they are known already.
 
     Raises:
@@ -374,7 +374,7 @@ def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_
     return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients, job.kept)
 
 
-def _lower_bound(line: Pipeline, body: BodyCosts) -> float:
+def _lower_bound(line: Pipeline, body: RangeCosts) -> float:
     """As `lower_bound_seconds`; on devices of several kinds every rank works all the time, at the speed of its own."""
     num_microbatches = line.program.num_microbatches
     if line.cluster.is_homogeneous:
@@ -385,7 +385,7 @@ def _lower_bound(line: Pipeline, body: BodyCosts) -> float:
 
 
 def lower_bound_seconds(
-    body: BodyCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
+    body: RangeCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
 ) -> float:
     """No partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly, or one microbatch
     through the whole model, its weight gradients on the way, and the optimizer step shared evenly, by `num_shards`

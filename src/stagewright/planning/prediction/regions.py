@@ -11,7 +11,7 @@ from typing import Literal
 from stagewright.cluster import Cluster
 from stagewright.estimation.operators import KERNELS
 from stagewright.estimation.runtime import runtime_of
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_inputs, layer_of
@@ -67,7 +67,7 @@ def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
 
 
 def as_model_says(
-    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, num_holders: int
+    body: RangeCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, num_holders: int
 ) -> Pipeline:
     """The model cut at `cuts` under its `default_policies` and under `program`, to which recomputations are added; raises
     as `pipeline`."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import runtime_of
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layers_of
 from stagewright.planning.prediction.pipeline import Pipeline
@@ -40,7 +40,7 @@ def check_shard_units(zero: int | None, shard_units: int | None) -> None:
         raise InputError(f"shard_units = {shard_units}: a stage is one unit at least; give 1 or more")
 
 
-def units_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> Iterator[list[list[int]]]:
+def units_to_try(body: RangeCosts, cuts: Sequence[int], asked: int | None) -> Iterator[list[list[int]]]:
     """Ways to divide every stage between `cuts`, as the cuts inside it: into so many units as are `asked` for; or as the
     runtime does; or into units of about a layer, then of about four, two units, and whole stages."""
     if asked is None and runtime_of(body.graph).shard_units == "layers":
@@ -50,7 +50,7 @@ def units_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> Ite
         yield unit_cuts(body, cuts, numbers)
 
 
-def _between_layers(body: BodyCosts, cuts: Sequence[int]) -> list[list[int]]:
+def _between_layers(body: RangeCosts, cuts: Sequence[int]) -> list[list[int]]:
     """Of every stage, the legal cuts inside it at which a layer begins or the last one ends."""
     inside = np.intersect1d(np.flatnonzero(_begins_layer(body)), body.legal_cuts).tolist()
     return [[at for at in inside if start < at < stop] for start, stop in pairwise((0, *cuts, body.size))]
@@ -66,7 +66,7 @@ def around_layers(line: Pipeline) -> tuple[int, ...]:
     return tuple(found) if len(found) < len(line.stages) else ()
 
 
-def _numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:
+def _numbers_to_try(body: RangeCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:
     """Numbers of units of every stage."""
     if asked is not None:
         return [(asked,) * (len(cuts) + 1)]
@@ -81,7 +81,7 @@ def _numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> 
     return list(dict.fromkeys(ways))
 
 
-def unit_cuts(body: BodyCosts, cuts: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
+def unit_cuts(body: RangeCosts, cuts: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
     """Of every stage, the cuts inside it that make it so many units of about equal parameters and seconds, each at the
     narrowest place near, of equally narrow ones where a layer begins; fewer where there are too few legal cuts."""
     ends = (0, *cuts, body.size)
@@ -91,7 +91,7 @@ def unit_cuts(body: BodyCosts, cuts: Sequence[int], numbers: Sequence[int]) -> l
     ]
 
 
-def _inside(body: BodyCosts, start: int, stop: int, number: int) -> list[int]:
+def _inside(body: RangeCosts, start: int, stop: int, number: int) -> list[int]:
     legal = body.legal_cuts
     legal = legal[(legal > start) & (legal < stop)]
     if number == 1 or not len(legal):
@@ -108,21 +108,21 @@ def _inside(body: BodyCosts, start: int, stop: int, number: int) -> list[int]:
     return sorted(chosen)
 
 
-def _num_layers(body: BodyCosts, start: int, stop: int) -> int:
+def _num_layers(body: RangeCosts, start: int, stop: int) -> int:
     """How many units of about a layer a stage is; what is more than a part of a layer is one more."""
     measure = _measure(body)
     return max(1, math.ceil(float(measure[stop] - measure[start]) / _layer_measure(body) - _PART_OF_LAYER))
 
 
 @lru_cache(maxsize=4)
-def _measure(body: BodyCosts) -> NDArray[np.float64]:
+def _measure(body: RangeCosts) -> NDArray[np.float64]:
     """Up to every position, the part of the model's parameters plus the part of its seconds."""
     parts = [column / max(float(column[-1]), 1e-300) for column in (body.state_bytes, body.seconds)]
     return parts[0] + parts[1]
 
 
 @lru_cache(maxsize=4)
-def _layer_measure(body: BodyCosts) -> float:
+def _layer_measure(body: RangeCosts) -> float:
     """What the numbered modules of the model, its layers, measure: their median."""
     amounts = np.diff(_measure(body))
     layers: dict[str, float] = defaultdict(float)
@@ -133,13 +133,13 @@ def _layer_measure(body: BodyCosts) -> float:
 
 
 @lru_cache(maxsize=4)
-def _begins_layer(body: BodyCosts) -> NDArray[np.bool_]:
+def _begins_layer(body: RangeCosts) -> NDArray[np.bool_]:
     """Of every position, whether its operator is of another layer than the one before."""
     layers = _layers(body)
     return np.array([True, *(one != other for one, other in pairwise(layers)), True])
 
 
 @lru_cache(maxsize=4)
-def _layers(body: BodyCosts) -> tuple[str, ...]:
+def _layers(body: RangeCosts) -> tuple[str, ...]:
     """The layer of every operator."""
     return layers_of(body.graph)

@@ -175,7 +175,7 @@ def _results(
     for root, number in last.items():
         if root in storages:
             done[number + 1] += storages[root].num_bytes
-    alive = memory.backward.made - done.cumsum()[:-1]
+    alive = memory.backward.allocated - done.cumsum()[:-1]
     found = np.full(count, -np.inf)
     for number, node in enumerate(stage.backward.nodes):
         place = index.get(node.forward)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import Reruns
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Pipeline, Variants
@@ -68,7 +68,7 @@ class Fitted:
 
 def fit(
     line: Pipeline,
-    body: BodyCosts,
+    body: RangeCosts,
     *,
     offload: bool = True,
     chooser: Chooser | None = None,

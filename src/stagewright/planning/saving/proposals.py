@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from stagewright.estimation.memory import RankMemory
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.prediction.pipeline import Pipeline, Variants, bodies_of
 from stagewright.planning.saving.anchors import anchors
@@ -21,7 +21,7 @@ from stagewright.schedule import Kind
 _MOST_ANNEALED = 16_000
 """Operators times phases up to which annealing is tried: in larger stages of equal layers it gains nothing."""
 
-_PIECES: WeakKeyDictionary[BodyCosts, KnownPieces] = WeakKeyDictionary()
+_PIECES: WeakKeyDictionary[RangeCosts, KnownPieces] = WeakKeyDictionary()
 """Of a model, which are the same wherever it is cut."""
 
 Chooser = Callable[[Problem], Choice | None]
@@ -49,7 +49,7 @@ class Proposals:
     """Of the ranks of a pipeline, each given with its memory if everything is kept; `units` are those of all stages."""
 
     variants: Variants
-    body: BodyCosts
+    body: RangeCosts
     units: Sequence[Unit]
 
     @property

@@ -177,7 +177,7 @@ class RerunStage:
 
     def _own_bytes(self) -> tuple[kernels.Floats, ...]:
         """Of the backward's own results: in front of every phase, with its operator, and at most from then to the next."""
-        during = self.memory.backward.made.astype(np.float64)
+        during = self.memory.backward.allocated.astype(np.float64)
         in_front = during.copy()
         for place, _, num_bytes in self.memory.backward.events:
             in_front[place] -= num_bytes if num_bytes != FREED else 0

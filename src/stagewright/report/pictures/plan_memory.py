@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
-from stagewright.estimation.profile import Inner, inner_bytes
+from stagewright.estimation.memory_curve import ActionCurve, action_curves
 from stagewright.estimation.state import ResidentBytes
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.report.pictures.scene import Curve
@@ -30,7 +30,7 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
     for rank, actions in enumerate(lowered.ranks):
         resident = line.resident(rank)
         memory = replay_rank(line.memories, lowered, rank, resident)
-        inside = inner_bytes(line.memories, lowered, rank, resident.has_slots)
+        inside = action_curves(line.memories, lowered, rank, resident.has_slots)
         own = timeline.encoded.rank_slice(rank)
         places = _computations(line.program.actions(rank))
         spans = timeline.start_s[own][places], timeline.end_s[own][places]
@@ -41,7 +41,7 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
 def _curve(
     memory: RankMemory,
     resident: ResidentBytes,
-    inside: Sequence[Inner],
+    inside: Sequence[ActionCurve],
     computes: Sequence[int],
     spans: tuple[Floats, Floats],
 ) -> Curve:

@@ -1,4 +1,4 @@
-"""One event happening to one microbatch on a rank: what it makes and frees, and the most bytes alive meanwhile."""
+"""Memory events of one microbatch on a rank: storages that each allocates and frees, and the peak during it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stagewright.schedule import Kind
 Key = int
 
 
-class Request(NamedTuple):
-    """A storage that is made, with its bytes, or freed, with `FREED`; and what is alive afterwards, in bytes: `saved`
-    activations, and what a running function has made, of which `again` there was before."""
+class StorageEvent(NamedTuple):
+    """Allocation of a storage, with its bytes, or its freeing, with `FREED`; and the bytes alive afterwards: `saved`
+    activations, and `transient` bytes of the running function, of which `again` are recomputed."""
 
     key: Key
     num_bytes: int
@@ -30,13 +30,12 @@ class Request(NamedTuple):
 
 @dataclass
 class Storages:
-    """Those of one microbatch on a rank with the number of names each has; user inputs are always there.
+    """Reference-counted storages of one microbatch on a rank; user inputs are always alive.
 
-    * `held`: stage -> what its forward has saved, by value;
-    * `waiting`: what is made and not yet sent or used; `posted`: buffers to receive into; `sending`: what may still be on
-      its way;
-    * `holders`: how many stages have saved a storage, user inputs apart; `held_bytes`: of all these storages;
-    * `script`: where asked for, what was made and freed, in order.
+    * `held`: values that each stage's forward has saved;
+    * `waiting`: results not yet sent or used; `posted`: receive buffers; `sending`: transfers that may still be in flight;
+    * `holders`: number of stages that have saved a storage, except user inputs; `held_bytes`: total of these storages;
+    * `script`: allocations and frees in order, if recorded.
     """
 
     size: dict[Key, int] = field(default_factory=dict)
@@ -49,17 +48,17 @@ class Storages:
     held_bytes: int = 0
     live: int = 0
     next_key: int = 0
-    script: list[Request] | None = None
+    script: list[StorageEvent] | None = None
 
     def copied(self) -> Storages:
-        """What is inside the inner collections is never changed, only replaced."""
+        """Return a shallow copy: inner collections are replaced, never modified."""
         return Storages(
             dict(self.size), dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
             dict(self.sending), dict(self.holders), self.held_bytes, self.live, self.next_key, self.script,
         )  # fmt: skip
 
     def hold(self, stage: int, values: dict[int, Key], inputs: frozenset[Key]) -> None:
-        """`values` are from now on what `stage` has saved."""
+        """Replace the values that `stage` has saved by `values`."""
         if stage in self.held:
             self.let_go(stage, inputs)
         self.held[stage] = values
@@ -69,7 +68,7 @@ class Storages:
             self.held_bytes += 0 if number else self.size[key]
 
     def let_go(self, stage: int, inputs: frozenset[Key]) -> dict[int, Key]:
-        """What `stage` has saved, from now on no longer."""
+        """Remove and return the values that `stage` has saved."""
         values = self.held.pop(stage)
         for key in {*values.values()} - inputs:
             number = self.holders.pop(key) - 1
@@ -85,7 +84,7 @@ class Storages:
         self.references[self.next_key] = 0
         self.live += num_bytes
         if self.script is not None:
-            self.script.append(Request(self.next_key, num_bytes, self.held_bytes))
+            self.script.append(StorageEvent(self.next_key, num_bytes, self.held_bytes))
         return self.next_key
 
     def take(self, keys: Iterable[Key]) -> None:
@@ -99,16 +98,16 @@ class Storages:
                 self.live -= self.size.pop(key)
                 del self.references[key]
                 if self.script is not None:
-                    self.script.append(Request(key, FREED, self.held_bytes))
+                    self.script.append(StorageEvent(key, FREED, self.held_bytes))
 
 
 Event = tuple[bool, Kind, int, int | None]
-"""True and the kind, stage and peer of an action; False and a channel that is done with what it sent."""
+"""True and the kind, stage and peer of an action; False and a channel whose oldest transfer has ended."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where events happen: pipeline rank `number`, with the storages of a microbatch's user inputs."""
+    """Pipeline rank `number`, with the storages of a microbatch's user inputs."""
 
     memories: Sequence[StageMemory]
     rank_of_stage: Sequence[int]
@@ -120,8 +119,8 @@ class Rank:
         return frozenset(self.inputs.values())
 
 
-class Change:
-    """One event happening to one microbatch, and the most bytes alive meanwhile."""
+class EventRun:
+    """Execution of one event on one microbatch, with the peak of alive bytes."""
 
     def __init__(self, rank: Rank, state: Storages) -> None:
         self.rank = rank
@@ -143,9 +142,9 @@ class Change:
                 self._forward(memory)
             case Kind.B:
                 given = self._let_go(stage) | self._collect(Kind.SEND_B, stage)
-                made = self._call(memory.backward, given)
-                self._keep_loss(memory, made)
-                self._hand_over(Kind.SEND_B, stage, made)
+                outputs = self._call(memory.backward, given)
+                self._keep_loss(memory, outputs)
+                self._hand_over(Kind.SEND_B, stage, outputs)
             case Kind.I:
                 self._input_grad(memory)
             case Kind.R:
@@ -173,17 +172,17 @@ class Change:
         for value in stage.inputs:
             given[value] = self.rank.inputs[value]
             state.take([given[value]])
-        made = self._call(memory.forward, given)
-        held = {value: made[value] for value in stage.saved if value in made}
+        outputs = self._call(memory.forward, given)
+        held = {value: outputs[value] for value in stage.saved if value in outputs}
         self._hold(stage.index, held)
         state.take(held.values())
-        self._keep_loss(memory, made)
-        self._hand_over(Kind.SEND_F, stage.index, made)
+        self._keep_loss(memory, outputs)
+        self._hand_over(Kind.SEND_F, stage.index, outputs)
 
-    def _keep_loss(self, memory: StageMemory, made: Mapping[int, Key]) -> None:
-        """The loss, if it is among what was made, stays for the batch."""
-        if memory.stage.computes_loss and memory.stage.graph.loss in made:
-            self.state.take([made[memory.stage.graph.loss]])
+    def _keep_loss(self, memory: StageMemory, outputs: Mapping[int, Key]) -> None:
+        """Keep the loss, if it is among the outputs, until the end of the batch."""
+        if memory.stage.computes_loss and memory.stage.graph.loss in outputs:
+            self.state.take([outputs[memory.stage.graph.loss]])
 
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
@@ -201,25 +200,29 @@ class Change:
         kept = {value: available[value] for value in stage.saved_for_weight_grad if value in available}
         state.take(kept.values())
         self._hold(stage.index, kept)
-        made = self._call(memory.input_grad, available)
+        outputs = self._call(memory.input_grad, available)
         fresh = {
-            value: made[value] for value in stage.saved_for_weight_grad if value in made and value not in kept
+            value: outputs[value]
+            for value in stage.saved_for_weight_grad
+            if value in outputs and value not in kept
         }
         state.take(fresh.values())
         self._hold(stage.index, kept | fresh)
-        self._keep_loss(memory, made)
-        self._hand_over(Kind.SEND_B, stage.index, made)
+        self._keep_loss(memory, outputs)
+        self._hand_over(Kind.SEND_B, stage.index, outputs)
 
     def _call(self, function: FunctionMemory, given: dict[int, Key]) -> dict[int, Key]:
-        """Run `function` on `given`, whose references it takes over; its outputs carry one reference each."""
+        """Run `function` on `given`, whose references it takes over; each output has one reference."""
         state, last = self.state, dict[Key, int]()
         for value, key in given.items():
             last[key] = max(last.get(key, -1), function.last.get(value, -1))
             state.references[key] -= 1
         free = [(at, state.size[key]) for key, at in last.items() if state.references[key] == 0]
         peak = function.peak(free)
-        own = sum(size for _, size in free)
-        self._observe(peak.above_entry, peak.made, own - peak.released, peak.again, peak.operator)
+        freed_bytes = sum(size for _, size in free)
+        self._observe(
+            peak.above_entry, peak.allocated, freed_bytes - peak.released, peak.again, peak.operator
+        )
         script, state.script = state.script, None  # the function's own order, not that of what follows
         storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
         outputs = {
@@ -227,40 +230,40 @@ class Change:
             for value, home in function.outputs.items()
         }
         state.take(outputs.values())
-        gone = [(at, key, state.size[key]) for key, at in last.items() if state.references[key] == 0]
-        for _, key, _ in gone:
+        freed = [(at, key, state.size[key]) for key, at in last.items() if state.references[key] == 0]
+        for _, key, _ in freed:
             state.take([key])
             state.release([key])
         if script is not None:
             state.script = script
-            script.extend(_script(function, storages, gone, state.held_bytes + own))
+            script.extend(_script(function, storages, freed, state.held_bytes + freed_bytes))
         return outputs
 
     # -- values between stages ------------------------------------------------------------------------------
 
     def _transfers(self, kind: Kind, stage: int) -> dict[int, tuple[int, ...]]:
-        found = self.rank.memories[stage].stage
-        transfers = found.sends if kind is Kind.SEND_F else found.grad_sends
+        described = self.rank.memories[stage].stage
+        transfers = described.sends if kind is Kind.SEND_F else described.grad_sends
         return {transfer.stage: transfer.values for transfer in transfers}
 
-    def _hand_over(self, kind: Kind, stage: int, made: dict[int, Key]) -> None:
+    def _hand_over(self, kind: Kind, stage: int, outputs: dict[int, Key]) -> None:
         for target, values in self._transfers(kind, stage).items():
-            kept = {value: made[value] for value in values}
+            kept = {value: outputs[value] for value in values}
             self.state.take(kept.values())
             self.state.waiting[kind, stage, target] = kept
-        self.state.release(made.values())
+        self.state.release(outputs.values())
 
     def _collect(self, kind: Kind, stage: int) -> dict[int, Key]:
-        """What other stages made for `stage`; whoever asks takes over the references."""
-        own = self.rank.memories[stage].stage
-        found: dict[int, Key] = {}
-        for transfer in own.receives if kind is Kind.SEND_F else own.grad_receives:
+        """Return the values for `stage` from other stages; the caller takes over the references."""
+        described = self.rank.memories[stage].stage
+        values: dict[int, Key] = {}
+        for transfer in described.receives if kind is Kind.SEND_F else described.grad_receives:
             channel = (kind, transfer.stage, stage)
             if self.rank.rank_of_stage[transfer.stage] == self.rank.number:
-                found.update(self.state.waiting.pop(channel))
+                values.update(self.state.waiting.pop(channel))
             else:
-                found.update(self._unpack(self.state.posted.pop(channel)))
-        return found
+                values.update(self._unpack(self.state.posted.pop(channel)))
+        return values
 
     def _messages(self, channel: Channel) -> tuple[Message, ...]:
         return self.rank.memories[channel[1]].messages.get(channel, ())
@@ -272,7 +275,7 @@ class Change:
         self._observe()
 
     def _unpack(self, buffers: list[tuple[Message, Key]]) -> dict[int, Key]:
-        arrived: dict[int, Key] = {}
+        values: dict[int, Key] = {}
         for message, buffer in buffers:
             meta = message.values[0].meta
             key = buffer
@@ -280,10 +283,10 @@ class Change:
                 key = self.state.new(meta.extent * meta.item_bytes)
                 self._observe()
             for value in message.values:
-                arrived[value.id] = key
+                values[value.id] = key
                 self.state.take([key])
             self.state.release([buffer])
-        return arrived
+        return values
 
     def _send(self, channel: Channel) -> None:
         values = self.state.waiting.pop(channel, {})
@@ -298,23 +301,23 @@ class Change:
         self.state.release(values.values())
 
     def _observe(
-        self, above: int = 0, transient: int = 0, own: int = 0, again: int = 0, operator: str = ""
+        self, above: int = 0, transient: int = 0, taken: int = 0, again: int = 0, operator: str = ""
     ) -> None:
-        """Note that `above` more bytes are alive than are listed, `own` of them saved values a function has taken, while
+        """Note that `above` more bytes are alive than are listed, `taken` of them saved values a function has taken, while
         `operator` of it runs; of what it has made, `again` bytes were there before."""
         if self.state.live + above > self.highest:
             self.highest = self.state.live + above
-            self.activations = self.state.held_bytes + own
+            self.activations = self.state.held_bytes + taken
             self.transient, self.again, self.operator = transient, again, operator
 
 
 def _script(
     function: FunctionMemory, storages: dict[int, Key], gone: Iterable[tuple[int, Key, int]], saved: int
-) -> Iterator[Request]:
-    """What a run of `function` makes and frees, in order: after each statement its own, then inputs that are `gone`
-    (statement of the last use, storage, bytes), which are among the `saved` bytes at its begin.
+) -> Iterator[StorageEvent]:
+    """Yield allocations and frees of a run of `function` in order: after each statement its own, then inputs that are `gone`
+    (statement of the last use, storage, bytes), which are among the `saved` bytes at the beginning.
 
-    `storages` are the keys of what stays; what does not has negative ones.
+    `storages` are the keys of storages that stay; others have negative keys.
     """
     waiting = deque(sorted(gone))
     sizes: dict[int, int] = {}
@@ -323,19 +326,19 @@ def _script(
         while waiting and waiting[0][0] < statement:
             _, key, freed = waiting.popleft()
             saved -= freed
-            yield Request(key, FREED, saved, transient, again)
+            yield StorageEvent(key, FREED, saved, transient, again)
         change = -sizes[home] if num_bytes == FREED else num_bytes
         sizes[home] = num_bytes
         transient += change
-        again += change if home in function.made_again else 0
-        yield Request(storages.get(home, -1 - home), num_bytes, saved, transient, again)
+        again += change if home in function.recomputed else 0
+        yield StorageEvent(storages.get(home, -1 - home), num_bytes, saved, transient, again)
     for _, key, freed in waiting:
         saved -= freed
-        yield Request(key, FREED, saved, transient, again)
+        yield StorageEvent(key, FREED, saved, transient, again)
 
 
 def _goes_as_it_is(message: Message) -> bool:
-    """Whether a message is sent out of the storage it lies in, without a packed copy."""
+    """Whether a message is sent directly from its storage, without a packed copy."""
     if message.whole:
         return True
     meta = message.values[0].meta

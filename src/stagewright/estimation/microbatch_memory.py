@@ -1,4 +1,4 @@
-"""The states that one microbatch goes through on a rank, and the bytes of every change between them."""
+"""Memory states of one microbatch on a rank, and the bytes of every transition between them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from functools import lru_cache
 from threading import Lock
 
 from stagewright.errors import ScheduleError
-from stagewright.estimation.change import Change, Event, Key, Rank, Request, Storages
+from stagewright.estimation.memory_events import Event, EventRun, Key, Rank, StorageEvent, Storages
 from stagewright.estimation.stage_memory import Channel, StageMemory
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import RECEIVED_BY, RECEIVES, SEND_OF, SENDS, SENDS_IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One change of state of one microbatch; bytes besides those of all other microbatches."""
+class Transition:
+    """One transition between states of one microbatch; bytes relative to those before it."""
 
     after: int
     live: int
-    """Bytes alive afterwards less those before."""
+    """Change of the bytes alive."""
     held: int
-    """Bytes of saved activations afterwards less those before."""
+    """Change of the bytes of saved activations."""
     above: int
-    """The most bytes alive on the way, above those before."""
+    """Peak of the bytes alive during the transition, above those before it."""
     activations: int
-    """Saved activations at that moment less those before; `transient`: bytes of the running function, of which `again` are
-    recomputed; `operator`: the one that runs."""
+    """Saved activations at the peak, relative to those before; `transient`: bytes of the running function, of which `again`
+    are recomputed; `operator`: the running operator."""
     transient: int
     again: int = 0
     operator: str = ""
-    script: tuple[Request, ...] = ()
-    """Where asked for: storages in the order in which they are made and freed; saved activations less those before."""
+    script: tuple[StorageEvent, ...] = ()
+    """If recorded: allocations and frees in order; saved activations relative to those before."""
 
 
 MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
 
 
 class MemoryEvents:
-    """What the actions of a rank, in order, do to which microbatch.
+    """Conversion of the actions of a rank, in order, to events of microbatches.
 
-    With `has_slots` transfers use buffers that stay (`slot_bytes`): what is sent is copied and then no longer held for that,
-    and what is received is copied in front of its use.
+    With `has_slots` transfers use permanent buffers (`slot_bytes`): a sent value is copied and need not be kept for the
+    send, and a received value is copied before its use.
     """
 
     def __init__(self, has_slots: bool = False) -> None:
@@ -52,7 +52,7 @@ class MemoryEvents:
         self._posted: dict[tuple[Kind, int, int], list[Event]] = defaultdict(list)
 
     def of(self, action: Action) -> Iterator[tuple[int, Event]]:
-        """Microbatches and events; a channel with enough on its way is done with the oldest before it sends anew."""
+        """Yield microbatches and events; a channel with the maximum of pending sends ends the oldest before a new one."""
         for part in (action,) if action.overlapped is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
             if kind not in MOVES or microbatch is None:
@@ -81,8 +81,7 @@ class MemoryEvents:
 
 
 def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tuple[int, ...]:
-    """Return the sizes of the buffers that a rank's transfers use, where these stay: of each channel as many as are in use
-    at a time."""
+    """Return the sizes of the permanent buffers of a rank's transfers: for each channel as many as are used at a time."""
     num_slots: dict[tuple[Kind, int, int], int] = defaultdict(int)
     posted: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
     for part in (part for action in actions for part in action.parts):
@@ -111,14 +110,14 @@ def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tu
 def in_flight(
     memories: tuple[StageMemory, ...], rank_of_stage: tuple[int, ...], rank: int, is_scripted: bool = False
 ) -> InFlight:
-    """The states of a microbatch on `rank`, kept for programs that differ in the order of actions only."""
+    """Return the states of a microbatch on `rank`, cached for programs that differ only in the order of actions."""
     return InFlight(memories, rank_of_stage, rank, is_scripted)
 
 
 class InFlight:
-    """The states of a microbatch on `rank`, numbered as they are met; microbatches share no storage.
+    """The states of a microbatch on `rank`, numbered in the order of discovery; microbatches share no storage.
 
-    `is_scripted` steps tell the order in which they make and free storages.
+    With `is_scripted`, transitions record their allocations and frees in order.
     """
 
     def __init__(
@@ -131,67 +130,69 @@ class InFlight:
         self.is_scripted = is_scripted
         graph = memories[0].stage.graph
         start = Storages()
-        own = (one.stage for one, placed in zip(memories, rank_of_stage, strict=True) if placed == rank)
-        read = dict.fromkeys(value for stage in own for value in stage.inputs)  # others it is not given
+        stages = (
+            memory.stage for memory, placed in zip(memories, rank_of_stage, strict=True) if placed == rank
+        )
+        read = dict.fromkeys(value for stage in stages for value in stage.inputs)  # others it is not given
         inputs = {value: start.new(graph.values[value].meta.storage_bytes) for value in read}
         start.take(inputs.values())
         self.rank = Rank(memories, rank_of_stage, rank, inputs)
         self.input_bytes = start.live
         self.start_sizes = dict(start.size)
         self._states = [start]
-        self._steps: dict[tuple[int, Event], Step] = {}
+        self._steps: dict[tuple[int, Event], Transition] = {}
         self._working = Lock()
 
-    def step(self, state: int, event: Event) -> Step:
-        """The change that `event` makes to a microbatch in `state`; states are numbered from 0, the first.
+    def step(self, state: int, event: Event) -> Transition:
+        """Return the transition of a microbatch in `state` by `event`; state 0 is the first.
 
         Raises:
-            ScheduleError: the event uses a value that is not there.
+            ScheduleError: the event uses a value that does not exist.
         """
-        known = self._steps.get((state, event))
-        if known is None:
+        transition = self._steps.get((state, event))
+        if transition is None:
             with self._working:  # kept ones serve every thread
-                known = self._steps.get((state, event))
-                if known is None:
-                    known = self._steps[state, event] = self._worked_out(state, event)
-        return known
+                transition = self._steps.get((state, event))
+                if transition is None:
+                    transition = self._steps[state, event] = self._compute(state, event)
+        return transition
 
     def sizes(self, state: int) -> dict[Key, int]:
-        """The storages of `state`, and their bytes."""
+        """Return the storages of `state` and their bytes."""
         return self._states[state].size
 
     def sending_bytes(self, state: int) -> int:
-        """Bytes of `state` that are alive only because they may still be on their way."""
-        found = self._states[state].copied()
-        before = found.live
-        for keys in found.sending.values():
-            found.release(keys)
-        return before - found.live
+        """Return the bytes of `state` that are alive only because their transfer may still be in flight."""
+        storages = self._states[state].copied()
+        before = storages.live
+        for keys in storages.sending.values():
+            storages.release(keys)
+        return before - storages.live
 
     def saved_bytes(self, state: int) -> dict[int, int]:
-        """Stage -> bytes that its forward has saved; what several stages of the rank save counts for the first."""
-        found, seen = self._states[state], set(self.rank.inputs.values())
+        """Return the bytes that each stage's forward has saved; storages that several stages save count for the first."""
+        storages, seen = self._states[state], set(self.rank.inputs.values())
         saved: dict[int, int] = {}
-        for stage, values in sorted(found.held.items()):
-            own = set(values.values()) - seen
-            seen |= own
-            saved[stage] = sum(found.size[key] for key in own)
+        for stage, values in sorted(storages.held.items()):
+            keys = set(values.values()) - seen
+            seen |= keys
+            saved[stage] = sum(storages.size[key] for key in keys)
         return saved
 
-    def _worked_out(self, number: int, event: Event) -> Step:
+    def _compute(self, number: int, event: Event) -> Transition:
         before = self._states[number]
         after = before.copied()
         after.script = [] if self.is_scripted else None
-        change = Change(self.rank, after)
+        change = EventRun(self.rank, after)
         try:
             change.act(event)
         except KeyError as missing:
             raise ScheduleError(f"value {missing} is used before it is there") from None
         held = before.held_bytes
-        script = tuple(each._replace(saved=each.saved - held) for each in after.script or ())
+        script = tuple(item._replace(saved=item.saved - held) for item in after.script or ())
         after.script = None
         self._states.append(after)
-        return Step(
+        return Transition(
             len(self._states) - 1, after.live - before.live, after.held_bytes - held,
             change.highest - before.live, change.activations - held, change.transient, change.again,
             change.operator, script,
