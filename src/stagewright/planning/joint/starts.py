@@ -12,6 +12,7 @@ from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.levelling import levelled
 from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
+from stagewright.planning.partition.solver import ends_in_reach
 from stagewright.schedule.list_scheduler.terms import Floats, Ints
 from stagewright.schedule.placement import Placement, loop, wave
 
@@ -56,18 +57,12 @@ def balanced(problem: Problem, placement: Placement) -> Layout | None:
 
 def _ends_within(time: Floats, speed: Floats, bottleneck: float) -> list[int] | None:
     """Ends of non-empty stages that each take at most `bottleneck` seconds, as late as can be."""
-    num_layers, num_stages = len(time) - 1, len(speed)
-    ends: list[int] = []
-    at = 0
-    for stage in range(num_stages):
-        limit = time[at] + bottleneck * speed[stage] * (1 + 1e-12)
-        end = int(np.searchsorted(time, limit, side="right")) - 1
-        end = min(end, num_layers - (num_stages - 1 - stage))
-        if end <= at:
-            return None
-        ends.append(end)
-        at = end
-    return ends if at == num_layers else None
+
+    def farthest(stage: int, start: int) -> int:
+        limit = time[start] + bottleneck * speed[stage] * (1 + 1e-12)
+        return int(np.searchsorted(time, limit, side="right")) - 1
+
+    return ends_in_reach(farthest, len(speed), len(time) - 1)
 
 
 def filled_from_the_end(problem: Problem, stage_ends: Ints | None = None) -> Layout:

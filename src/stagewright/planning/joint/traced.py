@@ -13,6 +13,7 @@ from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.partition.line import known_ranges
 from stagewright.planning.partition.ranges import Givable
+from stagewright.planning.partition.solver import narrowest_of_each
 from stagewright.planning.prediction.transfers import lane_seconds
 from stagewright.schedule import Action, Kind, Program
 from stagewright.schedule.list_scheduler.terms import Ints
@@ -62,14 +63,9 @@ class Wiring:
 def piece_ends(body: RangeCosts, num_ranks: int) -> Ints:
     """Positions at which the body is taken apart, its two ends among them: in every stretch of about equal
     seconds the legal cut that least crosses."""
-    legal, width = body.legal_cuts, body.boundary_bytes
     wanted = max(_FEWEST_PIECES, _PIECES_PER_RANK * num_ranks)
-    stretch = np.floor(body.seconds[legal] / body.seconds[-1] * wanted)
-    narrowest: dict[float, int] = {}
-    for cut, key in zip(legal.tolist(), stretch.tolist(), strict=True):
-        if key not in narrowest or width[cut] < width[narrowest[key]]:
-            narrowest[key] = cut
-    return np.array([0, *sorted(narrowest.values()), body.size], np.int64)
+    stretches = np.floor(body.seconds[body.legal_cuts] / body.seconds[-1] * wanted)
+    return np.array([0, *narrowest_of_each(body, stretches), body.size], np.int64)
 
 
 def problem_of(

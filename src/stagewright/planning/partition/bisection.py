@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,22 @@ class Found:
 
     cuts: tuple[int, ...]
     seconds: float
+
+
+def last_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The last of ``low..high`` for which `holds`, if it holds for all before; `low`, for which it is not asked, if it holds for
+    none of the others.
+
+    >>> last_true(lambda index: index < 5, 0, 9), last_true(lambda index: False, 2, 9)
+    (4, 2)
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def bottleneck(leaves: Leaves, cuts: tuple[int, ...]) -> float:
@@ -143,28 +160,17 @@ class _Bisection:
             highest = min(highest, self.high_ends[stage])
         if lowest > highest:
             lowest = before + 1
-        good = None
-        while lowest <= highest:
-            middle = (lowest + highest) // 2
-            cost = self.leaves.cost(stage, start, int(self.ends[middle]))
-            if cost <= limit and math.isfinite(cost):
-                good, lowest = middle, middle + 1
-            else:
-                highest = middle - 1
-        if good is None and self.low_ends[stage] > before + 1:
-            good = self._from_the_start(stage, start, before, limit, min(last, self.low_ends[stage] - 1))
-        return self._narrow_enough(stage, good, before, limit)
 
-    def _from_the_start(self, stage: int, start: int, before: int, limit: float, highest: int) -> int | None:
-        lowest, good = before + 1, None
-        while lowest <= highest:
-            middle = (lowest + highest) // 2
-            cost = self.leaves.cost(stage, start, int(self.ends[middle]))
-            if cost <= limit and math.isfinite(cost):
-                good, lowest = middle, middle + 1
-            else:
-                highest = middle - 1
-        return good
+        def is_within(index: int) -> bool:
+            cost = self.leaves.cost(stage, start, int(self.ends[index]))
+            return cost <= limit and math.isfinite(cost)
+
+        index = last_true(is_within, lowest - 1, highest)
+        if index < lowest:
+            index = before
+            if self.low_ends[stage] > before + 1:
+                index = last_true(is_within, before, min(last, self.low_ends[stage] - 1))
+        return self._narrow_enough(stage, index, before, limit)
 
     def _by_time(self, stage: int, start: int, limit: float) -> int:
         """The last end that computation alone allows."""
@@ -173,9 +179,9 @@ class _Bisection:
         farthest = int(np.searchsorted(seconds, reach * (1 + 1e-12), side="right")) - 1
         return int(np.searchsorted(self.ends, farthest, side="right")) - 1
 
-    def _narrow_enough(self, stage: int, index: int | None, before: int, limit: float) -> int | None:
-        """The last end not behind `index` whose transfer is within `limit`."""
-        while index is not None and index > before:
+    def _narrow_enough(self, stage: int, index: int, before: int, limit: float) -> int | None:
+        """The last end after `before` and not after `index` whose transfer is within `limit`."""
+        while index > before:
             if self.leaves.transfer_seconds(stage, int(self.ends[index])) <= limit:
                 return index
             index -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,14 +69,18 @@ def _searches(costs: Sequence[RangeCosts], budget: MemoryBudget | None) -> Itera
 
 def _worthwhile(costs: RangeCosts, at_least: int) -> Ints:
     """Legal cuts without those that have a narrower one beside them that splits the time all the same."""
-    legal, width = costs.legal_cuts, costs.boundary_bytes
+    legal = costs.legal_cuts
     spacing = costs.seconds[-1] / max(256, 32 * (at_least + 1))
-    best: dict[int, int] = {}
-    for cut, bin_ in zip(legal.tolist(), (costs.seconds[legal] / spacing).astype(int).tolist(), strict=True):
-        if bin_ not in best or width[cut] < width[best[bin_]]:
-            best[bin_] = cut
-    chosen = np.array(sorted(best.values()), np.int64)
+    chosen = narrowest_of_each(costs, (costs.seconds[legal] / spacing).astype(int))
     return chosen if len(chosen) >= at_least else legal
+
+
+def narrowest_of_each(costs: RangeCosts, stretches: NDArray[np.number]) -> Ints:
+    """The legal cut of every stretch that least crosses, the first of equal ones; `stretches` has that of each legal cut."""
+    legal = costs.legal_cuts
+    order = np.lexsort((costs.boundary_bytes[legal], stretches))
+    _, first = np.unique(stretches[order], return_index=True)
+    return np.sort(legal[order[first]])
 
 
 class _Stages:
@@ -130,17 +134,10 @@ class _Stages:
         return end
 
     def _reach(self, bottleneck: float) -> list[int] | None:
-        """Ends of stages that each go as far as they may, or None if that does not cover the body."""
-        at, found = 0, []
-        last = len(self.ends) - 1
-        for stage in range(self.num_stages):
-            left = self.num_stages - 1 - stage
-            end = min(self._farthest(stage, at, bottleneck), last - left)
-            if end <= at:
-                return None
-            at = end
-            found.append(end)
-        return found if at == last else None
+        def farthest(stage: int, start: int) -> int:
+            return self._farthest(stage, start, bottleneck)
+
+        return ends_in_reach(farthest, self.num_stages, len(self.ends) - 1)
 
     def _narrowest(self, bottleneck: float) -> list[int] | None:
         """The cuts of least total width: a shortest path over (stage, end), each stage a sliding window."""
@@ -174,6 +171,19 @@ class _Stages:
             load = self.load[stage]
             by_load = np.searchsorted(load, load + self.budget.stage_bytes[stage], side="right") - 1
             yield np.minimum(by_time, by_load)
+
+
+def ends_in_reach(farthest: Callable[[int, int], int], num_stages: int, last: int) -> list[int] | None:
+    """Ends of stages that each go as far as they may and leave at least one place to every later one, or None if that does
+    not cover all up to `last`; `farthest` says how far a stage may go from a start."""
+    ends, start = list[int](), 0
+    for stage in range(num_stages):
+        end = min(farthest(stage, start), last - (num_stages - 1 - stage))
+        if end <= start:
+            return None
+        ends.append(end)
+        start = end
+    return ends if start == last else None
 
 
 @njit(cache=True)
