@@ -28,13 +28,14 @@ import numpy as np
 
 from figures import write
 from peers.exact.cuts import exact
+from stagewright.arrays import Floats
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
 from stagewright.planning.partition.bisection import Found, bisect, last_true
 from stagewright.planning.partition.leaves import Leaves, Terms
-from stagewright.planning.partition.ranges import Floats, Givable, Ranges, ranges_of
+from stagewright.planning.partition.ranges import Givable, Ranges, ranges_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve

@@ -18,6 +18,7 @@ from itertools import product
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import JointPlan, scheduled
@@ -25,7 +26,7 @@ from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
-from stagewright.schedule.list_scheduler.terms import Floats, Rule
+from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import Placement, linear, loop
 
 ADAPTIS = Rule(1, False, False, np.inf, 0.0, UNLIMITED, True, 0.0)

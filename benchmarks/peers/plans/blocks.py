@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect
 from stagewright.planning.partition.leaves import Leaves, Terms
-from stagewright.planning.partition.ranges import Ints, Ranges
+from stagewright.planning.partition.ranges import Ranges
 from stagewright.planning.saving.anchors import narrow_places
 
 _WINDOWS = (12, 6, 3)

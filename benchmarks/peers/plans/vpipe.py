@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from peers.plans.blocks import block_ends, moved_cuts
+from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.partition.leaves import Leaves
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
-from stagewright.planning.partition.ranges import Ints
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories

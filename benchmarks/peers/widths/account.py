@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, all_reduce_seconds
-from stagewright.estimation.stages import Floats
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.bounds.layer_costs import LayerCosts, stage_seconds, stage_sums
 from stagewright.planning.candidate import Choice

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.errors import InputError
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster
 from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stages import Floats, RangeCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.graph import short_name
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.advice import misses_memory

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 
-from stagewright.schedule.action import Kind
+from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.program import Program
 
 
@@ -18,13 +19,26 @@ def in_flight(program: Program) -> tuple[int, ...]:
     (4, 3, 2, 1)
     """
     now, most = [0] * program.num_stages, [0] * program.num_stages
-    for action in program.without_pairs():
-        if action.kind is Kind.F:
-            now[action.stage] += 1
-            most[action.stage] = max(most[action.stage], now[action.stage])
-        elif action.kind in (Kind.B, Kind.W):
-            now[action.stage] -= 1
+    for stage, change in changes(program.without_pairs()):
+        now[stage] += change
+        most[stage] = max(most[stage], now[stage])
     return tuple(most)
+
+
+def changes(actions: Iterable[Action]) -> Iterator[tuple[int, int]]:
+    """Stage by stage as `actions` run, 1 where a forward saves the values of one more microbatch and -1 where the end of a
+    backward frees them.
+
+    >>> from stagewright.schedule import build
+    >>> [*changes(build("1f1b", 2, 2).actions(1))]
+    [(1, 1), (1, -1), (1, 1), (1, -1)]
+    """
+    for action in actions:
+        for part in action.parts:
+            if part.kind is Kind.F:
+                yield part.stage, 1
+            elif part.kind in (Kind.B, Kind.W):
+                yield part.stage, -1
 
 
 def peak_activations(program: Program) -> list[int]:
@@ -34,8 +48,6 @@ def peak_activations(program: Program) -> list[int]:
     >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
     ([4, 3, 2, 1], [4, 4])
     """
-    changes = (
-        [(p.kind is Kind.F) - (p.kind in (Kind.B, Kind.W)) for action in actions for p in action.parts]
-        for actions in program.ranks
-    )
-    return [max(0, *accumulate(change)) for change in changes]
+    return [
+        max(accumulate((change for _, change in changes(actions)), initial=0)) for actions in program.ranks
+    ]

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import gcd
 
 from stagewright.cluster import Cluster, Device, arranged
+from stagewright.planning.job import Job
 
 
 def has_equal_nodes(cluster: Cluster) -> bool:
@@ -51,6 +52,14 @@ def kinds_of_ranks(cluster: Cluster, pp: int) -> tuple[tuple[int, ...], ...]:
 def devices_of_ranks(cluster: Cluster, pp: int) -> tuple[tuple[Device, ...], ...]:
     """As `kinds_of_ranks`, the devices."""
     return tuple(tuple(cluster.device_of(first) for first in block) for block in kinds_of_ranks(cluster, pp))
+
+
+def usable_bytes_of_ranks(job: Job, cluster: Cluster, pp: int) -> list[int]:
+    """What the allocator of each of `pp` ranks may reserve; of replicas on several kinds of devices the least."""
+    return [
+        min(job.usable_bytes(device, cluster) for device in devices)
+        for devices in devices_of_ranks(cluster, pp)
+    ]
 
 
 def widest_unit(cluster: Cluster) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from stagewright.arrays import Floats, Ints
+
 Words = NDArray[np.uint64]
 
 NUM_MOVES = 5

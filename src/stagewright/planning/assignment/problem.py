@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError
 from stagewright.planning.assignment.kernels import Terms, cost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import anneal, best_permutation, descend
-from stagewright.planning.assignment.problem import Assignment, Grid, Ints
+from stagewright.planning.assignment.problem import Assignment, Grid
 
 _ALL_ORDERS = 8
 _STEPS_TIMES_UNITS, _FEWEST_STEPS = 40_000_000, 200_000

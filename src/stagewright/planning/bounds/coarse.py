@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.cluster import (
     Cluster,
     Device,
     all_gather_seconds,
     all_reduce_seconds,
 )
-from stagewright.estimation.stages import Floats
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.planning.assignment.device_order import devices_of_ranks
+from stagewright.planning.assignment.device_order import devices_of_ranks, usable_bytes_of_ranks
 from stagewright.planning.bounds.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import OF_STATE, Choice, Recomputed, network_seconds
 from stagewright.planning.job import Job
@@ -30,7 +30,7 @@ from stagewright.planning.prediction.predict import host_of, host_step_seconds, 
 from stagewright.planning.prediction.sharding import NUM_BUFFERS
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.space import Sizes
-from stagewright.schedule import Kind
+from stagewright.schedule.in_flight import changes
 from stagewright.tracing.models.reference import ModelReference
 
 Trace = Callable[..., OperatorGraph]
@@ -183,8 +183,9 @@ class Coarse:
         whole = parameters / (choice.num_chunks or 1) * ITEM_BYTES[self.job.precision.gradient]
         if choice.level >= PARAMETERS:
             whole += parameters / (choice.num_chunks or 1) * ITEM_BYTES[self.job.torch_name]
-        state = self.missing_anywhere(choice, one, cluster) + self._usable_bytes(cluster, choice.pp, 0)
-        has_room = state + NUM_BUFFERS * whole <= OF_STATE * self._usable_bytes(cluster, choice.pp, 0)
+        usable = usable_bytes_of_ranks(self.job, cluster, choice.pp)[0]
+        state = self.missing_anywhere(choice, one, cluster) + usable
+        has_room = state + NUM_BUFFERS * whole <= OF_STATE * usable
         return network_seconds(choice, parameters, cluster, self.job, in_units=not has_room)
 
     def _parameters(self, choice: Choice, one: Sizes) -> float:
@@ -202,11 +203,12 @@ class Coarse:
         )
         share = choice.state_share(self.job.precision)
         lacking = []
+        usable = usable_bytes_of_ranks(self.job, cluster, choice.pp)
         for rank in {0, choice.pp - 1}:
             alive = _alive(choice.schedule, choice.pp, _enough(choice), choice.num_chunks or 1, rank)
             own = slice(rank, None, choice.pp)
             needed = share * state[own].sum() + float((alive @ kept[own]).max())
-            lacking.append(needed - self._usable_bytes(cluster, choice.pp, rank))
+            lacking.append(needed - usable[rank])
         return int(max(lacking))
 
     def missing_anywhere(self, choice: Choice, one: Sizes, cluster: Cluster, num_saved: float = 0.0) -> int:
@@ -214,11 +216,7 @@ class Coarse:
         costs = self.costs(one)
         share = choice.state_share(self.job.precision)
         needed = share * float(costs.state_bytes.sum()) + num_saved * float(costs.saved_bytes.sum())
-        usable = sum(self._usable_bytes(cluster, choice.pp, rank) for rank in range(choice.pp))
-        return int((needed - usable) / choice.pp)
-
-    def _usable_bytes(self, cluster: Cluster, pp: int, rank: int) -> int:
-        return min(self.job.usable_bytes(device, cluster) for device in devices_of_ranks(cluster, pp)[rank])
+        return int((needed - sum(usable_bytes_of_ranks(self.job, cluster, choice.pp))) / choice.pp)
 
 
 def _is_narrower(known: int, width: int) -> bool:
@@ -238,11 +236,8 @@ def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank:
     program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
     now: Counter[int] = Counter()
     rows: list[list[int]] = []
-    for action in program.without_pairs().actions(rank):
-        chunk = action.stage // pp
-        if action.kind is Kind.F:
-            now[chunk] += 1
+    for stage, change in changes(program.without_pairs().actions(rank)):
+        now[stage // pp] += change
+        if change > 0:
             rows.append([now[each] for each in range(num_chunks)])
-        elif action.kind in (Kind.B, Kind.W):
-            now[chunk] -= 1
     return np.unique(np.array(rows, float), axis=0)

@@ -8,9 +8,10 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.operators import Kernel, work
-from stagewright.estimation.stages import Floats, RangeCosts
+from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing, together
 from stagewright.graph import Node, OperatorGraph
 from stagewright.graph.layers import layer_begins, layer_of

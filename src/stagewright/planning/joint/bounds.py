@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.planning.joint.packing import Packing, pack
 from stagewright.planning.joint.problem import Problem
-from stagewright.schedule.list_scheduler.terms import Floats
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 
+from stagewright.arrays import Ints
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
@@ -44,7 +45,6 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.space import JOINT, HostOptimizer
-from stagewright.schedule.list_scheduler.terms import Ints
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 

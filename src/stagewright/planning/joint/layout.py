@@ -9,8 +9,9 @@ from itertools import pairwise
 import numba
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.planning.joint.problem import Problem
-from stagewright.schedule.list_scheduler.terms import Ints, Stages
+from stagewright.schedule.list_scheduler.terms import Stages
 from stagewright.schedule.placement import Placement
 from stagewright.simulation.costs import StageCosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.planning.joint.problem import Problem
-from stagewright.schedule.list_scheduler.terms import Ints
 
 
 def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:

@@ -9,8 +9,8 @@ from itertools import product
 import numba
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.planning.joint.problem import Problem
-from stagewright.schedule.list_scheduler.terms import Floats, Ints
 
 _PRECISION = 1e-6
 _MOST_STATES = 200_000

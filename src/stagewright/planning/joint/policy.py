@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.schedule.list_scheduler.terms import Floats, Rule
+from stagewright.arrays import Floats
+from stagewright.schedule.list_scheduler.terms import Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
+from stagewright.arrays import Floats
 from stagewright.errors import PlanError
-from stagewright.schedule.list_scheduler.terms import Floats
 
 
 @dataclass(frozen=True, eq=False)

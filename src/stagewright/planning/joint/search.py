@@ -13,6 +13,7 @@ from math import ceil
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.errors import PlanError
 from stagewright.planning.joint.anneal import anneal, makespan_of
 from stagewright.planning.joint.baselines import baselines
@@ -27,7 +28,7 @@ from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
-from stagewright.schedule.list_scheduler.terms import Ints, Order, Rule, Stages
+from stagewright.schedule.list_scheduler.terms import Order, Rule, Stages
 
 Report = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in seconds."""

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.levelling import levelled
 from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.partition.solver import ends_in_reach
-from stagewright.schedule.list_scheduler.terms import Floats, Ints
 from stagewright.schedule.placement import Placement, loop, wave
 
 

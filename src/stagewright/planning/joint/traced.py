@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
@@ -16,7 +17,6 @@ from stagewright.planning.partition.ranges import Givable
 from stagewright.planning.partition.solver import narrowest_of_each
 from stagewright.planning.prediction.transfers import lane_seconds
 from stagewright.schedule import Action, Kind, Program
-from stagewright.schedule.list_scheduler.terms import Ints
 
 _PIECES_PER_RANK = 12
 _FEWEST_PIECES = 48

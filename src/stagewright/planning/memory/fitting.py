@@ -15,7 +15,7 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import has_regions
 from stagewright.planning.advice import misses_memory
-from stagewright.planning.assignment.device_order import devices_of_ranks
+from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
@@ -247,10 +247,7 @@ class Fitting:
         if choice.as_model or (not kept and (one.saves or choice.recompute)):
             counts = [0.0] * len(counts)
         share = choice.state_share(self.job.precision)
-        own = devices_of_ranks(one.cluster, choice.pp)
-        limits = [
-            min(float(self.job.usable_bytes(device, one.cluster)) for device in devices) for devices in own
-        ]
+        limits = usable_bytes_of_ranks(self.job, one.cluster, choice.pp)
         ranks = program.placement.rank_of_stage
         bodies = bodies_of(body, one.cluster, choice.pp, choice.num_holders * choice.tp)
         budget = MemoryBudget([limits[rank] for rank in ranks], counts, share)
@@ -261,7 +258,7 @@ class Fitting:
         if least > limit:
             which = ", and cannot be the fastest if it gives any up" if one.saves and kept else ""
             reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}{which}"
-            self.exclude(choice, reason, least - round(limit))
+            self.exclude(choice, reason, least - limit)
         else:
             self.exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
         return False

@@ -6,9 +6,9 @@ the one that demands more memory has the larger overhead, then a cut of least ma
 times are equal and the cut at which the demands are. If the last assumption fails, it still lies between the cuts at which
 the times and the overheads are equal.
 
-Source: the abstract of DawnPiper (arXiv 2505.05856) names binary pipeline partitioning with such a theorem; statement and proof
-here are a reconstruction (`docs/design/0008-memory.md`). Where the original scans the candidates of an interval, the crossing of
-the two halves' times is bisected here, because the best time of a half never falls when it gets more operators.
+Source: the abstract of DawnPiper (arXiv 2505.05856) names binary pipeline partitioning with such a theorem; statement and
+proof here are a reconstruction (`docs/design/0008-memory.md`). Where the original scans the candidates of an interval, the
+crossing of the two halves' times is bisected here, because the best time of a half never falls when it gets more operators.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import math
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.planning.partition.bisection import Found, bottleneck, last_true
 from stagewright.planning.partition.leaves import Leaves
-from stagewright.planning.partition.ranges import Ints
 
 
 def binary(leaves: Leaves) -> Found | None:

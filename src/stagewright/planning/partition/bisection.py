@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagewright.arrays import Ints
 from stagewright.planning.partition.leaves import Leaves
-from stagewright.planning.partition.ranges import Ints
 
 _CLOSE = 1e-4
 """Bottlenecks that differ by less than this part are equal."""
@@ -24,8 +24,8 @@ class Found:
 
 
 def last_true(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last of ``low..high`` for which `holds`, if it holds for all before; `low`, for which it is not asked, if it holds for
-    none of the others.
+    """The last of ``low..high`` for which `holds`, if it holds for all before; `low`, for which it is never called, if it
+    holds for none of the others.
 
     >>> last_true(lambda index: index < 5, 0, 9), last_true(lambda index: False, 2, 9)
     (4, 2)

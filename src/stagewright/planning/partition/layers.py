@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.errors import InputError
-from stagewright.estimation.stages import Floats
 
 
 def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tuple[int, ...]:
@@ -73,7 +72,7 @@ def _stage_costs(seconds: Sequence[Floats], least: Sequence[int], most: Sequence
 
 def _best(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:
     """The least total, and layers of every stage of a split that has it, where `join` adds a stage to those before."""
-    totals, came = costs[0][0], list[NDArray[np.int64]]()
+    totals, came = costs[0][0], list[Ints]()
     for cost in costs[1:]:
         joined = join(totals[:, None], cost)
         came.append(joined.argmin(axis=0))

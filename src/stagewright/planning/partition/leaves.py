@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stagewright.planning.partition.ranges import Floats, Ranges
+from stagewright.arrays import Floats
+from stagewright.planning.partition.ranges import Ranges
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from stagewright.arrays import Floats, Ints
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Part
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.pieces import PieceNetwork, Point
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class RangeMaximum:

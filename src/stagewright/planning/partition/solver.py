@@ -9,11 +9,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

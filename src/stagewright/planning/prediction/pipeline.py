@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
@@ -27,6 +28,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.in_flight import changes
 from stagewright.schedule.lanes import Lane
 from stagewright.schedule.lower import receives_ahead
 
@@ -203,15 +205,8 @@ class Pipeline:
         sizes = [summary.offloaded_bytes for summary in self.summaries]
         if not any(sizes[stage] for stage in self.program.placement.stages_of(pipeline_rank)):
             return 0
-        now = most = 0
-        for action in self.program.actions(pipeline_rank):
-            for part in action.parts:
-                if part.kind is Kind.F:
-                    now += sizes[part.stage]
-                    most = max(most, now)
-                elif part.kind in (Kind.B, Kind.W):
-                    now -= sizes[part.stage]
-        return most
+        actions = self.program.actions(pipeline_rank)
+        return max(accumulate((change * sizes[stage] for stage, change in changes(actions)), initial=0))
 
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]

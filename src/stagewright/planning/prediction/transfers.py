@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, all_gather_seconds
 from stagewright.graph.messages import messages
 from stagewright.schedule.lanes import LANE_CTAS
@@ -15,7 +15,6 @@ from stagewright.schedule.lanes import LANE_CTAS
 if TYPE_CHECKING:
     from stagewright.planning.prediction.pipeline import Pipeline
 
-Floats = NDArray[np.float64]
 
 _CTA_BYTES_PER_S = 33e9
 """Of a thread block that sends or receives over NVLink.

@@ -9,8 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Bools, Floats
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import RangeCosts
@@ -115,7 +115,7 @@ def _num_layers(body: RangeCosts, start: int, stop: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _measure(body: RangeCosts) -> NDArray[np.float64]:
+def _measure(body: RangeCosts) -> Floats:
     """Up to every position, the part of the model's parameters plus the part of its seconds."""
     parts = [column / max(float(column[-1]), 1e-300) for column in (body.state_bytes, body.seconds)]
     return parts[0] + parts[1]
@@ -133,7 +133,7 @@ def _layer_measure(body: RangeCosts) -> float:
 
 
 @lru_cache(maxsize=4)
-def _begins_layer(body: RangeCosts) -> NDArray[np.bool_]:
+def _begins_layer(body: RangeCosts) -> Bools:
     """Of every position, whether its operator is of another layer than the one before."""
     layers = _layers(body)
     return np.array([True, *(one != other for one, other in pairwise(layers)), True])

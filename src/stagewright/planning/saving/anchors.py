@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Ints
 from stagewright.graph import OperatorGraph, Part
-
-Ints = NDArray[np.int64]
 
 _WINDOWS = (6, 12, 24, 48, 96)
 """Operators to either side among which a cut must be narrowest; wider windows until few enough bytes are anchors."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node
@@ -62,7 +62,7 @@ class Chain:
     storages: dict[int, Storage]
     uses: tuple[tuple[int, ...], ...]
     boundaries: tuple[int, ...]
-    results: NDArray[np.float64]
+    results: Floats
 
     @cached_property
     def made(self) -> tuple[tuple[int, ...], ...]:
@@ -80,7 +80,7 @@ class Chain:
         return self.seconds, tuple(self.storages.values()), uses, self.boundaries, self.results.tobytes()
 
     @cached_property
-    def needed_before(self) -> NDArray[np.float64]:
+    def needed_before(self) -> Floats:
         """Bytes that the backward needs of what the operators in front of each make; one entry more than operators."""
         made = np.zeros(len(self.nodes) + 1)
         for storage in self.storages.values():
@@ -137,7 +137,7 @@ def _storages(stage: Stage, nodes: Sequence[Node]) -> tuple[dict[int, Storage], 
     return storages, tuple(uses)
 
 
-def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:
+def _widths(count: int, storages: dict[int, Storage]) -> Floats:
     """Bytes alive in front of every operator that it or a later one uses, small storages left out: statistics that are at
     hand from the beginning would make every later place a little narrower."""
     changes = np.zeros(count + 2)
@@ -149,7 +149,7 @@ def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:
     return changes.cumsum()[: count + 1]
 
 
-def _boundaries(widths: NDArray[np.float64]) -> tuple[int, ...]:
+def _boundaries(widths: Floats) -> tuple[int, ...]:
     """Of places as narrow as each other with nothing wider between them the first."""
     inside: list[int] = []
     for window in _WINDOWS if len(widths) <= _SHORT else _WINDOWS[1:]:
@@ -163,9 +163,7 @@ def _boundaries(widths: NDArray[np.float64]) -> tuple[int, ...]:
     return (0, *inside, len(widths) - 1)
 
 
-def _results(
-    memory: StageMemory, storages: dict[int, Storage], index: dict[int, int], count: int
-) -> NDArray[np.float64]:
+def _results(memory: StageMemory, storages: dict[int, Storage], index: dict[int, int], count: int) -> Floats:
     stage = memory.stage
     last: dict[int, int] = {}
     for number, node in enumerate(stage.backward.nodes):

@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.planning.saving.chain import Chain
 
 _SCALE = 10_000_000
@@ -262,7 +262,7 @@ class _Network:
         )
 
     @cached_property
-    def _sorted(self) -> tuple[Any, NDArray[np.float64], NDArray[np.float64]]:
+    def _sorted(self) -> tuple[Any, Floats, Floats]:
         """The edges as a sparse matrix, and what of its entries is fixed and what has a price."""
         from scipy.sparse import csr_array
 

@@ -10,12 +10,10 @@ from itertools import pairwise
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.planning.saving.chain import Chain
 from stagewright.planning.saving.pieces import PieceNetwork, Point
-
-Floats = NDArray[np.float64]
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Stretches between neighbouring boundaries that a piece may consist of; beside these, a whole stage."""
@@ -55,12 +53,12 @@ class Found:
 class _Pieces:
     """The pieces of one chain, in the order of where they end: one row or entry each."""
 
-    ends: NDArray[np.int64]
+    ends: Ints
     """Of every boundary, the first of the pieces that end there; and one entry more."""
-    starts: NDArray[np.int64]
+    starts: Ints
     """The boundary at which a piece starts."""
     transient: Floats
-    first_point: NDArray[np.int64]
+    first_point: Ints
     """Of its points, in `points`; and one entry more."""
     points: Floats
     """Seconds, kept bytes and work, a row each."""
@@ -71,10 +69,10 @@ class _Labels:
     """Ways to get to every boundary of a chain, a row of so many each: bytes kept up to there by weight, seconds, and where
     they come from."""
 
-    numbers: NDArray[np.int64]
+    numbers: Ints
     kept: Floats
     seconds: Floats
-    before: NDArray[np.int64]
+    before: Ints
     """Boundary, label, point."""
 
 
@@ -278,10 +276,10 @@ def _moved(chain: Chain, start: int, stop: int, point: Point) -> list[int]:
 
 @njit(cache=True)
 def _ways(
-    ends: NDArray[np.int64],
-    starts: NDArray[np.int64],
+    ends: Ints,
+    starts: Ints,
     transient: Floats,
-    first_point: NDArray[np.int64],
+    first_point: Ints,
     points: Floats,
     first_kept: Floats,
     first_seconds: Floats,
@@ -289,7 +287,7 @@ def _ways(
     headroom: float,
     kept_limit: float,
     alone: bool,
-) -> tuple[NDArray[np.int64], Floats, Floats, NDArray[np.int64]]:
+) -> tuple[Ints, Floats, Floats, Ints]:
     """The fields of `_Labels`, from the labels of the first boundary on."""
     num_ends = len(ends) - 1
     numbers = np.zeros(num_ends, np.int64)
@@ -326,7 +324,7 @@ def _ways(
 
 
 @njit(cache=True)
-def _thinned(kept: Floats, seconds: Floats) -> NDArray[np.int64]:
+def _thinned(kept: Floats, seconds: Floats) -> Ints:
     """Of labels those that no other beats in both; of too many those that differ most in bytes."""
     some = _fastest_by_bytes(kept, seconds) if len(kept) > _BINS else np.arange(len(kept))
     # Bytes are whole numbers: this is by bytes, and of equal bytes by seconds, in one pass.
@@ -347,7 +345,7 @@ def _thinned(kept: Floats, seconds: Floats) -> NDArray[np.int64]:
 
 
 @njit(cache=True)
-def _fastest_by_bytes(kept: Floats, seconds: Floats) -> NDArray[np.int64]:
+def _fastest_by_bytes(kept: Floats, seconds: Floats) -> Ints:
     """The fastest of the labels that keep nearly as much as each other, and the one that keeps least."""
     low, high = kept.min(), kept.max()
     scale = (_BINS - 1) / max(high - low, 1.0)

@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from stagewright.arrays import Bools, Floats, Ints
 
 _WHOLE = 0.3
 """Share of moves that change a storage for the whole backward."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Bools
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
@@ -28,8 +28,6 @@ from stagewright.graph.stage import Stage
 from stagewright.planning.saving import rerun_kernels as kernels
 from stagewright.planning.saving.problem import operator_seconds, operators_of
 from stagewright.planning.saving.rerun_kernels import Arrays
-
-Bools = NDArray[np.bool_]
 
 _STARTS = (
     (0.3, 20.0), (0.1, 50.0), (0.1, 20.0), (0.03, 50.0), (0.03, 20.0), (0.03, 5.0), (0.01, 50.0), (0.01, 20.0),

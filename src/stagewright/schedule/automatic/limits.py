@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.schedule.list_scheduler.arrivals import first_arrivals
-from stagewright.schedule.list_scheduler.terms import TINY, Floats, Stages
+from stagewright.schedule.list_scheduler.terms import TINY, Stages
 
 
 def one_microbatch(stages: Stages) -> float:

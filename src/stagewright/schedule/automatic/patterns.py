@@ -7,9 +7,10 @@ from itertools import islice
 
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.schedule.automatic.orders import Patterns, peaks
 from stagewright.schedule.list_scheduler.arrivals import rank_seconds
-from stagewright.schedule.list_scheduler.terms import Floats, Ints, Stages
+from stagewright.schedule.list_scheduler.terms import Stages
 
 
 def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.random.Generator) -> Patterns:

@@ -8,6 +8,7 @@ from itertools import chain, product
 
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Kind
 from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
@@ -17,7 +18,7 @@ from stagewright.schedule.families.linear import zb_h1, zb_h2
 from stagewright.schedule.families.v_shaped import zb_v
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
-from stagewright.schedule.list_scheduler.terms import TINY, Floats, Ints, Order, Stages
+from stagewright.schedule.list_scheduler.terms import TINY, Order, Stages
 from stagewright.schedule.placement import Placement, linear, v
 from stagewright.schedule.program import Program
 

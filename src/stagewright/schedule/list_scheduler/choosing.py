@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.schedule.list_scheduler.arrivals import helper
-from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Floats, Ints
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD
 
 
 class Clocks(NamedTuple):

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.schedule.list_scheduler.arrivals import arrival, first_arrivals, helper, rank_seconds
-from stagewright.schedule.list_scheduler.terms import FORWARD, TINY, WEIGHT_GRAD, Floats, Ints, Order
+from stagewright.schedule.list_scheduler.terms import FORWARD, TINY, WEIGHT_GRAD, Order
 
 
 class FillRule(NamedTuple):

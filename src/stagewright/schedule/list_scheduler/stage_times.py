@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from stagewright.arrays import Floats, Ints
 from stagewright.schedule.action import Kind
 from stagewright.schedule.families.pieces import numbered
-from stagewright.schedule.list_scheduler.terms import Floats, Ints, Order, Stages
+from stagewright.schedule.list_scheduler.terms import Order, Stages
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
+
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = range(3)
 TINY = 1e-9
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Stages(NamedTuple):
