@@ -173,7 +173,8 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
     operators that these make."""
     import torch
 
-    from stagewright.execution.rank_runner import RankRunner, stage_edges
+    from stagewright.execution.rank_runner import PipelineRank, RankRunner, stage_edges
+    from stagewright.execution.stage_runner import StageOptions
     from stagewright.execution.weights import Weights
     from stagewright.graph.split import split_graph
     from stagewright.schedule.families import build as build_schedule
@@ -191,7 +192,9 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
     module = build(resolve(model, SIZES[model]), 1, LENGTH, "float32", seed=0).module
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     cpu = torch.device("cpu")
-    runner = RankRunner(stages, program, 0, [0], Weights(stages, tensors, cpu), cpu, 1.0 / count)
+    runner = RankRunner(
+        stages, program, PipelineRank(0, [0]), Weights(stages, tensors, cpu), cpu, StageOptions(1.0 / count)
+    )
     data = _data(count)
 
     def operators() -> None:

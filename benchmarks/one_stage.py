@@ -21,7 +21,7 @@ from stagewright.estimation.operators import work
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.execution.metering import StorageMeter
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.policy import Policy
@@ -160,7 +160,7 @@ class OneStage:
         inputs = {stage.value(value).name: built.inputs[stage.value(value).name] for value in stage.inputs}
         lasting = [*weights.tensors.values(), *weights.gradients.values(), *inputs.values()]
         with StorageMeter(elsewhere=lasting) as meter:
-            runner = StageRunner(stage, weights, device, 1.0)
+            runner = StageRunner(stage, weights, device, StageOptions(1.0))
             weights.begin_step()
             runner.begin_step(0)
             loss = runner.forward(0, {}, inputs)

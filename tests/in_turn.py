@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from stagewright.estimation.liveness import FREED, function_memory
 from stagewright.execution.random import keyed
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.transport import _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph, Origin
@@ -145,9 +145,7 @@ class Pipeline:
                 stage,
                 Weights([stage], _copies(tensors), device),
                 device,
-                scale,
-                SEED,
-                is_compiled=is_compiled,
+                StageOptions(scale, SEED, is_compiled=is_compiled),
                 mark=mark,
             )
             for stage in self.stages

@@ -27,8 +27,8 @@ from stagewright.estimation.state import resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.execution import rank_runner
 from stagewright.execution.optimizer import Optimizer
-from stagewright.execution.rank_runner import BatchResult, RankRunner
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.transport import Channel, _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import Origin
@@ -176,8 +176,8 @@ def measured(
             weights = Weights(own, fresh, CPU, gradient)
             tracker.add(weights.tensors.values())
             tracker.add(tensor for batch in inputs[rank] for tensor in batch.values())
-            ranks = range(program.num_ranks)
-            runners.append(RankRunner(stages, lowered, rank, ranks, weights, CPU, 1.0))
+            place = PipelineRank(rank, range(program.num_ranks))
+            runners.append(RankRunner(stages, lowered, place, weights, CPU, StageOptions(1.0)))
             optimizers.append(Optimizer(weights, job, Alone(), None, None))  # type: ignore[arg-type]
         del fresh
     with tracker:

@@ -29,7 +29,8 @@ def place(
     import torch
 
     from stagewright.execution.collectives import ProcessGroups
-    from stagewright.execution.rank_runner import RankRunner, stage_edges
+    from stagewright.execution.rank_runner import PipelineRank, RankRunner, stage_edges
+    from stagewright.execution.stage_runner import StageOptions
     from stagewright.execution.weights import TiedGroups, Weights
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
     from stagewright.graph.split import split_graph
@@ -53,7 +54,8 @@ def place(
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **_constants(stages)}
     weights = Weights(own, tensors, cpu)
     tied = TiedGroups(stages, placed, rank, [everyone], ProcessGroups())
-    runner = RankRunner(stages, program, rank, everyone, weights, cpu, 1.0 / num_microbatches, seed)
+    place, options = PipelineRank(rank, everyone), StageOptions(1.0 / num_microbatches, seed)
+    runner = RankRunner(stages, program, place, weights, cpu, options)
     return Placed(list(stages), own, weights, tied, runner)
 
 

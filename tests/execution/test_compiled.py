@@ -78,7 +78,7 @@ def test_functions_are_compiled_and_compared_before_the_first_batch(
 
     from nasty import NASTY
     from stagewright.execution import compiled
-    from stagewright.execution.stage_runner import StageRunner
+    from stagewright.execution.stage_runner import StageOptions, StageRunner
     from stagewright.execution.weights import Weights
     from stagewright.graph.split import split_graph
     from stagewright.schedule.action import Kind
@@ -95,7 +95,7 @@ def test_functions_are_compiled_and_compared_before_the_first_batch(
     tensors = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     cpu = torch.device("cpu")
     weights = Weights([stage], tensors, cpu)
-    runner = StageRunner(stage, weights, cpu, 1.0, is_compiled=True)
+    runner = StageRunner(stage, weights, cpu, StageOptions(1.0, is_compiled=True))
     before = [tensor.clone() for tensor in (*weights.tensors.values(), *weights.gradients.values())]
     kinds = {Kind.F, Kind.I, Kind.W} if split else {Kind.F, Kind.B}
     runner.prepare(kinds)

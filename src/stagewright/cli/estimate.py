@@ -6,14 +6,16 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.from_file import FromFile, job_keys, model_of, overridden, read_and_tell
+from stagewright.cli.from_file import FromFile, model_of, overridden, read_and_tell
 from stagewright.cli.groups import explains, grouped
+from stagewright.cli.job import JobOptions
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.options import Json, Settings
 from stagewright.cli.output import print_document, show
@@ -23,7 +25,49 @@ from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import Plan
+
+
+# fmt: off
+@dataclass(frozen=True)
+class ConfigurationOptions:
+    """The configuration."""
+
+    pp: options.PipelineWidth = None
+    dp: options.DataWidth = None
+    tp: options.TensorWidth = None
+    cp: options.ContextWidth = None
+    ep: options.ExpertWidth = None
+    sequence_parallel: options.SequenceParallel = False
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None
+    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None
+    layers_per_stage: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
+    ] = None
+    recompute: Annotated[
+        str | None, typer.Option(metavar="WAY",
+            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
+    ] = None
+    zero: options.Zero = None
+    reduce_dtype: options.ReduceDtype = None
+    shard_size: options.ShardSize = None
+    shard_units: options.ShardUnits = "auto"
+    loss_pieces: options.LossPieces = "1"
+
+    def configuration(self) -> Configuration:
+        """All but the sharding units and the pieces of the loss."""
+        from stagewright.planning.configuration import Configuration
+
+        return Configuration(
+            dp=self.dp, pp=self.pp, tp=self.tp or 1, cp=self.cp or 1, ep=self.ep or 1,
+            sequence_parallel=self.sequence_parallel, microbatch=self.microbatch or 1, chunks=self.chunks,
+            layers_per_stage=options.parse_layers(self.layers_per_stage), schedule=self.schedule or "1f1b",
+            recompute=_recomputes(self.recompute), zero=self.zero,
+            reduce_dtype=options.checked_reduce_dtype(self.reduce_dtype), shard_size=self.shard_size,
+        )  # fmt: skip
+# fmt: on
 
 
 @explains(
@@ -37,44 +81,16 @@ def estimate(
         str | None, typer.Argument(metavar="MODEL|PLAN",
             help="A model, or a plan.json; may be left out where --from says which model.")] = None,
     cluster: options.PlannedCluster = None,
+    *,
     from_file: FromFile = None,
-    job: options.JobFile = None,
-    global_batch: options.GlobalBatch = None,
-    sequence_length: options.JobSequenceLength = None,
-    dtype: options.Dtype = None,
-    compiled: options.Compiled = False,
-    memory_limit: options.MemoryLimit = None,
-    runtime: options.RuntimeName = None,
-    profile: options.Profile = None,
-    record: options.RecordFile = None,
-    pp: options.PipelineWidth = None,
-    dp: options.DataWidth = None,
-    tp: options.TensorWidth = None,
-    sequence_parallel: options.SequenceParallel = False,
-    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
-    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
-    recompute: Annotated[
-        str | None, typer.Option(metavar="WAY",
-            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
-    ] = None,
-    zero: options.Zero = None,
-    reduce_dtype: options.ReduceDtype = None,
-    shard_size: options.ShardSize = None,
-    shard_units: options.ShardUnits = "auto",
-    loss_pieces: options.LossPieces = "1",
+    job: JobOptions,
+    configuration: ConfigurationOptions,
+    tuning: LoraOptions,
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")] = None,
-    cp: options.ContextWidth = None,
-    ep: options.ExpertWidth = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None,
-    layers_per_stage: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
-    ] = None,
     settings: Settings = None,
     with_model: WithModel = False,
     as_json: Json = False,
-    *,
-    tuning: LoraOptions,
 ) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
@@ -86,7 +102,6 @@ def estimate(
             --global-batch 128 --sequence-length 8192 --pp 4 --dp 2
     """
     from stagewright.planning import estimate as estimating
-    from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import load_plan
 
     from_plan = subject is not None and options.is_plan(subject)
@@ -94,33 +109,24 @@ def estimate(
     with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
         if subject is not None and from_plan:
             plan = load_plan(subject)
-            on = options.as_measured(options.cluster_of(plan, cluster), profile, record)
-            needs_model = any(one is not None for one in (cluster, by, profile, record))
+            on = job.measured(options.cluster_of(plan, cluster))
+            needs_model = any(option is not None for option in (cluster, by, job.profile, job.record))
             is_promised = _is_promised(plan, with_model, needs_model)
             found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
-            asked = Configuration(
-                dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1, sequence_parallel=sequence_parallel,
-                microbatch=microbatch or 1, chunks=chunks, layers_per_stage=options.parse_layers(layers_per_stage),
-                schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
-                reduce_dtype=options.checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-            )  # fmt: skip
-            keys: dict[str, Any] = {
-                "global_batch": global_batch, "sequence_length": sequence_length, "dtype": dtype,
-                "compiled": compiled or None, "memory_limit": memory_limit, "runtime": runtime,
-            }  # fmt: skip
             reading = None if from_file is None else read_and_tell(from_file)
             reference = tuning.adapted(context, model_of(subject, settings, reading))
+            chosen = configuration.configuration()
             if reading is not None:
-                asked, keys = overridden(context, reading.configuration, asked), job_keys(reading, **keys)
-            wanted = options.read_job(job, **keys)
-            on = options.as_measured(_cluster(cluster), profile, record)
-            left = on.num_devices // (asked.pp or on.num_devices) // asked.tp // asked.cp
-            replicas = (max(left, 1) if asked.dp is None else asked.dp) * asked.cp
-            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=asked.tp == 1)
+                chosen = overridden(context, reading.configuration, chosen)
+            on = job.measured(_cluster(cluster))
+            per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
+            replicas = (max(on.num_devices // per_replica, 1) if chosen.dp is None else chosen.dp) * chosen.cp
+            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=chosen.tp == 1)
             found = estimating.estimate(
-                reference, on, wanted, **asked.arguments(), shard_units=options.checked_shard_units(shard_units),
-                loss_pieces=options.parse_pieces(loss_pieces), report=progress,
+                reference, on, job.read(reading), **chosen.arguments(),
+                shard_units=options.checked_shard_units(configuration.shard_units),
+                loss_pieces=options.parse_pieces(configuration.loss_pieces), report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report import plans as report

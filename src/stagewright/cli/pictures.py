@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,24 +24,22 @@ def _file(name: str, help: str) -> typer.models.OptionInfo:
     return typer.Option(name, metavar="FILE", help=help)
 
 
-Svg = Annotated[Path | None, _file("--svg", "Write the timetable as an SVG picture.")]
-Png = Annotated[Path | None, _file("--png", "Write the timetable as a PNG picture.")]
 Html = Annotated[Path | None, _file("--html", "Write a report as one interactive page; works offline.")]
-Trace = Annotated[Path | None, _file("--trace", "Write a trace that opens at ui.perfetto.dev.")]
-Dark = Annotated[bool, typer.Option("--dark", help="Dark ground for --svg and --png.")]
 
 
-class Pictures(NamedTuple):
-    """The files asked for."""
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures."""
 
-    svg: Path | None
-    png: Path | None
-    html: Path | None
-    trace: Path | None
-    dark: bool
+    svg: Annotated[Path | None, _file("--svg", "Write the timetable as an SVG picture.")] = None
+    png: Annotated[Path | None, _file("--png", "Write the timetable as a PNG picture.")] = None
+    html: Html = None
+    trace: Annotated[Path | None, _file("--trace", "Write a trace that opens at ui.perfetto.dev.")] = None
+    dark: Annotated[bool, typer.Option("--dark", help="Dark background for --svg and --png.")] = False
 
     @property
     def files(self) -> list[Path]:
+        """Those to write."""
         return [path for path in (self.svg, self.png, self.html, self.trace) if path is not None]
 
     def check(self, source: str | Path) -> None:

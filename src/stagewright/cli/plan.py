@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.from_file import job_keys, model_of, read_and_tell
+from stagewright.cli.from_file import model_of, read_and_tell
 from stagewright.cli.groups import explains, grouped
+from stagewright.cli.job import JobOptions
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, copied, print_document, show
 from stagewright.cli.pictures import Html, Pictures
@@ -35,39 +36,26 @@ if TYPE_CHECKING:
     from stagewright.tracing.models.reference import ModelReference
 
 _SHOWN = 5
-_NOT_OF_JOB = ("job", "profile", "record", "optimizer_option")
 
 
 # fmt: off
 @dataclass(frozen=True)
-class JobOptions:
+class PlannedJobOptions(JobOptions):
     """The job."""
 
-    global_batch: options.GlobalBatch = None
-    sequence_length: options.JobSequenceLength = None
-    dtype: options.Dtype = None
-    job: options.JobFile = None
     sequence_lengths: options.JobSequenceLengths = None
-    compiled: options.Compiled = False
     documents_apart: options.DocumentsApart = False
-    memory_limit: options.MemoryLimit = None
-    runtime: options.RuntimeName = None
     optimizer: options.OptimizerName = None
     optimizer_option: options.OptimizerOptions = None
-    profile: options.Profile = None
-    record: options.RecordFile = None
 
-    def read(self, reading: Reading | None = None) -> Job:
-        """With what a file says in place of what is not given. Raises `InputError` for a missing or wrong key."""
-        names = [one.name for one in dataclasses.fields(self) if one.name not in _NOT_OF_JOB]
-        given = {name: getattr(self, name) for name in names}
-        given["optimizer_options"] = options.parse_settings(self.optimizer_option, "--optimizer-option") or None
-        lengths = options.parse_lengths(self.sequence_lengths)
-        given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
-        given["documents_apart"] = self.documents_apart or None
-        if reading is not None:
-            given = job_keys(reading, **given)
-        return options.read_job(self.job, **given)
+    def keys(self) -> dict[str, Any]:
+        keys = super().keys()
+        del keys["optimizer_option"]
+        return keys | {
+            "optimizer_options": options.parse_settings(self.optimizer_option, "--optimizer-option") or None,
+            "sequence_lengths": options.parse_lengths(self.sequence_lengths),
+            "documents_apart": self.documents_apart or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -163,7 +151,7 @@ def plan(
     model: options.ComparedModel = None,
     *,
     cluster: options.ClusterName,
-    asked: JobOptions,
+    job: PlannedJobOptions,
     settings: options.Settings = None,
     output: options.Output = None,
     as_json: options.Json = False,
@@ -194,8 +182,8 @@ def plan(
     _check_objective(context, objective)
     reading = None if result.compare is None else read_and_tell(result.compare)
     reference = tuning.adapted(context, model_of(model, settings, reading))
-    target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
-    wanted = asked.read(reading)
+    target = job.measured(load_cluster(cluster))
+    wanted = job.read(reading)
     if wanted.runtime != STAGEWRIGHT:
         options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
     price, terms = _price(objective.price)
@@ -337,7 +325,7 @@ def _write_page(path: Path, found: Found, cluster: Cluster) -> None:
                 options.warn([f"the page counts activations instead of bytes: {error}"])
                 return None
 
-        Pictures(None, None, path, None, dark=False).write(timeline, curves, best, found)
+        Pictures(html=path).write(timeline, curves, best, found)
 
 
 def _tell(

@@ -18,7 +18,7 @@ CostsOf = Callable[[int], "StageCosts"]
 """The costs of so many stages."""
 
 
-class Asked(NamedTuple):
+class GivenCosts(NamedTuple):
     """What the command line says of costs; None: nothing."""
 
     table: Path | None
@@ -36,27 +36,27 @@ class Costing(NamedTuple):
 
 
 def costing_of(
-    asked: Asked, promise: ProgramPrediction | None, name: str, rank_of_stage: Sequence[int] = ()
+    given: GivenCosts, promise: ProgramPrediction | None, name: str, rank_of_stage: Sequence[int] = ()
 ) -> Costing:
-    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states. Raises
-    `InputError` where the table cannot be used, or has other layers than the promise is for."""
+    """Return the costs that are given, and for the rest those that `promise` of the program `name`, placed so, states.
+    Raises `InputError` where the table cannot be used, or has other layers than the promise is for."""
     if promise is None:
-        return _unstated(asked, name)
-    transfers: Transfers = promise.transfers if asked.transfer is None else asked.transfer
+        return _unstated(given, name)
+    transfers: Transfers = promise.transfers if given.transfer is None else given.transfer
     overhead = promise.costs.overhead_seconds
-    if asked.table is not None:
-        costs, own = _of_table(asked.table, promise, name, rank_of_stage)
-        said = f"costs of {asked.table} at the cuts, speeds and bandwidth of {name}"
-        transfers = own if asked.transfer is None else asked.transfer
-    elif asked.passes is not None:
+    if given.table is not None:
+        costs, own = _of_table(given.table, promise, name, rank_of_stage)
+        said = f"costs of {given.table} at the cuts, speeds and bandwidth of {name}"
+        transfers = own if given.transfer is None else given.transfer
+    elif given.passes is not None:
         from stagewright.simulation import StageCosts
 
-        costs, overhead = StageCosts.uniform(len(promise.cuts) + 1, *asked.passes), 0.0
+        costs, overhead = StageCosts.uniform(len(promise.cuts) + 1, *given.passes), 0.0
         said = f"uniform costs in place of those that {name} states"
     else:
         costs, said = promise.stage_costs, f"costs as {name} states them"
-    if asked.transfer is not None:
-        said += f", but {asked.transfer:g} s for every transfer"
+    if given.transfer is not None:
+        said += f", but {given.transfer:g} s for every transfer"
 
     def costs_of(num_stages: int) -> StageCosts:
         if num_stages != costs.num_stages:
@@ -66,17 +66,17 @@ def costing_of(
     return Costing(costs_of, transfers, overhead, said)
 
 
-def _unstated(asked: Asked, name: str) -> Costing:
-    transfer = asked.transfer or 0.0
-    if asked.table is not None:
+def _unstated(given: GivenCosts, name: str) -> Costing:
+    transfer = given.transfer or 0.0
+    if given.table is not None:
         from stagewright.cli.cost_table import layer_table, read_cost_table
 
-        layers = layer_table(read_cost_table(asked.table))
-        said = f"{name} states no cuts: the layers of {asked.table} are split evenly by time"
+        layers = layer_table(read_cost_table(given.table))
+        said = f"{name} states no cuts: the layers of {given.table} are split evenly by time"
         return Costing(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, said)
     from stagewright.simulation import StageCosts
 
-    passes = asked.passes or (1.0, 1.0, 1.0)
+    passes = given.passes or (1.0, 1.0, 1.0)
     said = f"{name} states no costs: uniform ones are assumed"
     return Costing(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, said)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, is_plan, parse_settings
 from stagewright.cli.output import print_document, show, timetable
-from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
-from stagewright.cli.program_costs import Asked, CostsOf, costing_of
+from stagewright.cli.pictures import Pictures
+from stagewright.cli.program_costs import CostsOf, GivenCosts, costing_of
 from stagewright.cli.program_file import is_program_file, read_promised_program
 from stagewright.cli.refuse import is_given, refuse
 from stagewright.errors import InputError, ScheduleError
@@ -27,31 +29,65 @@ _MOST_SHOWN = 2**18
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
 
+# fmt: off
+@dataclass(frozen=True)
+class Size:
+    """The pipeline."""
+
+    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")] = 4
+    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per batch.")] = 8
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default the schedule's own.")] = None
+
+    def check(self) -> None:
+        """Raise `InputError` for a timetable that would take minutes; the schedule's builder checks each number."""
+        actions = 2 * self.ranks * self.microbatches * (self.chunks or 1)
+        if _MOST_SHOWN < actions <= MOST_ACTIONS:
+            raise InputError(
+                f"{self.ranks:,} ranks with {self.microbatches:,} microbatches have {actions:,} forwards and backwards, "
+                f"more than the {_MOST_SHOWN:,} of a timetable: give fewer --ranks or --microbatches"
+            )
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Costs."""
+
+    forward: _Seconds = 1.0
+    input_grad: _Seconds = 1.0
+    weight_grad: _Seconds = 1.0
+    transfer: _Seconds = 0.0
+    costs: Annotated[
+        Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones.")] = None
+
+    def given(self, context: typer.Context) -> GivenCosts:
+        """Those on the command line."""
+        names = ("forward", "input_grad", "weight_grad")
+        if self.costs is not None:
+            refuse(
+                context, names, "--costs says how long each pass takes", "give one time for all stages without --costs"
+            )
+        for name in (*names, "transfer"):
+            check_seconds(getattr(self, name), f"--{name.replace('_', '-')}")
+        passes = (self.forward, self.input_grad, self.weight_grad) if is_given(context, *names) else None
+        return GivenCosts(self.costs, passes, self.transfer if is_given(context, "transfer") else None)
+# fmt: on
+
+
+@grouped
 def schedule(
     context: typer.Context,
     name: Annotated[
         str, typer.Argument(metavar="NAME",
             help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, ... or a program file.")
     ],
-    ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")] = 4,
-    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per batch.")] = 8,
-    chunks: Annotated[
-        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default the schedule's own.")] = None,
-    forward: _Seconds = 1.0,
-    input_grad: _Seconds = 1.0,
-    weight_grad: _Seconds = 1.0,
-    transfer: _Seconds = 0.0,
-    costs: Annotated[
-        Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones.")] = None,
+    size: Size,
+    costs: CostOptions,
+    pictures: Pictures,
     memory_limit: Annotated[
         int | None, typer.Option(min=1, help="Most activations (stage and microbatch) a rank may hold.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the schedule.")] = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
-    trace: Trace = None,
-    dark: Dark = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Simulate a schedule and print its timetable.
@@ -73,38 +109,23 @@ def schedule(
             "a program file says which ranks, stages and microbatches there are, and in which order",
             "name a schedule in place of the file",
         )  # fmt: skip
-    if costs is not None:
-        refuse(
-            context, ["forward", "input_grad", "weight_grad"], "--costs says how long each pass takes",
-            "give one time for all stages without --costs",
-        )  # fmt: skip
-    for what in ("forward", "input_grad", "weight_grad", "transfer"):
-        check_seconds(context.params[what], f"--{what.replace('_', '-')}")
-    pictures = Pictures(svg, png, html, trace, dark)
+    given_costs, transfer = costs.given(context), costs.transfer
     pictures.check(name)
     given = parse_settings(options)
     check_written(name, given)
     if memory_limit is not None and "memory_limit" in options_of(name):
         given["memory_limit"] = float(memory_limit)
-    passes = (
-        (forward, input_grad, weight_grad)
-        if is_given(context, "forward", "input_grad", "weight_grad")
-        else None
-    )
-    asked = Asked(costs, passes, transfer if is_given(context, "transfer") else None)
     if is_plan(name):
         raise InputError(f"'{name}' is a plan: `stagewright simulate {name}` shows its timetable")
     if is_program_file(name):
         program, promise = read_promised_program(Path(name))
         verify(program)
-        costing = costing_of(asked, promise, name, program.placement.rank_of_stage)
+        costing = costing_of(given_costs, promise, name, program.placement.rank_of_stage)
     else:
-        costing = costing_of(asked, None, name)
-        _check_size(ranks, microbatches, chunks or 1)
+        costing = costing_of(given_costs, None, name)
+        size.check()
         counts = memory_limit is not None
-        program = verify(
-            _program(name, ranks, microbatches, chunks, costing.costs_of, transfer, given, counts)
-        )
+        program = verify(_program(name, size, costing.costs_of, transfer, given, counts))
     overhead = costing.overhead_s
     stage_costs = costing.costs_of(program.num_stages)
     timeline = simulate(program, stage_costs, costing.transfers, action_overhead_s=overhead)
@@ -119,30 +140,24 @@ def schedule(
     show(heading(document), *said, "", *timetable(timeline), rank_table(document))
 
 
-def _check_size(ranks: int, microbatches: int, chunks: int) -> None:
-    """Raises `InputError` for a timetable that would take minutes; numbers that no schedule has are left to its builder."""
-    actions = 2 * ranks * microbatches * chunks
-    if _MOST_SHOWN < actions <= MOST_ACTIONS:
-        raise InputError(
-            f"{ranks:,} ranks with {microbatches:,} microbatches have {actions:,} forwards and backwards, more than the "
-            f"{_MOST_SHOWN:,} of a timetable: give fewer --ranks or --microbatches"
-        )
-
-
 def _program(
-    name: str, ranks: int, microbatches: int, chunks: int | None, costs_of: CostsOf, transfer: float,
-    options: dict[str, Any], counts_activations: bool,
-) -> Program:  # fmt: skip
+    name: str,
+    size: Size,
+    costs_of: CostsOf,
+    transfer: float,
+    options: dict[str, Any],
+    counts_activations: bool,
+) -> Program:
     from stagewright.schedule import build
     from stagewright.schedule.families import options_of
 
     if "times" in options_of(name):
         # One microbatch is enough to learn how many stages the schedule places.
-        num_stages = build(name, ranks, 1, chunks).num_stages
+        num_stages = build(name, size.ranks, 1, size.chunks).num_stages
         # An activation is held until its weight gradient is done, though half of its bytes may go before.
         held = 1.0 if counts_activations else 0.5
         options = {"times": _given_times(costs_of(num_stages), transfer, held), **options}
-    return build(name, ranks, microbatches, chunks, **options)
+    return build(name, size.ranks, size.microbatches, size.chunks, **options)
 
 
 def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
@@ -189,9 +204,8 @@ def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) ->
             # Long batches take long to order by times, and hold no more than short ones.
             num_microbatches = min(num_microbatches, 2 * program.num_ranks)
         try:
-            built = _program(
-                name, program.num_ranks, num_microbatches, None, costs_of, transfer, options, True
-            )
+            size = Size(program.num_ranks, num_microbatches)
+            built = _program(name, size, costs_of, transfer, options, True)
         except (InputError, ScheduleError):
             continue  # it has other sizes, or more stages than there are layers
         if max(peak_activations(built)) <= limit and all(action.kind is not Kind.STEP for action in built):

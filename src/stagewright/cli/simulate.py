@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagewright.cli.consent import WithModel, allow_model
+from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile, PlannedCluster, cluster_of, warn
 from stagewright.cli.output import print_document, show, timetable
-from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
+from stagewright.cli.pictures import Pictures
 from stagewright.cli.progress import Progress
 from stagewright.errors import StagewrightError
 from stagewright.units import format_seconds
@@ -19,14 +20,11 @@ if TYPE_CHECKING:
     from stagewright.simulation import Timeline
 
 
+@grouped
 def simulate(
     plan: PlanFile,
+    pictures: Pictures,
     cluster: PlannedCluster = None,
-    svg: Svg = None,
-    png: Png = None,
-    html: Html = None,
-    trace: Trace = None,
-    dark: Dark = False,
     with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +42,6 @@ def simulate(
     from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
     from stagewright.report.timelines import heading, rank_table, timeline_document
 
-    pictures = Pictures(svg, png, html, trace, dark)
     pictures.check(plan)
     loaded = load_plan(plan)
     with Progress(f"simulating {plan}") as progress:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stagewright.errors import StagewrightError, TraceError
 from stagewright.execution.loading import constants_of
 from stagewright.execution.random import keyed
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.split import split_graph
@@ -166,7 +166,7 @@ class GraphSteps:
         }
         tensors = {name: tensor.detach().clone() for name, tensor in whole.items()}
         self.weights = Weights([self.stage], tensors | constants_of([self.stage]), torch.device("cpu"))
-        self.runner = StageRunner(self.stage, self.weights, torch.device("cpu"), 1.0, seed)
+        self.runner = StageRunner(self.stage, self.weights, torch.device("cpu"), StageOptions(1.0, seed))
 
     def run(self, step: int, inputs: Mapping[str, Tensor]) -> Step:
         self.weights.begin_step()

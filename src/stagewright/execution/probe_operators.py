@@ -21,7 +21,7 @@ from torch import nn
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.execution.clock import synchronize, waited_s
 from stagewright.execution.reference import Reference
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import Node
 from stagewright.graph.split import split_graph
@@ -216,7 +216,7 @@ def calls_of(stage: Stage) -> tuple[Node | None, ...]:
 
 def _runner(stage: Stage, network: nn.Module, mark: Marks, device: torch.device) -> StageRunner:
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
-    return StageRunner(stage, Weights([stage], tensors, device), device, loss_scale=1.0, mark=mark)
+    return StageRunner(stage, Weights([stage], tensors, device), device, StageOptions(1.0), mark=mark)
 
 
 @dataclass(frozen=True)

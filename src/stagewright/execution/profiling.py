@@ -27,7 +27,7 @@ from stagewright.execution.probe import Progress, Request, checked, run_workers
 from stagewright.execution.probe_description import processor_name
 from stagewright.execution.probe_operators import Marks, Pass, calls_of, faster_half, undelayed
 from stagewright.execution.reference import Reference
-from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.split import split_graph
@@ -173,7 +173,7 @@ class _Passes:
         batch = SyntheticBatches(model.inputs, job.seed).microbatch(0, 0, graph)
         self._inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         self._device, self._marks = device, Marks() if device.type == "cpu" else _Events(device)
-        self._runner = StageRunner(self._stage, weights, device, loss_scale=1.0, mark=self._marks)
+        self._runner = StageRunner(self._stage, weights, device, StageOptions(1.0), mark=self._marks)
         self._runner.begin_step(0)
         self._num_in_flight = self._held_at_once(longest_s)
 

@@ -18,7 +18,7 @@ from stagewright.estimation.flat_operations import NOTHING, FlatOperations, flat
 from stagewright.estimation.memory import stage_edges
 from stagewright.execution.clock import ActionTimer
 from stagewright.execution.shards import Shards
-from stagewright.execution.stage_runner import StageRunner, Tensors
+from stagewright.execution.stage_runner import StageOptions, StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport
 from stagewright.execution.weights import Weights
 from stagewright.graph.messages import messages
@@ -55,41 +55,43 @@ class BatchResult:
         return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
 
 
+@dataclass(frozen=True)
+class PipelineRank:
+    """The place of this process in the pipeline of its replica."""
+
+    rank: int
+    """Its pipeline rank."""
+    global_ranks: Sequence[int]
+    """Of every pipeline rank."""
+    group_of: GroupOf = lambda lane: None
+    """The process group of a lane; None is the default group."""
+
+
 class RankRunner:
     """Runs one rank's actions of a program.
 
     Args:
-        stages: all stages of the pipeline; only those placed on `rank` are compiled.
+        stages: all stages of the pipeline; only those placed on this rank are compiled.
         program: a lowered program (with sends and receives).
-        ranks: the global rank of each pipeline rank of this replica; `rank` is this process's pipeline rank.
-        loss_scale: the cotangent of each microbatch's loss.
-        group_of: the process group of a lane; None is the default group.
         watch: told the text of every action before it runs.
         shards: what is sharded over replicas; GATHER, RELEASE and REDUCE are about it.
-        first_microbatch: number in the whole batch of this replica's first microbatch.
-        is_compiled: stage functions go through TorchInductor.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         program: Program,
-        rank: int,
-        ranks: Sequence[int],
+        place: PipelineRank,
         weights: Weights,
         device: torch.device,
-        loss_scale: float,
-        seed: int = 0,
-        group_of: GroupOf = lambda lane: None,
+        options: StageOptions,
         watch: Callable[[str], None] = lambda action: None,
         shards: Shards | None = None,
-        first_microbatch: int = 0,
-        is_compiled: bool = False,
     ) -> None:
         self.device = device
         self.weights = weights
         self.watch = watch
-        self.rank = rank
+        self.rank = place.rank
         self.shards = shards or Shards()
         self.follow(program)
         self.transport = Transport(device)
@@ -98,14 +100,11 @@ class RankRunner:
         self._current = BatchResult()
         placed = program.placement.rank_of_stage
         self.runners = {
-            stage.index: StageRunner(
-                stage, weights, device, loss_scale, seed, self.shards.is_gathered(stage.index), first_microbatch,
-                is_compiled,
-            )
+            stage.index: StageRunner(stage, weights, device, options, self.shards.is_gathered(stage.index))
             for stage in stages
-            if placed[stage.index] == rank
-        }  # fmt: skip
-        self._forward, self._backward = _channels(stages, placed, rank, ranks, group_of)
+            if placed[stage.index] == place.rank
+        }
+        self._forward, self._backward = _channels(stages, placed, place)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
     def prepare(self) -> None:
@@ -292,14 +291,11 @@ class RankRunner:
 
 
 def _channels(
-    stages: Sequence[Stage],
-    placed: Sequence[int],
-    rank: int,
-    ranks: Sequence[int],
-    group_of: GroupOf,
+    stages: Sequence[Stage], placed: Sequence[int], place: PipelineRank
 ) -> tuple[_Channels, _Channels]:
-    """Between every two stages that exchange values, one of them on `rank`: by (source, target), for values and for
+    """Between every two stages that exchange values, one of them on this rank: by (source, target), for values and for
     cotangents; None where both are."""
+    rank, group_of = place.rank, place.group_of
     forward: _Channels = {}
     backward: _Channels = {}
     for low, high in stage_edges(stages):
@@ -307,7 +303,7 @@ def _channels(
             continue
         forward[low, high] = backward[high, low] = None
         if placed[low] != placed[high]:
-            peer = ranks[placed[high] if placed[low] == rank else placed[low]]
+            peer = place.global_ranks[placed[high] if placed[low] == rank else placed[low]]
             values = group_of(Lane(Kind.F, placed[low], placed[high]))
             gradients = group_of(Lane(Kind.B, placed[high], placed[low]))
             forward[low, high] = _channel(stages[low], high, stages[low].sends, peer, values)

@@ -36,9 +36,10 @@ from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.pace import pace_of
-from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
+from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
+from stagewright.execution.stage_runner import StageOptions
 from stagewright.execution.watch import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
@@ -294,11 +295,12 @@ class Session:
         plan = self.plan
         if program is None:
             program = self.lowered(self.program, stages)
+        place = PipelineRank(self.mesh.pipeline_rank, self.groups.pipeline, self.groups.lane)
+        first = self.mesh.replica * plan.num_microbatches
+        options = StageOptions(self.cotangent, plan.job.seed, first, plan.job.compiled)
         runner = RankRunner(
-            stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
-            plan.job.seed, self.groups.lane, self.watch, self.shards,
-            self.mesh.replica * plan.num_microbatches, plan.job.compiled,
-        )  # fmt: skip
+            stages, program, place, self.weights, self.device, options, self.watch, self.shards
+        )
         if plan.job.compiled:
             self.watch("compiling stage functions")
             runner.prepare()

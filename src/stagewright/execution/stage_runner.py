@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,16 +33,26 @@ _SMALL = 0.1
 _BACKWARD = ("input_grad", "weight_grad", "backward")
 
 
+@dataclass(frozen=True)
+class StageOptions:
+    """How the stages of a rank compute."""
+
+    loss_scale: float
+    """Cotangent of each microbatch's loss."""
+    seed: int = 0
+    """Of the random numbers that stages draw."""
+    first_microbatch: int = 0
+    """Number in the whole batch of this replica's first microbatch, for random numbers."""
+    is_compiled: bool = False
+    """Whether the functions of each microbatch go through TorchInductor."""
+
+
 class StageRunner:
     """Runs the functions of one stage.
 
     Args:
         weights: the tensors of the rank; parameters and buffers are updated in place.
-        loss_scale: the cotangent of the loss of one microbatch.
-        seed: of the random numbers the stage draws.
         is_gathered: parameters are missing until `put_parameters` is called.
-        first_microbatch: number in the whole batch of the first microbatch, for random numbers.
-        is_compiled: the functions of each microbatch go through TorchInductor.
         mark: called in front of the first operator of each function and after every operator.
     """
 
@@ -50,30 +61,27 @@ class StageRunner:
         stage: Stage,
         weights: Weights,
         device: torch.device,
-        loss_scale: float,
-        seed: int = 0,
+        options: StageOptions,
         is_gathered: bool = False,
-        first_microbatch: int = 0,
-        is_compiled: bool = False,
         mark: Callable[[], None] | None = None,
     ) -> None:
         self.stage = stage
         self._mark = mark
         self.weights = weights
         self.device = device
-        self.seed = seed
+        self.seed = seed = options.seed
         self.local_draws = local_draws(stage.graph)
         self.local_seed = key(seed, 1 + rank_in(GROUP)) if self.local_draws else seed
         self.step = 0
         self.is_gathered = is_gathered
-        self.is_compiled = is_compiled
-        self.first_microbatch = first_microbatch
+        self.is_compiled = options.is_compiled
+        self.first_microbatch = options.first_microbatch
         sources = (*stage.parameters, *stage.buffers, *stage.constants)
         self.resident: Tensors = {
             value: weights.tensors[value] for value in sources if value in weights.tensors
         }
         meta = stage.value(stage.graph.seed).meta
-        cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
+        cotangent = torch.full(meta.shape, options.loss_scale, dtype=DTYPES[meta.dtype], device=device)
         self.resident[stage.graph.seed] = cotangent
         self._cotangents: Sequence[float] | torch.Tensor | None = None
         self._held: dict[int, Tensors] = {}

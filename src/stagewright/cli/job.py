@@ -1,0 +1,47 @@
+"""The job as options of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cli import options
+from stagewright.cli.from_file import job_keys
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+    from stagewright.export.reading import Reading
+    from stagewright.planning.job import Job
+
+_NOT_OF_JOB = {"job", "profile", "record"}
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The job."""
+
+    global_batch: options.GlobalBatch = None
+    sequence_length: options.JobSequenceLength = None
+    dtype: options.Dtype = None
+    job: options.JobFile = None
+    compiled: options.Compiled = False
+    memory_limit: options.MemoryLimit = None
+    runtime: options.RuntimeName = None
+    profile: options.Profile = None
+    record: options.RecordFile = None
+
+    def keys(self) -> dict[str, Any]:
+        """Keys of the job; None where they are not given."""
+        names = (field.name for field in fields(self) if field.name not in _NOT_OF_JOB)
+        keys: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return keys | {"compiled": self.compiled or None}
+
+    def read(self, reading: Reading | None = None) -> Job:
+        """Return the job, with what a file says where options are not given. Raises `InputError` for a missing or wrong
+        key."""
+        keys = self.keys() if reading is None else job_keys(reading, **self.keys())
+        return options.read_job(self.job, **keys)
+
+    def measured(self, cluster: Cluster) -> Cluster:
+        """Return `cluster` with what the profile and the record say of it."""
+        return options.as_measured(cluster, self.profile, self.record)
