@@ -200,7 +200,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("plan", *MODEL, *CLUSTER, *JOB, "-o", "no/such/plan.json"), "there is no folder"),
         (("plan", *MODEL, *CLUSTER, "--job", "no.toml"), "job file 'no.toml' cannot be read"),
         (("plan", *MODEL, "--cluster", "512x-h100", "--pp", "512", *JOB), "512 stages need 511 cuts"),
-        (("plan", *MODEL, *CLUSTER, *JOB, "--objective", "bach"), "did you mean 'batch'?"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--objective", "costs"), "did you mean 'cost'?"),
         (
             ("plan", *MODEL, *CLUSTER, *JOB, "--sequence-lengths", "32,six"),
             "--sequence-lengths 32,six: give numbers",
