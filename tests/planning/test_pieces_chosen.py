@@ -15,7 +15,7 @@ from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.space import LossPieces
 from stagewright.report.plans import described_schedule
-from stagewright.report.saving import loss_lines
+from stagewright.report.saved_values import loss_lines
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 

@@ -17,7 +17,7 @@ from stagewright.planning.plan_stages import stage_cuts, stage_policies
 from stagewright.planning.prediction.regions import default_policies
 from stagewright.planning.search import plan
 from stagewright.report.graphs import graph_document, graph_summary
-from stagewright.report.saving import saving_tables
+from stagewright.report.saved_values import saving_tables
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 CLUSTER = load_cluster("8x-h100")

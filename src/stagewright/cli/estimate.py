@@ -130,7 +130,7 @@ def estimate(
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report import plans as report
-    from stagewright.report.saving import loss_lines, saving_tables
+    from stagewright.report.saved_values import loss_lines, saving_tables
 
     if as_json:
         breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}

@@ -340,7 +340,7 @@ def _tell(
     """Write the best plans, if that is asked for, and show them."""
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.export.megatron import megatron_options, shell_lines
-    from stagewright.report import configurations, plans, saving, side_by_side
+    from stagewright.report import configurations, plans, saved_values, side_by_side
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
@@ -371,8 +371,8 @@ def _tell(
         plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
         plans.answer_line(shown[0]),
         *plans.lengths_tables(shown[0]),
-        *saving.saving_tables(shown[0]),
-        *saving.loss_lines(shown[0]),
+        *saved_values.saving_tables(shown[0]),
+        *saved_values.loss_lines(shown[0]),
         configurations.stages_line(shown[0], cluster),
         plans.host_line(shown[0]),
         plans.profile_line(shown[0]),

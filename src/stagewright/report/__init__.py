@@ -1,1 +1,1 @@
-"""Plans and runs shown to people: terminal tables, the page of pictures and the timeline traces."""
+"""Reports on plans and runs: terminal tables, HTML pages, pictures and timeline traces."""

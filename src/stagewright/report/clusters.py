@@ -11,8 +11,8 @@ from stagewright.units import GIB, GIGA, TERA, format_bytes, format_seconds
 
 
 def device_table(devices: Mapping[str, Device]) -> Table:
-    """The catalog: memory, bandwidth, dense peaks and rent per device; blank where a device lacks the precision, or no price
-    on demand is known."""
+    """Return the catalog: memory, bandwidth, dense peaks and price per device; blank if a device lacks the precision, or no
+    on-demand price is known."""
     rows = [
         (
             name,
@@ -34,7 +34,7 @@ def device_table(devices: Mapping[str, Device]) -> Table:
 
 
 def prices_line(devices: Iterable[str]) -> str:
-    """Of which days the prices are, and where each is from."""
+    """Return the dates and sources of the prices."""
     dates = [price.date for name in devices for price in list_prices(name).values() if price.date]
     return (
         f"Dollars per device and hour: list prices on demand, between {min(dates)} and {max(dates)}; --json has those of "
@@ -52,9 +52,8 @@ _SHOWN = 10
 
 
 def links_summary(cluster: Cluster) -> Table:
-    """The measured links between ranks: those that are slower than half of the middle one inside or between nodes, the
-    slowest first, or the extremes where none is.
-    """
+    """Return the measured links between ranks: the median inside and between nodes, and links slower than half of it, the
+    slowest first."""
     spans = {"inside a node": _links(cluster, inside=True), "between nodes": _links(cluster, inside=False)}
     rows = []
     for span, links in spans.items():
@@ -75,7 +74,7 @@ def links_summary(cluster: Cluster) -> Table:
 
 
 def _links(cluster: Cluster, inside: bool) -> list[tuple[float, float, int, int]]:
-    """Bandwidth, latency, sender and receiver of every pair, the slowest first."""
+    """Return bandwidth, latency, sender and receiver of every pair, the slowest first."""
     ranks = range(cluster.num_devices)
     links = [
         (link.bandwidth, link.latency_s, a, b)
@@ -92,7 +91,7 @@ def _rate(bandwidth: float) -> str:
 
 
 def cluster_summary(cluster: Cluster) -> Table:
-    """What a probe found: one line per figure of the first node's device and links."""
+    """Return the results of a probe: one line per figure of the first node's device and links."""
     node = cluster.nodes[0]
     device, link = node.device, node.intra_node if node.devices_per_node > 1 else node.inter_node
     rates = ", ".join(

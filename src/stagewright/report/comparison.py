@@ -1,4 +1,4 @@
-"""Predicted against measured: a plan's timeline beside that of its run, and where they disagree most."""
+"""Comparison of predicted and measured timelines of a plan, with their largest disagreements."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 _NUM_NAMED = 3
 _UNEQUAL = 1.15
-"""Ranks whose paces differ by more are told apart."""
+"""Ratio of paces above which ranks count as unequal."""
 _WORTH_NAMING = 0.05
-"""Disagreements below this share of the step, or of a rank's peak, are not named."""
+"""Minimum share of the step, or of a rank's peak, for a disagreement to be reported."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Something that took longer or more than predicted, or less: `weight` is its share of the whole."""
+    """A difference from the prediction; `weight` is its share of the whole."""
 
     text: str
     weight: float
 
 
 def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int]]:
-    """Per stage and kind of computation: the median seconds over its microbatches, and how many there are.
+    """Return the median seconds over microbatches, and their number, per stage and kind of computation.
 
     >>> from stagewright.schedule import build
     >>> from stagewright.simulation import StageCosts, simulate
@@ -45,24 +45,24 @@ def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int
     >>> found[1, "F"], found[1, "B"]
     ((1.0, 3), (3.0, 3))
     """
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for rank in range(timeline.num_ranks):
         for event in timeline.events(rank):
             if event.action.kind in COMPUTE and not event.action.overlapped:
-                found[event.action.stage, str(event.action.kind)].append(event.end_s - event.start_s)
-    return {key: (statistics.median(times), len(times)) for key, times in sorted(found.items())}
+                seconds[event.action.stage, str(event.action.kind)].append(event.end_s - event.start_s)
+    return {key: (statistics.median(times), len(times)) for key, times in sorted(seconds.items())}
 
 
 def comparison_document(
     plan: Plan, record: Record, predicted: Timeline, measured: Timeline, clock_error_s: float = 0.0
 ) -> dict[str, Any]:
-    """Step time, batch, bubble, seconds per stage and action, and peak bytes per rank, each as predicted and measured.
+    """Return step time, batch, bubble, seconds per stage and action, and peak bytes per rank, predicted and measured.
 
-    `predicted` and `measured` are timelines of one batch; the step is longer by the sums of gradients and the update. With
-    several lengths, `plan` is that for batches of the length that was timed.
+    `predicted` and `measured` are timelines of one batch; the step is longer by gradient reductions and the update. With
+    several sequence lengths, `plan` is for batches of the timed length.
     """
     expected = action_seconds(predicted)
-    # Of the replicas of a rank the fullest counts.
+    # The replica with the highest peak counts.
     peaks = [
         (
             prediction.allocated_peak_bytes,
@@ -96,7 +96,9 @@ def comparison_document(
             }
             for rank in range(plan.pp)
         ],
-        "disagreements": [found.text for found in disagreements(predicted, measured, peaks, plan, record)],
+        "disagreements": [
+            disagreement.text for disagreement in disagreements(predicted, measured, peaks, plan, record)
+        ],
         "next": next_steps(predicted, measured, plan, record),
     }
 
@@ -111,9 +113,9 @@ def _pair(predicted: float, measured: float) -> dict[str, float]:
 def disagreements(
     predicted: Timeline, measured: Timeline, peaks: Sequence[tuple[int, int]], plan: Plan, record: Record
 ) -> list[Disagreement]:
-    """What differs most, in words: seconds as a share of the predicted step, bytes as a share of the peak."""
-    found = (*_of_time(predicted, measured, plan, record), *_of_memory(peaks))
-    large = [item for item in found if item.weight >= _WORTH_NAMING]
+    """Return the largest differences: seconds as a share of the predicted step, bytes as a share of the peak."""
+    candidates = (*_of_time(predicted, measured, plan, record), *_of_memory(peaks))
+    large = [item for item in candidates if item.weight >= _WORTH_NAMING]
     return sorted(large, key=lambda item: item.weight, reverse=True)[:_NUM_NAMED]
 
 
@@ -137,7 +139,7 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
     was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
     if was > 0 and now > 0:
         text = (
-            f"the end of the step (sums of gradients, norm and update) takes {_factor(was, now)}: "
+            f"the end of the step (gradient reductions, norm and update) takes {_factor(was, now)}: "
             f"{format_seconds(now)} instead of {format_seconds(was)}"
         )
         yield Disagreement(text, abs(now - was) / step)
@@ -157,33 +159,33 @@ def _of_memory(peaks: Sequence[tuple[int, int]]) -> Iterator[Disagreement]:
 
 
 def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Record) -> list[str]:
-    """What would bring prediction and run together, the most telling first; nothing where they agree."""
-    found = []
+    """Return suggestions to reconcile prediction and run, the most important first; empty if they agree."""
+    steps = []
     paces = {rank.rank: rank.pace for rank in record.ranks if rank.pace is not None}
     step = plan.predictions.step_seconds
     if paces and max(paces.values()) > _UNEQUAL * min(paces.values()):
         slowest = max(paces, key=paces.__getitem__)
-        found.append(
-            f"rank {slowest} computes {paces[slowest] / min(paces.values()):.1f} times as long as the fastest, beside what "
-            "is planned for each: look at its device, or plan again with --record and this record, which gives it less"
+        steps.append(
+            f"rank {slowest} computes {paces[slowest] / min(paces.values()):.1f} times as long as the fastest, relative "
+            "to the plan: look at its device, or plan again with --record and this record, which gives it less"
         )
     elif abs(float(measured.busy_s.max() - predicted.busy_s.max())) > _WORTH_NAMING * step:
-        found.append(
+        steps.append(
             "computations differ on all ranks alike: `stagewright profile` times this model's operators for `plan "
             "--profile`, and `plan --record` with this record plans for the machine as it was in this run"
         )
     was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
     if abs(now - was) > _WORTH_NAMING * step:
-        found.append(
+        steps.append(
             "the end of the step differs, which links and memory bandwidth decide over: measure them again with "
             "`stagewright probe`, while nothing else runs"
         )
-    if not found and abs(record.median_step_seconds - step) > _WORTH_NAMING * step:
-        found.append(
+    if not steps and abs(record.median_step_seconds - step) > _WORTH_NAMING * step:
+        steps.append(
             "ranks wait for each other longer than computations explain: measure the links again with `stagewright "
             "probe`, or `probe --cluster` on several hosts"
         )
-    return found
+    return steps
 
 
 def kind_in_words(kind: str) -> str:
@@ -210,7 +212,7 @@ def _share(seconds: float, timeline: Timeline) -> str:
 
 
 def comparison_table(document: dict[str, Any]) -> Table:
-    """The document as rows of predicted, measured and their ratio."""
+    """Return the document as rows of predicted, measured and their ratio."""
     rows = [
         _row("step", document["step_seconds"]),
         _row("batch", document["batch_seconds"]),
@@ -234,18 +236,18 @@ def _row(name: str, pair: dict[str, float], written: Any = format_seconds) -> tu
 
 
 def in_words(document: dict[str, Any]) -> str:
-    """The largest disagreements, or that there is none."""
-    found = document["disagreements"]
-    if not found:
+    """Return the largest disagreements as text, or that there are none."""
+    texts = document["disagreements"]
+    if not texts:
         return f"Nothing differs by more than {_WORTH_NAMING:.0%} of the step or of a rank's peak."
-    lines = ["The largest disagreements:", *(f"  {text}" for text in found)]
+    lines = ["The largest disagreements:", *(f"  {text}" for text in texts)]
     return "\n".join(
         [*lines, *(["What to do:"] if document["next"] else []), *(f"  {text}" for text in document["next"])]
     )
 
 
 def both_pictures(predicted: Timeline, measured: Timeline, width: int, colour: bool) -> list[Text]:
-    """The predicted timetable above the measured one, on one scale of time."""
+    """Return the predicted timetable above the measured one, on the same time scale."""
     longest = max(predicted.makespan_s, measured.makespan_s)
     return [
         Text("predicted"),

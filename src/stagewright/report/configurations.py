@@ -1,4 +1,4 @@
-"""Plans with all their widths, and sizes of clusters and batches, as tables and documents."""
+"""Configurations with all parallel degrees, and cluster and batch sizes, as tables and documents."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _HEADINGS = (
 
 
 def configurations_table(plans: Sequence[Plan]) -> Table:
-    """Plans, fastest first, with all their widths; without those of context and experts where all are 1."""
-    has_cp, has_ep = any(one.cp > 1 for one in plans), any(one.ep > 1 for one in plans)
-    return table("", _HEADINGS, [_row(one, has_cp, has_ep) for one in plans])
+    """Return plans, fastest first, with all parallel degrees; without context and expert parallelism if all are 1."""
+    has_cp, has_ep = any(plan.cp > 1 for plan in plans), any(plan.ep > 1 for plan in plans)
+    return table("", _HEADINGS, [_row(plan, has_cp, has_ep) for plan in plans])
 
 
 def _row(plan: Plan, has_cp: bool, has_ep: bool) -> Sequence[object]:
@@ -44,13 +44,13 @@ def _row(plan: Plan, has_cp: bool, has_ep: bool) -> Sequence[object]:
 
 
 def recomputed(plan: Plan) -> str:
-    """What stages recompute: nothing, ``full`` layers, or ``selective`` parts of them."""
-    found = set(map(str, plan.memory_policy)) - {"keep"}
-    return "" if not found else "selective" if found == {"selective"} else "full"
+    """Return what stages recompute: nothing, ``full`` layers, or ``selective`` parts of them."""
+    policies = set(map(str, plan.memory_policy)) - {"keep"}
+    return "" if not policies else "selective" if policies == {"selective"} else "full"
 
 
 def stages_line(plan: Plan, cluster: Cluster) -> str | None:
-    """Layers and devices of the stages of a plan whose ranks differ in kind; None where all are equal."""
+    """Return layers and devices of the stages if the ranks have different devices; None if all are equal."""
     kinds = devices_of_ranks(on_devices(cluster, plan.devices), plan.pp)
     names = ["+".join(dict.fromkeys(device.name for device in devices)) for devices in kinds]
     if len({device for devices in kinds for device in devices}) == 1:
@@ -66,12 +66,12 @@ def stages_line(plan: Plan, cluster: Cluster) -> str | None:
     return f"{what} of the stages: {', then '.join(parts)}."
 
 
-def left_out_table(found: Found) -> Table | None:
-    """Why other configurations are none; nothing where none was left out."""
+def left_out_table(result: Found) -> Table | None:
+    """Return the reasons for excluded configurations; None if none was excluded."""
     grouped: dict[str, list[Excluded]] = {}
-    for one in found.excluded:
-        kind = one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
-        grouped.setdefault(kind, []).append(one)
+    for excluded in result.excluded:
+        kind = excluded.reason if excluded.missing_bytes is None else f"lacks memory, tp {excluded.tp}"
+        grouped.setdefault(kind, []).append(excluded)
     if not grouped:
         return None
     rows = [(kind, _nearest(group), len(group)) for kind, group in sorted(grouped.items())]
@@ -79,48 +79,51 @@ def left_out_table(found: Found) -> Table | None:
 
 
 def _nearest(group: Sequence[Excluded]) -> str:
-    one = min(group, key=lambda one: one.missing_bytes or 0)
-    if one.missing_bytes is None:
+    excluded = min(group, key=lambda item: item.missing_bytes or 0)
+    if excluded.missing_bytes is None:
         return ""
-    return f"pp {one.pp} dp {one.dp} b {one.microbatch_size} {one.schedule} short by {format_bytes(one.missing_bytes)}"
+    return (
+        f"pp {excluded.pp} dp {excluded.dp} b {excluded.microbatch_size} {excluded.schedule} over by "
+        f"{format_bytes(excluded.missing_bytes)}"
+    )
 
 
 def offers_table(offers: Sequence[Offer]) -> Table:
-    """Days and dollars to the target, best first."""
+    """Return days and dollars to the target, best first."""
     rows = [
         (
-            one.cluster.name, one.bill.num_devices, one.bill.global_batch, f"{one.bill.tokens:.3g}",
-            f"{one.bill.days:,.2f}", "" if one.bill.dollars is None else f"{one.bill.dollars:,.0f}",
+            offer.cluster.name, offer.bill.num_devices, offer.bill.global_batch, f"{offer.bill.tokens:.3g}",
+            f"{offer.bill.days:,.2f}", "" if offer.bill.dollars is None else f"{offer.bill.dollars:,.0f}",
         )
-        for one in offers
+        for offer in offers
     ]  # fmt: skip
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
 
 
 def price_lines(prices: Mapping[str, Price], terms: str) -> list[str]:
-    """Which prices dollars are of, and of which day."""
+    """Return the prices used, with source and date."""
     return [
         f"Dollars at {price.dollars:.2f} per {name} and hour"
         + (f", {terms}: {price.source}, list of {price.date}" if price.date else f", of {price.source}")
-        + "; --price says otherwise."
+        + "; --price overrides this."
         for name, price in prices.items()
     ]
 
 
-def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
-    """All sizes of `plan --json`, best first."""
-    return {"sizes": [_size(one) for one in found]}
+def offers_document(offers: Sequence[Offer]) -> dict[str, Any]:
+    """Return all sizes for `plan --json`, best first."""
+    return {"sizes": [_size(offer) for offer in offers]}
 
 
-def _size(one: Offer) -> dict[str, Any]:
+def _size(offer: Offer) -> dict[str, Any]:
     return {
-        "devices": one.bill.num_devices,
-        **{name: getattr(one.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
+        "devices": offer.bill.num_devices,
+        **{name: getattr(offer.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
         "configurations": [
             plan_document(plan, None)
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
-            for plan in one.found.plans
+            for plan in offer.found.plans
         ],
-        "excluded": [asdict(item) for item in one.found.excluded],
-        "num_bounded": one.found.num_bounded,
+        "excluded": [asdict(item) for item in offer.found.excluded],
+        "num_bounded": offer.found.num_bounded,
     }  # fmt: skip

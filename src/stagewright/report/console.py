@@ -1,4 +1,4 @@
-"""The console that results are printed on."""
+"""Console for results."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from rich.text import Text
 from stagewright.text import printable
 
 _WIDTH_OF_A_FILE = 256
-"""Columns where there is no terminal: wide enough that no table is folded."""
+"""Columns without a terminal: wide enough that no table is wrapped."""
 
 _COMMAND = re.compile(r"`[^`\n]+`")
 _UNBROKEN = "\u2800"
-"""A blank that no line is broken at, for the time in which lines are."""
+"""A non-breaking blank, used while lines are wrapped."""
 
 
 class _Plain(Console):
-    """Shows text of others as it is: no style or link that it asks for, and codes of what a terminal would obey. Lines are
-    broken between words only, and not within commands, which are between backticks."""
+    """A console that prints untrusted text literally: without markup, and with control characters escaped. Lines are wrapped
+    only between words, and not within commands in backticks."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"no_wrap": True, "overflow": "ignore", "crop": False} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Of lines, cells and titles, before their room is measured."""
+        """Wrap and escape lines, cells and titles before they are measured."""
         lines = (_wrapped(line, self.width) for line in printable(text).split("\n"))
         return super().render_str("\n".join(lines), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Of all that is printed, whatever has made it."""
+        """Escape all printed text."""
         for segment in super().render(renderable, options):
             text = segment.text.replace(_UNBROKEN, " ")
             yield segment if segment.control else segment._replace(text=printable(text))
@@ -59,6 +59,6 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def stdout() -> Console:
-    """Standard output: coloured on a terminal, plain and wide where it goes to a file or another program."""
+    """Return the console of standard output: coloured on a terminal, plain and wide for a file or another program."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _WIDTH_OF_A_FILE
     return _Plain(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)

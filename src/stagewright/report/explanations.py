@@ -1,4 +1,4 @@
-"""Why a plan takes what it takes, as tables and as a document."""
+"""Explanations of a plan's step time, as tables and as a document."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from stagewright.report.tables import Table, figure, table, time_unit
 from stagewright.units import format_seconds
 
 
-def explanation_document(found: Explanation) -> dict[str, Any]:
-    """For `--json`."""
-    return asdict(found)
+def explanation_document(explanation: Explanation) -> dict[str, Any]:
+    """Return the document of `--json`."""
+    return asdict(explanation)
 
 
-def path_line(found: Explanation, num_ranks: int) -> str:
-    """What the table of parts is of."""
-    on = f" Of its computations {found.slowest_share:.0%} are on rank {found.slowest_rank}." * (num_ranks > 1)
-    return f"The end of a step of {format_seconds(found.seconds)} waits for these, one after the other.{on}"
+def path_line(explanation: Explanation, num_ranks: int) -> str:
+    """Return the heading of the table of parts."""
+    on = f" Of its computations {explanation.slowest_share:.0%} are on rank {explanation.slowest_rank}." * (
+        num_ranks > 1
+    )
+    return f"The end of a step of {format_seconds(explanation.seconds)} waits for these, one after the other.{on}"
 
 
-def parts_table(found: Explanation) -> Table:
-    """What each second of the step is."""
-    unit, size = time_unit(part.seconds for part in found.parts)
+def parts_table(explanation: Explanation) -> Table:
+    """Return the parts of the critical path of the step."""
+    unit, size = time_unit(part.seconds for part in explanation.parts)
     rows = [
-        (part.what, part.count or None, figure(part.seconds, size), f"{part.seconds / found.seconds:.1%}")
-        for part in found.parts
+        (
+            part.what,
+            part.count or None,
+            figure(part.seconds, size),
+            f"{part.seconds / explanation.seconds:.1%}",
+        )
+        for part in explanation.parts
     ]
     return table("Critical path", ("what", "number", unit, "of the step"), rows)
 
 
-def changes_table(found: Explanation) -> Table:
-    """What would shorten the step, one thing at a time."""
-    return _table("What would gain", found.changes, found.seconds)
+def changes_table(explanation: Explanation) -> Table:
+    """Return the changes that would shorten the step, one at a time."""
+    return _table("What would gain", explanation.changes, explanation.seconds)
 
 
-def errors_table(found: Explanation) -> Table:
-    """What errors of the estimate would make of the step, one at a time."""
-    return _table("If the estimate is wrong", found.errors, found.seconds)
+def errors_table(explanation: Explanation) -> Table:
+    """Return the effects of errors of the estimate on the step, one at a time."""
+    return _table("If the estimate is wrong", explanation.errors, explanation.seconds)
 
 
 def _table(title: str, changes: Sequence[Change], seconds: float) -> Table:

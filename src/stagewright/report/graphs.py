@@ -1,4 +1,4 @@
-"""An operator graph summed up: as the document of `trace --json` and as text for people."""
+"""Summary of an operator graph, as the document of `trace --json` and as text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHOWN_CUTS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
-    """Modules that differ only in the number in their path; `kinds` counts the equal ones together."""
+class NumberedModules:
+    """Modules whose paths differ only in a number; `kinds` has the counts of equal ones."""
 
     pattern: str
     kinds: tuple[int, ...]
@@ -28,8 +28,8 @@ class Layers:
         return sum(self.kinds)
 
 
-def find_layers(graph: OperatorGraph) -> list[Layers]:
-    """Numbered modules in the order of the model; two are equal when they run the same operators.
+def find_layers(graph: OperatorGraph) -> list[NumberedModules]:
+    """Return numbered modules in the order of the model; two are equal if they run the same operators.
 
     An operator belongs to the first number in the path of its module: experts count with their layer.
     """
@@ -39,9 +39,9 @@ def find_layers(graph: OperatorGraph) -> list[Layers]:
         if (place := _numbered(node.module)) is not None:
             operators[place].append((node.op, node.signature))
     kinds: dict[str, Counter[tuple[tuple[str, int], ...]]] = defaultdict(Counter)
-    for (pattern, _), found in operators.items():
-        kinds[pattern][tuple(found)] += 1
-    return [Layers(pattern, tuple(counts.values())) for pattern, counts in kinds.items()]
+    for (pattern, _), signatures in operators.items():
+        kinds[pattern][tuple(signatures)] += 1
+    return [NumberedModules(pattern, tuple(counts.values())) for pattern, counts in kinds.items()]
 
 
 def _numbered(module: str) -> tuple[str, int] | None:
@@ -57,7 +57,7 @@ def _numbered(module: str) -> tuple[str, int] | None:
 
 
 def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
-    """What `trace` found: counts, layers, the cuts that the fewest tensors cross, parameters with two names."""
+    """Return counts, layers, the cuts that the fewest tensors cross, and tied parameters."""
     cuts = find_cuts(graph)
     fewest = min(cuts.num_values[cuts.positions], default=0)
     narrowest = [cut for cut in cuts.positions.tolist() if cuts.num_values[cut] == fewest]
@@ -97,27 +97,26 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
 
 
 def graph_summary(document: dict[str, Any]) -> Group:
-    """The document of a graph for people."""
-    found = document
-    parts = ", ".join(f"{count} {name}" for name, count in found["nodes_by_part"].items())
-    cuts = found["narrow_cuts"]
+    """Return the document of a graph as text."""
+    parts = ", ".join(f"{count} {name}" for name, count in document["nodes_by_part"].items())
+    cuts = document["narrow_cuts"]
     width = plural(cuts[0]["num_tensors"] if cuts else 0, "tensor")
     lines = {
-        "model": found["model"],
-        "parameters": f"{format_count(found['num_parameters'])} ({format_bytes(found['parameter_bytes'])})",
-        "trained": f"{format_count(found['num_trained'])} of them; the others are frozen",
-        "microbatch": ", ".join(f"{name} {meta}" for name, meta in found["inputs"].items()),
-        "operators": f"{found['num_nodes']}: {parts}",
-        "layers": "; ".join(map(_layers_text, found["layers"])) or "none found",
-        "prologue": f"{len(found['prologue'])} operators depend on no parameter; repeated where used",
-        "tied parameters": "; ".join(" = ".join(names) for names in found["tied_parameters"]) or "none",
-        "checkpointed": f"{plural(found['num_regions'], 'region')} by the model's own code",
-        "cuts": f"{found['num_cuts']} legal; the narrowest, {len(cuts)}, carry {width}",
-        "seconds": format_seconds(found["seconds"]),
+        "model": document["model"],
+        "parameters": f"{format_count(document['num_parameters'])} ({format_bytes(document['parameter_bytes'])})",
+        "trained": f"{format_count(document['num_trained'])} of them; the others are frozen",
+        "microbatch": ", ".join(f"{name} {meta}" for name, meta in document["inputs"].items()),
+        "operators": f"{document['num_nodes']}: {parts}",
+        "layers": "; ".join(map(_layers_text, document["layers"])) or "none found",
+        "prologue": f"{len(document['prologue'])} operators depend on no parameter; repeated where used",
+        "tied parameters": "; ".join(" = ".join(names) for names in document["tied_parameters"]) or "none",
+        "checkpointed": f"{plural(document['num_regions'], 'region')} by the model's own code",
+        "cuts": f"{document['num_cuts']} legal; the narrowest, {len(cuts)}, carry {width}",
+        "seconds": format_seconds(document["seconds"]),
     }
-    if found["num_trained"] == found["num_parameters"]:
+    if document["num_trained"] == document["num_parameters"]:
         del lines["trained"]
-    if not found["num_regions"]:
+    if not document["num_regions"]:
         del lines["checkpointed"]
     shown = cuts if len(cuts) <= _SHOWN_CUTS else [*cuts[: _SHOWN_CUTS - 1], None, cuts[-1]]
     rows = [
@@ -127,14 +126,14 @@ def graph_summary(document: dict[str, Any]) -> Group:
     return Group(facts(lines.items()), table("Narrowest cuts", ("after", "position", "bytes across"), rows))
 
 
-def _layers_text(found: dict[str, Any]) -> str:
-    kinds = found["kinds"]
+def _layers_text(layers: dict[str, Any]) -> str:
+    kinds = layers["kinds"]
     equal = "equal" if len(kinds) == 1 else f"of {len(kinds)} kinds ({', '.join(map(str, kinds))})"
-    return f"{found['count']} x {found['pattern']} {equal if found['count'] > 1 else ''}".rstrip()
+    return f"{layers['count']} x {layers['pattern']} {equal if layers['count'] > 1 else ''}".rstrip()
 
 
 def listing(graph: OperatorGraph) -> dict[str, Any]:
-    """Every node and value as plain data, for other programs."""
+    """Return every node and value as plain data for other programs."""
     return {
         "name": graph.name,
         "facts": {

@@ -1,4 +1,4 @@
-"""What a joint search found, as a document and as tables."""
+"""Results of a joint search, as a document and as tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stagewright.units import GIGA, format_bytes, format_seconds
 _SHOWN = 6
 
 
-def joint_document(found: Found, path: Path | None) -> dict[str, Any]:
-    """Of `plan-costs --json`: the best plan, the bound, and what it was compared with."""
-    plan = found.best
+def joint_document(result: Found, path: Path | None) -> dict[str, Any]:
+    """Return the document of `plan-costs --json`: the best plan, the bound, and the plans it was compared with."""
+    plan = result.best
     return {
         "path": None if path is None else str(path),
         "makespan_seconds": plan.makespan_s,
-        "lower_bound_seconds": found.bound.seconds,
-        "lower_bound": found.bound.why,
-        "gap": found.gap,
+        "lower_bound_seconds": result.bound.seconds,
+        "lower_bound": result.bound.why,
+        "gap": result.gap,
         "num_stages": plan.layout.num_stages,
         "cuts": list(plan.layout.cuts),
         "rank_of_stage": list(plan.layout.rank_of_stage),
@@ -35,9 +35,9 @@ def joint_document(found: Found, path: Path | None) -> dict[str, Any]:
                 plan.timeline.busy_s.tolist(), plan.timeline.idle_s.tolist(), plan.timeline.peak_bytes.tolist(), strict=True
             )
         ],
-        "runners_up": [_summary(each) for each in found.runners_up[:_SHOWN]],
-        "baselines": [_summary(each) for each in found.baselines],
-        "search": {"rounds": found.num_rounds, "seconds": found.seconds},
+        "runners_up": [_summary(runner_up) for runner_up in result.runners_up[:_SHOWN]],
+        "baselines": [_summary(runner_up) for runner_up in result.baselines],
+        "search": {"rounds": result.num_rounds, "seconds": result.seconds},
     }  # fmt: skip
 
 
@@ -48,37 +48,39 @@ def _summary(plan: JointPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def joint_heading(found: Found) -> str:
-    """What the best plan takes, and how far from the bound it is at most."""
-    problem = found.best.problem
+def joint_heading(result: Found) -> str:
+    """Return the time of the best plan, and its maximum distance from the bound."""
+    problem = result.best.problem
     return (
         f"{plural(problem.layers.num_layers, 'layer')} on {plural(problem.num_ranks, 'rank')}, "
-        f"{problem.num_microbatches} microbatches: {format_seconds(found.best.makespan_s)} per batch, at most "
-        f"{found.gap:.1%} above what any plan can reach "
-        f"({format_seconds(found.bound.seconds)}: {found.bound.why})"
+        f"{problem.num_microbatches} microbatches: {format_seconds(result.best.makespan_s)} per batch, at most "
+        f"{result.gap:.1%} above what any plan can reach "
+        f"({format_seconds(result.bound.seconds)}: {result.bound.why})"
     )
 
 
-def assumptions_text(assumed: Assumptions) -> str:
-    """What the plan stands on beside the table of costs, and which options say otherwise."""
-    if assumed.bytes_per_second is None:
+def assumptions_text(assumptions: Assumptions) -> str:
+    """Return the assumptions of the plan besides the table of costs, with the options to change them."""
+    if assumptions.bytes_per_second is None:
         transfers = "transfers are free, as the table has no boundary_bytes"
     else:
-        rate = f"{assumed.bytes_per_second / GIGA:g} GB/s between ranks"
-        port = ", one port of 400 Gb/s InfiniBand (--bandwidth)" if assumed.bandwidth == "assumed" else ""
+        rate = f"{assumptions.bytes_per_second / GIGA:g} GB/s between ranks"
+        port = ", one port of 400 Gb/s InfiniBand (--bandwidth)" if assumptions.bandwidth == "assumed" else ""
         transfers = f"{rate}{port}, no latency"
-    if assumed.memory_limits is None:
+    if assumptions.memory_limits is None:
         memory = "any amount of memory (--memory-limit)"
     else:
-        memory = f"memory of {', '.join(map(format_bytes, dict.fromkeys(assumed.memory_limits)))} per rank"
+        memory = (
+            f"memory of {', '.join(map(format_bytes, dict.fromkeys(assumptions.memory_limits)))} per rank"
+        )
     speeds = "equal ranks (--speeds)"
-    if len(set(assumed.speeds)) > 1:
-        speeds = "speeds " + ", ".join(f"{one:.3g}" for one in assumed.speeds)
+    if len(set(assumptions.speeds)) > 1:
+        speeds = "speeds " + ", ".join(f"{speed:.3g}" for speed in assumptions.speeds)
     return f"Assumed: {transfers}; {memory}; {speeds}; activations held until their weight gradient."
 
 
 def ranks_table(plan: JointPlan) -> Table:
-    """Layers, time and memory of every rank."""
+    """Return layers, time and memory of every rank."""
     timeline = plan.timeline
     rows, starts = [], (0, *plan.layout.cuts)
     for rank in range(timeline.num_ranks):
@@ -98,13 +100,20 @@ def _span(start: int, end: int) -> str:
     return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
 
 
-def runners_up_table(found: Found) -> Table:
-    """The next best plans of each kind and what they lose."""
+def runners_up_table(result: Found) -> Table:
+    """Return the next best plan of each kind and its loss."""
     rows = []
-    seen = {found.best.name}
-    for each in found.runners_up:
-        if each.name not in seen and len(rows) < _SHOWN:
-            seen.add(each.name)
-            loss = each.makespan_s / found.best.makespan_s - 1
-            rows.append((each.name, each.layout.num_stages, format_seconds(each.makespan_s), f"{loss:+.1%}"))
+    seen = {result.best.name}
+    for runner_up in result.runners_up:
+        if runner_up.name not in seen and len(rows) < _SHOWN:
+            seen.add(runner_up.name)
+            loss = runner_up.makespan_s / result.best.makespan_s - 1
+            rows.append(
+                (
+                    runner_up.name,
+                    runner_up.layout.num_stages,
+                    format_seconds(runner_up.makespan_s),
+                    f"{loss:+.1%}",
+                )
+            )
     return table("Runners-up", ("plan", "stages", "batch", "slower by"), rows)

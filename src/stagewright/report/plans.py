@@ -19,26 +19,26 @@ from stagewright.report.tables import Table, byte_unit, figure, numbered, plural
 from stagewright.units import GIGA, format_bytes, format_seconds
 
 _LEAST_SHARE = 0.02
-"""Categories that are never more of a peak than this are shown as one; waits that are less of a step are not told."""
+"""Categories below this share of all peaks are combined; waits below this share of the step are not shown."""
 
 
 def described_schedule(plan: Plan) -> str:
-    """The schedule, and whether stages make room by recomputing or offloading (R), the last by a loss in pieces (L), or
-    ranks by an optimizer on the host (H)."""
+    """Return the schedule, with marks for recomputation or offload (R), a loss in pieces (L), and an optimizer on the host
+    (H)."""
     recomputes = any(policy not in ("keep", StagePolicy()) for policy in plan.memory_policy)
     ways = " +R" * recomputes + " +L" * (plan.loss_pieces > 1) + " +H" * bool(plan.host_optimizer)
     return plan.schedule + ways
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
-    """One plan of `plan --json`; `path` is the file it was written to."""
+    """Return one plan of `plan --json`; `path` is the file it was written to."""
     ranks = plan.predictions.ranks
     return {
         "path": None if path is None else str(path),
         **_figures(plan),
         "lower_bound_seconds": plan.predictions.lower_bound_seconds,
         "spare_bytes": spare_bytes(plan)[0],
-        "bubble": None if (found := _bubble(plan)) is None else asdict(found),
+        "bubble": None if (parts := _bubble(plan)) is None else asdict(parts),
         "host_optimizer": list(plan.host_optimizer),
         "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
@@ -48,7 +48,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
 
 
 def estimate_document(plan: Plan) -> dict[str, Any]:
-    """What one configuration takes, rank by rank: the document of `estimate`."""
+    """Return the document of `estimate`: predictions of one configuration, rank by rank."""
     return {
         "model": plan.model.name,
         "settings": plan.model.overrides,
@@ -58,7 +58,7 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
-    """The configuration and its time."""
+    """Return the configuration and its time."""
     of_step = ("step_seconds", "tokens_per_second", "mfu", "bubble_fraction")
     of_plan = ("dp", "tp", "cp", "ep", "pp", "num_stages", "schedule", "microbatch_size", "num_microbatches")
     return {
@@ -73,23 +73,23 @@ def _figures(plan: Plan) -> dict[str, Any]:
             {
                 "sequence_length": length,
                 "share": plan.job.shares[length],
-                "step_seconds": one.step_seconds,
-                "tokens_per_second": one.tokens_per_second,
-                "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in one.ranks],
+                "step_seconds": predictions.step_seconds,
+                "tokens_per_second": predictions.tokens_per_second,
+                "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in predictions.ranks],
             }
-            for length, one in (plan.by_length.items() if plan.shorter_lengths else ())
+            for length, predictions in (plan.by_length.items() if plan.shorter_lengths else ())
         ],
     }  # fmt: skip
 
 
 def counts_samples(plan: Plan) -> bool:
-    """Whether its samples are of one piece, such as images, and not of tokens."""
+    """Whether its samples are indivisible, such as images, and not made of tokens."""
     return tuple(plan.job.shares) == (1,)
 
 
-def found_heading(found: Found) -> str:
-    """Which model, cluster and job the plans are for."""
-    best = found.plans[0]
+def found_heading(result: Found) -> str:
+    """Return the model, cluster and job of the plans."""
+    best = result.plans[0]
     job = best.job
     lengths = ", ".join(map(str, job.shares))
     of_tokens = "" if counts_samples(best) else f" of {lengths} tokens"
@@ -100,13 +100,13 @@ def found_heading(found: Found) -> str:
 
 
 def answer_line(plan: Plan) -> str:
-    """In a sentence: whether it fits, how busy devices are, why they are idle, and how far from the best it can be."""
+    """Return one sentence: whether the plan fits, MFU, the bubble and its causes, and the distance from the lower bound."""
     spare, rank = spare_bytes(plan)
     fits = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Lacks {format_bytes(-spare)}"
     predictions = plan.predictions
     parts = [
         f"{fits} on rank {rank}",
-        f"MFU {plan.mean_rate(lambda one: one.mfu):.1%}",
+        f"MFU {plan.mean_rate(lambda of_length: of_length.mfu):.1%}",
         _bubble_text(plan),
     ]
     if predictions.lower_bound_seconds:
@@ -116,18 +116,22 @@ def answer_line(plan: Plan) -> str:
 
 
 def _bubble_text(plan: Plan) -> str:
-    """The bubble, and its parts where there are any."""
+    """Return the bubble, and its parts if there are any."""
     text = f"bubble {plan.predictions.bubble_fraction:.1%}"
-    found = _bubble(plan)
-    if found is None or found.total < _LEAST_BUBBLE:
+    parts_of_bubble = _bubble(plan)
+    if parts_of_bubble is None or parts_of_bubble.total < _LEAST_BUBBLE:
         return text
-    named = {"warm-up": found.warm_up, "imbalance": found.imbalance, "transfers": found.transfers}
+    named = {
+        "warm-up": parts_of_bubble.warm_up,
+        "imbalance": parts_of_bubble.imbalance,
+        "transfers": parts_of_bubble.transfers,
+    }
     parts = ", ".join(f"{100 * share:.1f} {name}" for name, share in named.items() if share >= _LEAST_BUBBLE)
     return f"{text}: {parts}" if parts else text
 
 
 _LEAST_BUBBLE = 0.0005
-"""Less is 0.0 %."""
+"""Smaller shares would be shown as 0.0 %."""
 
 
 def _bubble(plan: Plan) -> Bubble | None:
@@ -136,30 +140,30 @@ def _bubble(plan: Plan) -> Bubble | None:
 
 
 def spare_bytes(plan: Plan) -> tuple[int, int]:
-    """What the fullest rank has left of its device, and its number."""
+    """Return the spare bytes of the rank with least, and its number."""
     limits = usable_bytes(plan, plan.cluster.load())
-    left = {one.rank: limits[one.rank] - one.reserved_peak_bytes for one in plan.predictions.ranks}
-    fullest = min(left, key=lambda rank: left[rank])
-    return left[fullest], fullest
+    spare = {rank.rank: limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks}
+    fullest = min(spare, key=lambda rank: spare[rank])
+    return spare[fullest], fullest
 
 
-def left_out(found: Found) -> str:
-    """How many configurations are no plan, and for which kind of reason."""
-    lacking = sum(one.missing_bytes is not None for one in found.excluded)
-    others = len(found.excluded) - lacking
+def left_out(result: Found) -> str:
+    """Return how many configurations were rejected, by kind of reason."""
+    lacking = sum(excluded.missing_bytes is not None for excluded in result.excluded)
+    others = len(result.excluded) - lacking
     reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    slower = f" {found.num_bounded} more cannot be faster{_promise(found)}." if found.num_bounded else ""
-    num_found = plural(len(found.plans), "configuration")
-    return f"{num_found} found; {len(found.excluded)} rejected{listed}.{slower}{zero_text(found.plans[0])}"
+    slower = f" {result.num_bounded} more cannot be faster{_promise(result)}." if result.num_bounded else ""
+    num_found = plural(len(result.plans), "configuration")
+    return f"{num_found} found; {len(result.excluded)} rejected{listed}.{slower}{zero_text(result.plans[0])}"
 
 
 _SHARDED = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-"""By the level of ZeRO, from 1 on."""
+"""Sharded state by the level of ZeRO, from 1 on."""
 
 
 def zero_text(plan: Plan) -> str:
-    """What replicas of the plan shard; empty where there is one, or nothing is sharded."""
+    """Return what replicas of the plan shard; empty with one replica or without sharding."""
     levels = sorted({level for level in plan.sharding if level})
     if plan.dp == 1 or not levels:
         return ""
@@ -167,21 +171,21 @@ def zero_text(plan: Plan) -> str:
     return f" Replicas of the best shard {_SHARDED[levels[-1] - 1]} (ZeRO {named})."
 
 
-def _promise(found: Found) -> str:
-    one = found.next_best
+def _promise(result: Found) -> str:
+    nearest = result.next_best
     return (
         ""
-        if one is None
-        else f" (the nearest by its lower bound, {one.seconds / _best_s(found) - 1:+.1%}: {one.configuration})"
+        if nearest is None
+        else f" (the nearest by its lower bound, {nearest.seconds / _best_s(result) - 1:+.1%}: {nearest.configuration})"
     )
 
 
-def _best_s(found: Found) -> float:
-    return min(plan.predictions.step_seconds for plan in found.plans)
+def _best_s(result: Found) -> float:
+    return min(plan.predictions.step_seconds for plan in result.plans)
 
 
 def widths(plan: Plan) -> str:
-    """Ranks in the pipeline, replicas and, where there are several, of every other kind."""
+    """Return the parallel degrees: pipeline ranks, replicas, and other kinds above 1."""
     shared = f" x {plan.tp}" if plan.tp > 1 else ""
     return f"{plan.pp} x {plan.dp}{shared}{_more_widths(plan)}"
 
@@ -191,7 +195,7 @@ def _more_widths(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """How the global batch is divided."""
+    """Return the division of the global batch."""
     return (
         f"{plan.dp} x {plan.num_microbatches} microbatches of {plan.microbatch_size} are the global batch "
         f"of {plan.job.global_batch}"
@@ -203,9 +207,9 @@ def _tokens(predictions: Predictions) -> float:
 
 
 def plans_table(plans: Sequence[Plan]) -> Table:
-    """The best plans, one a row; narrow enough for a terminal of 80 columns.
+    """Return the best plans, one per row; narrow enough for a terminal of 80 columns.
 
-    With several lengths times are means over all steps, and peaks the longest's.
+    With several sequence lengths times are means over all steps, and peaks those of the longest.
     """
     peaks = [[rank.reserved_peak_bytes for rank in plan.predictions.ranks] for plan in plans]
     unit, size = byte_unit(count for counts in peaks for count in counts)
@@ -213,8 +217,8 @@ def plans_table(plans: Sequence[Plan]) -> Table:
         (
             widths(plan), plan.num_stages, f"{plan.num_microbatches} of {plan.microbatch_size}", described_schedule(plan),
             format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
-            f"{plan.mean_rate(lambda one: one.mfu):.1%}", f"{plan.mean_rate(lambda one: one.bubble_fraction):.1%}",
-            _range(counts, size),
+            f"{plan.mean_rate(lambda predictions: predictions.mfu):.1%}",
+            f"{plan.mean_rate(lambda predictions: predictions.bubble_fraction):.1%}", _range(counts, size),
         )
         for plan, counts in zip(plans, peaks, strict=True)
     ]  # fmt: skip
@@ -227,7 +231,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def estimate_heading(plan: Plan) -> str:
-    """The configuration and its time in one line."""
+    """Return the configuration and its time in one line."""
     predictions = plan.predictions
     shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_widths(plan)
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
@@ -243,7 +247,7 @@ def estimate_heading(plan: Plan) -> str:
 
 
 def host_line(plan: Plan) -> str | None:
-    """Where the host cannot issue operators as fast as the devices run them: for how long, and what would help."""
+    """Return for how long devices wait for the host, and what would help; None if they hardly do."""
     if plan.host_bound < _LEAST_SHARE:
         return None
     ways = ["larger microbatches"] if plan.num_microbatches > 1 else []
@@ -255,22 +259,22 @@ def host_line(plan: Plan) -> str | None:
 
 
 def profile_line(plan: Plan) -> str | None:
-    """How much of the operators' time is measured; None where no profile was given."""
+    """Return the fraction of operator time that was measured; None without a profile."""
     if plan.cluster.description is None or not any(
         group.device.profile for group in plan.cluster.description.nodes
     ):
         return None
     share = plan.predictions.measured_share
-    rest = (
+    note = (
         ""
         if share > 1 - _LEAST_SHARE
-        else "; the rest is not in the profile and worked out from the device's figures"
+        else "; the rest is not in the profile and estimated from the device's figures"
     )
-    return f"Measured: {share:.0%} of the operators' time{rest}."
+    return f"Measured: {share:.0%} of the operators' time{note}."
 
 
 def memory_table(plan: Plan) -> Table:
-    """Each rank's bytes by category at the moment of its peak, and its busy time."""
+    """Return each rank's bytes by category at its peak, and its busy time."""
     ranks = plan.predictions.ranks
     categories = dict.fromkeys(
         name
@@ -295,7 +299,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def stage_table(plan: Plan) -> Table:
-    """Where the model is cut and what one microbatch takes on each stage; stages alike on a rank are one row."""
+    """Return the cuts and the costs of one microbatch on each stage; equal stages of a rank share a row."""
     stages = plan.predictions.stages
     bytes_name, size = byte_unit(max(stage.parameter_bytes, stage.saved_bytes) for stage in stages)
     time_name, second = time_unit(stage.forward_seconds for stage in stages)
@@ -323,21 +327,21 @@ def _range(counts: Sequence[int], size: float) -> str:
 
 
 def lengths_tables(plan: Plan) -> list[Table]:
-    """A row for each length; no table where all batches have one."""
+    """Return a table with a row per sequence length; none if all batches have the same length."""
     if not plan.shorter_lengths:
         return []
     shares = plan.job.shares
-    ranks = (rank for one in plan.by_length.values() for rank in one.ranks)
+    ranks = (rank for predictions in plan.by_length.values() for rank in predictions.ranks)
     unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
     rows = [
         (
             length,
             f"{shares[length]:.0%}",
-            format_seconds(one.step_seconds),
-            f"{one.tokens_per_second:,.0f}",
-            *(figure(rank.reserved_peak_bytes, size) for rank in one.ranks),
+            format_seconds(predictions.step_seconds),
+            f"{predictions.tokens_per_second:,.0f}",
+            *(figure(rank.reserved_peak_bytes, size) for rank in predictions.ranks),
         )
-        for length, one in plan.by_length.items()
+        for length, predictions in plan.by_length.items()
     ]
     headings = ("tokens", "of steps", "step", "tokens/s", *(f"rank {rank}" for rank in range(plan.pp)))
     title = f"By length: mean step {format_seconds(plan.mean_step_seconds)}, peaks in {unit}"
@@ -345,7 +349,7 @@ def lengths_tables(plan: Plan) -> list[Table]:
 
 
 def breakdown_table(shares: Sequence[Share], by: str) -> Table:
-    """One row per share, and how much of all time it is."""
+    """Return one row per share, with its fraction of the total time."""
     total = sum(share.seconds for share in shares) or 1.0
     time_name, time_size = time_unit(share.seconds for share in shares)
     byte_name, byte_size = byte_unit(share.bytes_moved for share in shares)

@@ -1,4 +1,4 @@
-"""A run beside its plan: the losses, and predicted against measured time and memory."""
+"""Summary of a run: losses, and predicted and measured time and memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_STEPS = 8
 _COURSE = 20
-"""Steps in the picture of the course."""
-_WANDERS = 0.1
-"""By more than this a machine's speed differs from step to step where that is told."""
+"""Steps in the sparkline of losses."""
+_VARIES = 0.1
+"""Relative variation of a machine's speed above which it is reported."""
 
 
 def as_timed(plan: Plan, record: Record) -> Plan:
-    """`plan` for batches of the length whose steps were timed, so that like is compared with like."""
+    """Return `plan` for batches of the timed sequence length."""
     return plan if record.timed_length is None else plan.at_length(record.timed_length)
 
 
 def longest_not_run(plan: Plan, record: Record) -> list[str]:
-    """That the plan's longest batches never came, if so."""
+    """Return a note if no batch had the plan's longest sequence length."""
     length, longest = record.timed_length, plan.job.sequence_length
     if length is None or length == longest:
         return []
@@ -39,7 +39,7 @@ def longest_not_run(plan: Plan, record: Record) -> list[str]:
 
 
 def too_few_steps(num_steps: int) -> list[str]:
-    """That nothing which is predicted was measured in a run of so few steps, if so.
+    """Return a note if a run had too few steps for measurements.
 
     >>> too_few_steps(3)
     []
@@ -56,9 +56,9 @@ def too_few_steps(num_steps: int) -> list[str]:
 
 
 def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
-    """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record.
+    """Return the losses, and step time and peak memory per rank, predicted and measured; `path`: the record.
 
-    With several lengths, times and memory are of steps of ``timed_length`` tokens.
+    With several sequence lengths, times and memory are of steps of ``timed_length`` tokens.
     """
     plan = as_timed(plan, record)
     tokens = plan.predictions.tokens_per_second * plan.predictions.step_seconds
@@ -93,14 +93,14 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
 
 
 def run_summary(document: dict[str, Any]) -> Group:
-    """The document of a run for people."""
+    """Return the document of a run as text."""
     ratios = [ratio for rank in document["ranks"] for ratio in rank["slowdowns"]]
-    told = machine_lines(document["machine_slowdown"], ratios)
-    return Group(loss_table(document["losses"], document["first_step"]), comparison(document), *told)
+    machine = machine_lines(document["machine_slowdown"], ratios)
+    return Group(loss_table(document["losses"], document["first_step"]), comparison(document), *machine)
 
 
 def loss_table(losses: Sequence[float | None], first: int = 0) -> Table:
-    """The loss at a few steps, and its course over all of them; `first` steps were done before."""
+    """Return the loss at a few steps, and a sparkline over all of them; `first` is the number of earlier steps."""
     steps = _spread(len(losses), _SHOWN_STEPS)
     shown = ["none" if loss is None else f"{loss:.3f}" for loss in losses]
     course = sparkline([losses[step] for step in _spread(len(losses), _COURSE)])
@@ -109,7 +109,7 @@ def loss_table(losses: Sequence[float | None], first: int = 0) -> Table:
 
 
 def comparison(document: dict[str, Any]) -> Table:
-    """Predicted beside measured: the time of a step, and each rank's peak of allocated bytes."""
+    """Return predicted and measured step time and peaks of allocated bytes."""
     length = document["timed_length"]
     of_length = "" if length is None else f" of {length} tokens"
     seconds = document["predicted_step_seconds"], document["step_seconds"]
@@ -125,12 +125,12 @@ def comparison(document: dict[str, Any]) -> Table:
 
 
 def machine_lines(slowdown: float | None, ratios: Collection[float]) -> list[str]:
-    """How fast the machine itself was beside what the probe found, and whether that changed from step to step.
+    """Return the speed of the machine relative to the probe, and whether it changed from step to step.
 
     >>> machine_lines(1.25, [1.25, 1.25])[0].partition(":")[0]
     'The machine took 1.25 times as long for the same work as when it was probed'
     >>> machine_lines(1.25, [1.0, 1.25, 1.5])[1]
-    'Its speed wandered meanwhile, from 1.00 to 1.50 times that.'
+    'Its speed varied during the run, from 1.00 to 1.50 times that.'
     """
     if slowdown is None:
         return []
@@ -139,13 +139,13 @@ def machine_lines(slowdown: float | None, ratios: Collection[float]) -> list[str
         "difference is not the prediction's."
     ]
     low, high = min(ratios), max(ratios)
-    if high > (1 + _WANDERS) * low:
-        lines.append(f"Its speed wandered meanwhile, from {low:.2f} to {high:.2f} times that.")
+    if high > (1 + _VARIES) * low:
+        lines.append(f"Its speed varied during the run, from {low:.2f} to {high:.2f} times that.")
     return lines
 
 
 def on_other_devices(record: Record, kind: str, name: str) -> list[str]:
-    """A warning if a plan for devices `name` of a `kind` was run on others."""
+    """Return a warning if a plan for devices `name` of a `kind` was run on others."""
     if (kind == "cpu") == (record.device == "cpu"):
         return []
     return [
@@ -155,41 +155,41 @@ def on_other_devices(record: Record, kind: str, name: str) -> list[str]:
 
 
 def diverged(losses: Sequence[float | None]) -> list[str]:
-    """A warning if a loss was no finite number.
+    """Return a warning if a loss was NaN or Inf.
 
     >>> diverged([2.0, 1.5])
     []
     >>> diverged([2.0, None, None])
-    ['the loss was no finite number in 2 of 3 steps, first in step 2: lower learning_rate in the job, or clip_norm']
+    ['the loss was NaN or Inf in 2 of 3 steps, first in step 2: lower learning_rate in the job, or clip_norm']
     """
     lost = [step for step, loss in enumerate(losses, start=1) if loss is None]
     if not lost:
         return []
     return [
-        f"the loss was no finite number in {len(lost)} of {len(losses)} steps, first in step {lost[0]}: lower "
+        f"the loss was NaN or Inf in {len(lost)} of {len(losses)} steps, first in step {lost[0]}: lower "
         "learning_rate in the job, or clip_norm"
     ]
 
 
 def left_out(record: Record, is_scaled: bool) -> list[str]:
-    """That updates were left out, if so: with a scaled loss it is the way that its scale is found."""
+    """Return a warning if updates were skipped; with a scaled loss that is normal."""
     steps = [record.first_step + step + 1 for step in record.skipped_steps]
     if not steps or is_scaled:
         return []
     return [
-        f"{len(steps)} of {len(record.losses)} steps changed nothing because the loss or a gradient was no finite number, "
+        f"{len(steps)} of {len(record.losses)} updates were skipped because the loss or a gradient was NaN or Inf, "
         f"first step {steps[0]}: lower learning_rate, or clip_norm"
     ]
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """The course of `values`, one character each; a cross for what is missing.
+    """Return `values` as one character each; missing ones as crosses.
 
     >>> sparkline([4.0, 3.0, None, 1.0])
     '█▆×▁'
     """
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    present = [value for value in values if value is not None]
+    low, high = min(present, default=0.0), max(present, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join("×" if value is None else _BARS[round((value - low) * scale)] for value in values)
 
@@ -204,7 +204,7 @@ def _compared(
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """At most `wanted` of `count` indices, evenly spread, first and last among them.
+    """Return at most `wanted` of `count` indices, evenly spread, including first and last.
 
     >>> _spread(20, 3), _spread(2, 8)
     ([0, 10, 19], [0, 1])

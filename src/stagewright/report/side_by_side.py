@@ -1,4 +1,4 @@
-"""Two configurations of one model beside each other: what they take, and in what they differ."""
+"""Comparison of two configurations of one model: time, memory, and differences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stagewright.units import format_bytes, format_seconds
 
 
 def differences(yours: Plan, best: Plan) -> Iterator[tuple[str, str, str]]:
-    """What is not the same: its name, as `yours` has it, and as `best` has it."""
-    for (name, left), (_, right) in zip(_choices(yours), _choices(best), strict=True):
-        if left != right:
-            yield name, left, right
+    """Yield the differences: name, value in `yours`, and value in `best`."""
+    for (name, in_yours), (_, in_best) in zip(_choices(yours), _choices(best), strict=True):
+        if in_yours != in_best:
+            yield name, in_yours, in_best
 
 
 def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -35,21 +35,21 @@ def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def side_by_side_lines(yours: Plan, best: Plan, name: str) -> list[str]:
-    """Step and memory of both, and what differs."""
-    left, right = yours.predictions, best.predictions
-    gain = right.step_seconds / left.step_seconds - 1
+    """Return step and memory of both, and the differences."""
+    mine, planned = yours.predictions, best.predictions
+    gain = planned.step_seconds / mine.step_seconds - 1
     spare, rank = spare_bytes(yours)
     lacks = f", which lacks {format_bytes(-spare)} on rank {rank}" if spare < 0 else ""
-    found = [f"{what} {one} -> {other}" for what, one, other in differences(yours, best)]
+    changes = [f"{what} {in_yours} -> {in_best}" for what, in_yours, in_best in differences(yours, best)]
     return [
-        f"{name}: {format_seconds(left.step_seconds)}, {format_bytes(left.reserved_peak_bytes)}{lacks}; the plan: "
-        f"{format_seconds(right.step_seconds)} ({gain:+.1%}), {format_bytes(right.reserved_peak_bytes)}.",
-        f"What differs: {'; '.join(found) or 'nothing'}.",
+        f"{name}: {format_seconds(mine.step_seconds)}, {format_bytes(mine.reserved_peak_bytes)}{lacks}; the plan: "
+        f"{format_seconds(planned.step_seconds)} ({gain:+.1%}), {format_bytes(planned.reserved_peak_bytes)}.",
+        f"What differs: {'; '.join(changes) or 'nothing'}.",
     ]
 
 
 def side_by_side_document(yours: Plan, best: Plan, name: str, notes: tuple[str, ...]) -> dict[str, Any]:
-    """The same under ``compared`` of `plan --json`."""
+    """Return the same for ``compared`` of `plan --json`."""
     predictions = yours.predictions
     return {
         "file": name,
@@ -60,7 +60,8 @@ def side_by_side_document(yours: Plan, best: Plan, name: str, notes: tuple[str, 
         "spare_bytes": spare_bytes(yours)[0],
         "step_ratio": best.predictions.step_seconds / predictions.step_seconds,
         "differences": [
-            {"what": what, "yours": one, "plan": other} for what, one, other in differences(yours, best)
+            {"what": what, "yours": in_yours, "plan": in_best}
+            for what, in_yours, in_best in differences(yours, best)
         ],
         "not_taken": list(notes),
     }

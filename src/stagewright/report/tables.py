@@ -1,4 +1,4 @@
-"""Tables for the terminal: headings over left-aligned text and right-aligned figures, as wide as there is room for."""
+"""Tables for the terminal: headings over left-aligned text and right-aligned figures, fitted to the width."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stagewright.text import printable
 from stagewright.units import GIB, MIB, MILLI
 
 _EDGES = 2
-"""Columns left and right of a table with headings."""
+"""Margin columns of a table with headings."""
 
 
 @dataclass(frozen=True)
-class Column:
-    """A heading and the cells below it, all of which are text or figures."""
+class TableColumn:
+    """A column of a table: a heading and cells, which are all text or all figures."""
 
     heading: str
     cells: tuple[str, ...]
@@ -30,13 +30,13 @@ class Column:
 
     @property
     def natural(self) -> int:
-        """Columns of a terminal that nothing is wrapped in."""
+        """Width without wrapping."""
         lines = (line for text in (self.heading, *self.cells) for line in text.splitlines())
         return max(map(cell_len, lines), default=0)
 
     @property
     def least(self) -> int:
-        """Those in which headings and texts are wrapped between all their words."""
+        """Width with headings and texts wrapped between all words."""
         whole = [] if self.is_text else self.cells
         words = (word for text in (self.heading, *self.cells * self.is_text) for word in text.split())
         return max(map(cell_len, (*whole, *words)), default=0)
@@ -44,46 +44,45 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Printed as wide as it is where there is room. In a narrower terminal headings and texts are wrapped between words,
-    then columns are set closer, then the table is printed in several blocks, each with the first column; words and figures
-    are never broken.
+    """A table that adapts to the width of the terminal: headings and texts are wrapped between words, then gaps are reduced,
+    then the table is printed in several blocks, each with the first column. Words and figures are never broken.
     """
 
     title: str
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
 
     @property
     def has_headings(self) -> bool:
-        """Names and values have none."""
+        """Whether any column has a heading; tables of names and values have none."""
         return any(column.heading for column in self.columns)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="bold")
         for columns, gap in self._blocks(options.max_width):
-            widths = fitted(columns, self._left(columns, gap, options.max_width))
+            widths = fitted(columns, self._available(columns, gap, options.max_width))
             built = self._built(columns, widths or [column.least for column in columns], gap)
             yield from console.render(built, options.update_width(max(options.max_width, _width(built))))
 
-    def _blocks(self, room: int) -> list[tuple[Sequence[Column], int]]:
-        """The columns of every block, and the blanks between them."""
+    def _blocks(self, max_width: int) -> list[tuple[Sequence[TableColumn], int]]:
+        """Return the columns of every block, and the gap between them."""
         for gap in (2, 1):
-            if fitted(self.columns, self._left(self.columns, gap, room)) is not None:
+            if fitted(self.columns, self._available(self.columns, gap, max_width)) is not None:
                 return [(self.columns, gap)]
         first, *others = self.columns
         blocks = [[first]]
         for column in others:
             wider = [*blocks[-1], column]
-            if len(wider) > 2 and fitted(wider, self._left(wider, 1, room)) is None:
+            if len(wider) > 2 and fitted(wider, self._available(wider, 1, max_width)) is None:
                 blocks.append([first, column])
             else:
                 blocks[-1] = wider
         return [(block, 1) for block in blocks]
 
-    def _left(self, columns: Sequence[Column], gap: int, room: int) -> int:
-        return room - gap * (len(columns) - 1) - _EDGES * self.has_headings
+    def _available(self, columns: Sequence[TableColumn], gap: int, max_width: int) -> int:
+        return max_width - gap * (len(columns) - 1) - _EDGES * self.has_headings
 
-    def _built(self, columns: Sequence[Column], widths: Sequence[int], gap: int) -> RichTable:
+    def _built(self, columns: Sequence[TableColumn], widths: Sequence[int], gap: int) -> RichTable:
         built = RichTable(
             box=box.SIMPLE_HEAD if self.has_headings else None,
             show_header=self.has_headings,
@@ -100,32 +99,35 @@ class Table:
 
 
 def _width(built: RichTable) -> int:
-    """An upper bound."""
+    """Return an upper bound on the width."""
     return sum((column.width or 0) + 2 for column in built.columns) + _EDGES
 
 
-def fitted(columns: Sequence[Column], room: int) -> list[int] | None:
-    """The widths of columns that share `room`, the widest of them wrapped first; None where words would be broken.
+def fitted(columns: Sequence[TableColumn], max_width: int) -> list[int] | None:
+    """Fit columns into `max_width`, wrapping the widest first; return their widths, or None if words would be broken.
 
-    >>> columns = [Column("what", ("a few words", "more"), True), Column("bytes", ("12.5 GiB",), False)]
+    >>> columns = [TableColumn("what", ("a few words", "more"), True), TableColumn("bytes", ("12.5 GiB",), False)]
     >>> fitted(columns, 40), fitted(columns, 16), fitted(columns, 12)
     ([11, 8], [8, 8], None)
     """
     least, natural = [column.least for column in columns], [column.natural for column in columns]
-    if sum(least) > room:
+    if sum(least) > max_width:
         return None
     most = max(natural, default=0)
-    while sum(widths := [max(low, min(high, most)) for low, high in zip(least, natural, strict=True)]) > room:
+    while (
+        sum(widths := [max(low, min(high, most)) for low, high in zip(least, natural, strict=True)])
+        > max_width
+    ):
         most -= 1
     return widths
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]], text: int = 1) -> Table:
-    """A table whose first `text` columns are text and whose others are figures. None and empty cells stay blank; figures
-    that are blank in all rows are left out."""
+    """Return a table whose first `text` columns are text and whose others are figures. None and empty cells are blank;
+    columns of figures that are blank in all rows are left out."""
     cells = [["" if cell is None else printable(str(cell)).strip() for cell in row] for row in rows]
     columns = [
-        Column(printable(heading), tuple(row[index] for row in cells), index < text)
+        TableColumn(printable(heading), tuple(row[index] for row in cells), index < text)
         for index, heading in enumerate(headings)
     ]
     shown = tuple(column for column in columns if column.is_text or not cells or any(column.cells))
@@ -133,12 +135,12 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]],
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Names and values, one pair a line."""
+    """Return a table of names and values, one pair per line."""
     return table("", ("", ""), pairs, text=2)
 
 
 def byte_unit(counts: Iterable[float]) -> tuple[str, float]:
-    """Name and size of the unit in which all of `counts` are short to write.
+    """Return name and size of a suitable unit for `counts` bytes.
 
     >>> byte_unit([5 * 2**30, 2**20]), byte_unit([2**20])
     (('GiB', 1073741824), ('MiB', 1048576))
@@ -147,7 +149,7 @@ def byte_unit(counts: Iterable[float]) -> tuple[str, float]:
 
 
 def time_unit(seconds: Iterable[float]) -> tuple[str, float]:
-    """Name and size of the unit in which all of `seconds` are short to write.
+    """Return name and size of a suitable unit for `seconds`.
 
     >>> time_unit([12.0, 0.3]), time_unit([0.012])
     (('s', 1.0), ('ms', 0.001))
@@ -156,7 +158,7 @@ def time_unit(seconds: Iterable[float]) -> tuple[str, float]:
 
 
 def figure(amount: float, size: float) -> str:
-    """`amount` in units of `size`, with three digits or more; blank for nothing.
+    """Format `amount` in units of `size`, with three digits or more; blank for zero.
 
     >>> figure(3 * 2**30, 2**30), figure(0.0123, 0.001), figure(123456, 100), figure(0, 1)
     ('3.00', '12.3', '1235', '')
@@ -169,16 +171,16 @@ def figure(amount: float, size: float) -> str:
 def numbered(
     rows: Iterable[tuple[Any, ...]], alike: Callable[[tuple[Any, ...]], object] = lambda row: row
 ) -> list[tuple[Any, ...]]:
-    """Rows with their numbers in front; neighbours that are `alike` are one.
+    """Number rows; neighbours that are `alike` become one row.
 
     >>> numbered([("a", 1), ("a", 1), ("b", 2)])
     [('0-1', 'a', 1), ('2', 'b', 2)]
     """
-    found: list[tuple[Any, ...]] = []
+    result: list[tuple[Any, ...]] = []
     for _, group in groupby(enumerate(rows), key=lambda pair: alike(pair[1])):
         (first, row), *others = group
-        found.append((f"{first}-{others[-1][0]}" if others else str(first), *row))
-    return found
+        result.append((f"{first}-{others[-1][0]}" if others else str(first), *row))
+    return result
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:

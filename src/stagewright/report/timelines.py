@@ -1,5 +1,5 @@
-"""A timeline for people and programs: the document of `schedule` and `simulate`, a table of the ranks, and a timetable of
-one row of text per rank, coloured on a terminal, in ASCII elsewhere.
+"""Reports on a timeline: the document of `schedule` and `simulate`, a table of the ranks, and a timetable with one row of
+text per rank, coloured on a terminal, in ASCII elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stagewright.units import format_bytes, format_seconds
 def timeline_document(
     program: Program, timeline: Timeline, peak_bytes: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """What a program takes when simulated, in seconds and bytes; `peak_bytes` where they are known better."""
+    """Return the simulated seconds and bytes of a program; `peak_bytes` replace those of the timeline."""
     peaks = timeline.peak_bytes if peak_bytes is None else peak_bytes
     activations = peak_activations(program)
     return {
@@ -49,7 +49,7 @@ def timeline_document(
 
 
 def heading(document: dict[str, Any]) -> str:
-    """One line that says how good the program is."""
+    """Return a one-line summary of the program."""
     stages = "" if document["num_stages"] == document["num_ranks"] else f", {document['num_stages']} stages"
     size = f"{document['num_ranks']} ranks{stages}, {document['num_microbatches']} microbatches"
     time = format_seconds(document["makespan_seconds"])
@@ -57,7 +57,7 @@ def heading(document: dict[str, Any]) -> str:
 
 
 def rank_table(document: dict[str, Any]) -> Table:
-    """Busy and idle time and the peaks of every rank."""
+    """Return busy and idle time and the peaks of every rank."""
     rows = [
         (
             rank["rank"], ", ".join(map(str, rank["stages"])),
@@ -79,7 +79,7 @@ _LEAST_COLUMNS = 2
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One computation in the picture: columns `start` to `stop` of its rank's row."""
+    """A computation in the timetable: columns `start` to `stop` of its rank's row."""
 
     action: Action
     start: int
@@ -87,31 +87,32 @@ class Segment:
 
 
 def picture(timeline: Timeline, width: int, colour: bool, fit_seconds: float | None = None) -> list[Text]:
-    """The rows of all ranks and a time axis, at most `width` columns wide.
+    """Return the rows of all ranks and a time axis, at most `width` columns wide.
 
-    As wide as the label of the shortest computation asks for; with colours to tell computations apart two
-    columns are enough. Where there is no room, only the beginning and the end of the batch are shown, with
-    ``~`` between them.
+    The width follows from the label of the shortest computation; with colours two columns per computation are enough. If it
+    does not fit, only the beginning and the end of the batch are shown, with ``~`` between them.
 
-    With `fit_seconds` the scale is the one at which that much time fits, whatever becomes of the labels: so
-    that timelines can be compared line by line.
+    With `fit_seconds` the scale is the one at which this time fits, regardless of labels, so that timelines can be compared
+    line by line.
     """
     margin = len(f"rank {timeline.num_ranks - 1} ")
-    room = max(width - margin - 1, 16)
-    scale = room / fit_seconds if fit_seconds else _columns_per_second(timeline, room, colour)
-    columns, half = math.ceil(timeline.makespan_s * scale - 1e-9), (room - len(_GAP)) // 2
-    windows = [(0, columns)] if columns <= room else [(0, half), (columns - half, columns)]
+    num_columns = max(width - margin - 1, 16)
+    scale = num_columns / fit_seconds if fit_seconds else _columns_per_second(timeline, num_columns, colour)
+    columns, half = math.ceil(timeline.makespan_s * scale - 1e-9), (num_columns - len(_GAP)) // 2
+    windows = [(0, columns)] if columns <= num_columns else [(0, half), (columns - half, columns)]
     rows = []
     for rank in range(timeline.num_ranks):
-        found = list(segments(timeline, rank, scale))
+        computations = list(segments(timeline, rank, scale))
         row = Text(f"rank {rank} ".rjust(margin), no_wrap=True)
-        row.append_text(Text(_GAP).join(_row(found, window, _full(timeline), colour) for window in windows))
+        row.append_text(
+            Text(_GAP).join(_row(computations, window, _full(timeline), colour) for window in windows)
+        )
         rows.append(row)
     return [*rows, _axis(timeline, windows, margin)]
 
 
 def segments(timeline: Timeline, rank: int, columns_per_second: float) -> Iterator[Segment]:
-    """The computations of `rank` on a grid of columns; those that cover no column are left out."""
+    """Yield the computations of `rank` on a grid of columns; those that cover no column are left out."""
     for event in timeline.events(rank):
         if event.action.kind not in COMPUTE:
             continue
@@ -121,7 +122,7 @@ def segments(timeline: Timeline, rank: int, columns_per_second: float) -> Iterat
 
 
 def label(action: Action, full: bool) -> str:
-    """What a computation is called: with its stage where a rank has several.
+    """Return the label of a computation, with its stage if `full`.
 
     >>> label(Action.parse("2F0"), full=False), label(Action.parse("2F0"), full=True)
     ('F0', '2F0')
@@ -134,24 +135,24 @@ def _full(timeline: Timeline) -> bool:
     return placement.num_stages > placement.num_ranks
 
 
-def _columns_per_second(timeline: Timeline, room: int, colour: bool) -> float:
-    """A whole number of columns for the shortest computation."""
+def _columns_per_second(timeline: Timeline, num_columns: int, colour: bool) -> float:
+    """Return the scale that gives the shortest computation a whole number of columns."""
     seconds = (timeline.end_s - timeline.start_s)[timeline.is_compute]
     if not (seconds > 0).any():
-        return room / timeline.makespan_s if timeline.makespan_s else 0.0
+        return num_columns / timeline.makespan_s if timeline.makespan_s else 0.0
     shortest, full = float(seconds[seconds > 0].min()), _full(timeline)
     events = (event for rank in range(timeline.num_ranks) for event in timeline.events(rank))
     wanted = max(len(label(event.action, full)) for event in events) + 1
-    fitting = int(room / (timeline.makespan_s / shortest) + 1e-9)
+    fitting = int(num_columns / (timeline.makespan_s / shortest) + 1e-9)
     least = _LEAST_COLUMNS if colour else wanted
     return (min(wanted, fitting) if fitting >= least else wanted) / shortest
 
 
-def _row(found: list[Segment], window: tuple[int, int], full: bool, colour: bool) -> Text:
-    """The part of a rank's row that lies in `window`."""
+def _row(computations: list[Segment], window: tuple[int, int], full: bool, colour: bool) -> Text:
+    """Return the part of a rank's row in `window`."""
     idle = " " if colour else _IDLE
     row, reached = Text(), window[0]
-    for segment in found:
+    for segment in computations:
         start, stop = max(segment.start, window[0]), min(segment.stop, window[1])
         if stop <= start:
             continue

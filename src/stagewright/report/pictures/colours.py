@@ -1,4 +1,4 @@
-"""The colours of a timetable: one hue per kind of action in every picture, on light and on dark ground."""
+"""Colours of timetables: one hue per kind of action, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOKS = {
 }
 NAMES = {kind: name for kind, (name, _) in _LOOKS.items()}
 FILLS = {kind: fill for kind, (_, fill) in _LOOKS.items()}
-"""Of the first stage of a rank; `shade` lightens those of its further stages."""
+"""Colours of the first stage of a rank; `shade` lightens them for further stages."""
 
 _CATEGORIES = {
     "parameters": "#3a6fd8",
@@ -44,7 +44,7 @@ _CATEGORIES = {
     "transient": "#f98ae0",
     "boundary": "#74364b",
 }
-"""Of memory; no two are alike on light or on dark ground."""
+"""Colours of memory categories, distinct in both themes."""
 _STRANGE = "#9aa3b0"
 
 _LIGHTEST = 0.46
@@ -52,7 +52,7 @@ _LIGHTEST = 0.46
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """What lies behind and around the actions."""
+    """Colours of everything but the actions."""
 
     ground: str
     idle: str
@@ -69,7 +69,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 
 
 def category_fills(names: Iterable[str]) -> dict[str, str]:
-    """The colours of categories of memory: always the same of those that the estimator knows, of others what is left.
+    """Return the colours of memory categories: fixed ones for those of the estimator, unused ones for others.
 
     >>> category_fills(["activations", "cache"])
     {'activations': '#d0573f', 'cache': '#3a6fd8'}
@@ -80,7 +80,7 @@ def category_fills(names: Iterable[str]) -> dict[str, str]:
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """The fill of an action on the `chunk`-th stage of its rank.
+    """Return the fill of an action on the `chunk`-th stage of its rank.
 
     >>> shade(Kind.F, 0, 2), shade(Kind.F, 1, 2)
     ('#3a6fd8', '#95b1ea')
@@ -91,7 +91,7 @@ def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
 
 
 def ink(chunk: int, num_chunks: int) -> str:
-    """The colour of text on `shade`.
+    """Return the colour of text on `shade`.
 
     >>> ink(0, 1), ink(1, 2)
     ('#ffffff', '#10151c')

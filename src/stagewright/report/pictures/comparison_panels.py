@@ -1,4 +1,4 @@
-"""What a page says around the timelines of a run: predicted over measured."""
+"""Panels of the page that compares predicted and measured timelines of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAIR = ("predicted", "measured")
 
 
 def comparison_panels(document: dict[str, Any], title: str) -> Panels:
-    """Of the `document` of a comparison."""
+    """Return the panels for the `document` of a comparison."""
     step, bubble = document["step_seconds"], document["bubble_fraction"]
     figures = (
         Figure("step predicted", step["predicted"], "s"),
@@ -32,16 +32,21 @@ def comparison_panels(document: dict[str, Any], title: str) -> Panels:
 def _table(
     key: str, title: str, named: tuple[str, ...], unit: str, rows: Iterator[tuple[Cell, ...]]
 ) -> PanelTable:
-    columns = (*map(Column, named), *(Column(name, unit) for name in _PAIR), Column("difference", "%"))
+    columns = (
+        *map(Column, named),
+        *(Column(name, unit) for name in _PAIR),
+        Column("difference", "%"),
+    )
     return PanelTable(key, title, columns, tuple(rows))
 
 
 def _times(document: dict[str, Any]) -> Iterator[tuple[Cell, ...]]:
     yield _row("step", document["step_seconds"])
     yield _row("batch", document["batch_seconds"])
-    for one in document["actions"]:
+    for action in document["actions"]:
         yield _row(
-            f"stage {one['stage']}: {kind_in_words(one['action'])}, each of {one['count']}", one["seconds"]
+            f"stage {action['stage']}: {kind_in_words(action['action'])}, each of {action['count']}",
+            action["seconds"],
         )
     for rank in document["ranks"]:
         yield _row(f"rank {rank['rank']}: busy", rank["busy_seconds"])

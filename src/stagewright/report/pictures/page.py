@@ -1,4 +1,4 @@
-"""A timeline as one HTML file that needs nothing else: zoom, hover, and what every rank holds beneath."""
+"""A timeline as one self-contained HTML file, with zoom, hover, and the memory of every rank below."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from stagewright.text import printable
 
 _MARK = re.compile(r"\{\{(title|style|script|data)\}\}")
 _MOST_POINTS = 20_000
-"""Points of a curve; longer ones keep the highest moment of each stretch."""
+"""Maximum number of points of a curve; longer ones keep the maximum of each interval."""
 _ALIGNED = 8
-"""Columns begin at multiples of so many bytes."""
+"""Alignment of columns in bytes."""
 
 
 def html_page(
     scene: Scene, panels: Panels | None = None, name: str = "", others: Mapping[str, Scene] | None = None
 ) -> str:
-    """The document of `scene`, and of the `panels` around it; a megabyte for some 500,000 actions. Where there are `others`,
-    by name, buttons choose between them and `scene`, which has a `name` then."""
+    """Return the page of `scene` and the `panels` around it; a megabyte for about 500,000 actions. With `others`, by name,
+    buttons choose between them and `scene`, called `name`."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
         here.joinpath(name).read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def html_page(
     shown = _data(scene, columns) | {
         "report": None if panels is None else panels.document(),
         "name": name,
-        "others": {other: _data(one, columns) for other, one in (others or {}).items()},
+        "others": {other: _data(other_scene, columns) for other, other_scene in (others or {}).items()},
         "categoryFills": category_fills(_categories(scene, panels)),
     }
     shown["columns"] = columns.text()
@@ -55,14 +55,14 @@ def html_page(
 
 
 class _Columns:
-    """The numbers of a page, one column after the other in one compressed block: what repeats itself takes little room."""
+    """The numbers of a page, column by column in one compressed block, so that repetition takes little space."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, values: NDArray[Any], dtype: str) -> dict[str, Any]:
-        """A column as it is: where it lies, how many numbers it has, and their type."""
+        """Add a column; return its offset, length and type."""
         stored = values.astype(f"<{dtype}").tobytes()
         stored += bytes(-len(stored) % _ALIGNED)
         self._parts.append(stored)
@@ -70,7 +70,7 @@ class _Columns:
         return {"at": self._size - len(stored), "count": len(values), "type": dtype}
 
     def add_steps(self, values: NDArray[Any], dtype: str, offsets: Sequence[int] = (0,)) -> dict[str, Any]:
-        """A column as steps: of every run, which begin at `offsets`, the first number, and how far each is from the last."""
+        """Add a column as differences; each run, which begins at one of `offsets`, starts with a whole number."""
         steps = np.diff(values, prepend=values.dtype.type(0))
         first = [offset for offset in offsets if offset < len(values)]
         steps[first] = values[first]
@@ -81,7 +81,7 @@ class _Columns:
 
 
 def _categories(scene: Scene, panels: Panels | None) -> Iterator[str]:
-    """Names of categories of memory, over time and at the peak."""
+    """Yield the names of memory categories, over time and at the peak."""
     for curve in scene.curves:
         yield from map(category_text, curve.categories)
     if panels is not None:
@@ -89,7 +89,7 @@ def _categories(scene: Scene, panels: Panels | None) -> Iterator[str]:
 
 
 def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
-    """Everything the page draws; seconds in single precision."""
+    """Return all data of the page; seconds in single precision."""
     bars, chunks = scene.bars, np.array(scene.chunks)
     order = np.lexsort((bars.start_s, bars.beside, bars.rank))
     lanes = np.bincount(2 * bars.rank + bars.beside, minlength=2 * scene.num_ranks)
@@ -140,7 +140,7 @@ def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
 
 
 def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
-    """What a rank holds, of each category where they are known: a number, or a column where it changes."""
+    """Return the memory of a rank, by category if known: a number, or a column if it changes."""
     every = -(-len(curve.time_s) // _MOST_POINTS)
     starts = np.arange(0, len(curve.time_s), every)
     highest = starts + [int(np.argmax(curve.held[start : start + every])) for start in starts]

@@ -1,5 +1,5 @@
-"""What a page says around its timeline: an answer, figures, and tables of raw numbers, which the page formats,
-draws and hands out."""
+"""Panels of a page around its timeline: an answer, figures, and tables of raw numbers, which the page formats, draws and
+offers for download."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from stagewright.text import printable
 Cell = str | int | float | None
 
 _BEFORE_CATEGORIES = 5
-"""Columns of the table of memory in front of its categories."""
+"""Columns of the memory table before its categories."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and the unit of what stands below: ``s``, ``B``, ``%`` (of one), or none for counts and words."""
+    """A heading, and the unit of its cells: ``s``, ``B``, ``%`` (of one), or none for counts and text."""
 
     name: str
     unit: str = ""
@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that is shown large."""
+    """A highlighted number."""
 
     name: str
     value: float
@@ -50,7 +50,7 @@ class PanelTable:
 
 @dataclass(frozen=True)
 class Panels:
-    """All that a page shows beside the timeline and the memory of its ranks."""
+    """All that a page shows besides the timeline and the memory of its ranks."""
 
     title: str
     answer: str
@@ -59,17 +59,17 @@ class Panels:
 
     @property
     def categories(self) -> list[str]:
-        """Of memory, as the table of memory names them."""
+        """Names of memory categories in the memory table."""
         columns = next((table.columns for table in self.tables if table.key == "memory"), ())
         return [column.name for column in columns[_BEFORE_CATEGORIES:]]
 
     def document(self) -> dict[str, Any]:
-        """For the page; names of models and operators without what is no text."""
+        """Return the data of the page, with unprintable characters escaped."""
         return _shown(asdict(self))
 
 
 def timeline_panels(timeline: Timeline, title: str) -> Panels:
-    """Of a schedule without a plan: how busy its ranks are."""
+    """Return the panels of a schedule without a plan: busy and idle time of its ranks."""
     figures = (
         Figure("makespan", timeline.makespan_s, "s"),
         Figure("bubble", timeline.bubble_fraction, "%"),
@@ -78,13 +78,13 @@ def timeline_panels(timeline: Timeline, title: str) -> Panels:
     return Panels(title, "", figures, (_busy_table(timeline),))
 
 
-def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> Panels:
-    """Of `plan`, simulated as `timeline`, and of the other plans that were `found` with it."""
+def plan_panels(plan: Plan, timeline: Timeline, result: Found | None = None) -> Panels:
+    """Return the panels of `plan`, simulated as `timeline`, with the alternatives of its search `result`."""
     predictions = plan.predictions
     figures = (
         Figure("step", plan.mean_step_seconds, "s"),
-        Figure("tokens/s", plan.mean_rate(lambda one: one.tokens_per_second)),
-        Figure("MFU", plan.mean_rate(lambda one: one.mfu), "%"),
+        Figure("tokens/s", plan.mean_rate(lambda item: item.tokens_per_second)),
+        Figure("MFU", plan.mean_rate(lambda item: item.mfu), "%"),
         Figure("bubble", predictions.bubble_fraction, "%"),
         *(Figure("fullest rank", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
         Figure("devices", plan.num_ranks),
@@ -98,24 +98,32 @@ def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> P
     ]
     if predictions.costs is not None:
         tables[:0] = _explanation_tables(explain(plan))
-    if found is not None:
-        tables.insert(0, _alternatives(found))
+    if result is not None:
+        tables.insert(0, _alternatives(result))
     title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"
     answer = f"{answer_line(plan)} {batch_text(plan)}." if predictions.ranks else f"{batch_text(plan)}."
-    return Panels(title, answer, figures, tuple(one for one in tables if one.rows))
+    return Panels(title, answer, figures, tuple(item for item in tables if item.rows))
 
 
-def _explanation_tables(found: Explanation) -> list[PanelTable]:
+def _explanation_tables(explanation: Explanation) -> list[PanelTable]:
     parts = tuple(
-        (one.what, one.count or None, one.seconds, one.seconds / found.seconds) for one in found.parts
+        (item.what, item.count or None, item.seconds, item.seconds / explanation.seconds)
+        for item in explanation.parts
     )
-    columns = Column("what"), Column("number"), Column("takes", "s"), Column("of the step", "%")
+    columns = (
+        Column("what"),
+        Column("number"),
+        Column("takes", "s"),
+        Column("of the step", "%"),
+    )
     changed = Column("what"), Column("note"), Column("step", "s"), Column("change", "%")
     tables = [PanelTable("parts", "What the end of the step waits for", columns, parts)]
     for key, title, changes in (
-        ("changes", "What would gain", found.changes), ("errors", "If the estimate is wrong", found.errors),
+        ("changes", "What would gain", explanation.changes), ("errors", "If the estimate is wrong", explanation.errors),
     ):  # fmt: skip
-        rows = tuple((one.what, one.note, one.seconds, one.seconds / found.seconds - 1) for one in changes)
+        rows = tuple(
+            (item.what, item.note, item.seconds, item.seconds / explanation.seconds - 1) for item in changes
+        )
         tables.append(PanelTable(key, title, changed, rows))
     return tables
 
@@ -141,7 +149,7 @@ def _stage_table(plan: Plan) -> PanelTable:
 
 
 def policy_text(policy: str | StagePolicy) -> str:
-    """What a stage does with the values it would save.
+    """Return a description of a stage's memory policy.
 
     >>> policy_text("keep"), policy_text(StagePolicy(recompute=("a:1", "a:2"), offload=("b:1",)))
     ('keep', 'recompute 2, offload 1')
@@ -153,7 +161,7 @@ def policy_text(policy: str | StagePolicy) -> str:
 
 
 def category_text(name: str) -> str:
-    """What a category of memory is called in words."""
+    """Return the display name of a memory category."""
     return printable(name.replace("_", " "))
 
 
@@ -167,10 +175,10 @@ def _memory_table(plan: Plan) -> PanelTable:
     )  # fmt: skip
     rows = tuple(
         (
-            one.rank, limits[one.rank], one.reserved_peak_bytes,
-            one.allocated_peak_bytes, one.peak_at, *(one.categories.get(name, 0) for name in names),
+            rank.rank, limits[rank.rank], rank.reserved_peak_bytes,
+            rank.allocated_peak_bytes, rank.peak_at, *(rank.categories.get(name, 0) for name in names),
         )
-        for one in ranks
+        for rank in ranks
     )  # fmt: skip
     return PanelTable("memory", "Memory at the peak of each rank, by category", columns, rows)
 
@@ -181,7 +189,12 @@ def _busy_table(timeline: Timeline) -> PanelTable:
         (rank, float(busy), float(idle), float(idle) / makespan)
         for rank, (busy, idle) in enumerate(zip(timeline.busy_s, timeline.idle_s, strict=True))
     )
-    columns = (Column("rank"), Column("busy", "s"), Column("idle", "s"), Column("idle share", "%"))
+    columns = (
+        Column("rank"),
+        Column("busy", "s"),
+        Column("idle", "s"),
+        Column("idle share", "%"),
+    )
     return PanelTable("ranks", "Busy and idle", columns, rows)
 
 
@@ -193,16 +206,16 @@ def _link_table(plan: Plan) -> PanelTable:
     )  # fmt: skip
     rows = tuple(
         (
-            one.source, one.target, plan.placement[one.source], plan.placement[one.target], one.value_bytes,
-            one.value_seconds, one.gradient_bytes, one.gradient_seconds,
+            transfer.source, transfer.target, plan.placement[transfer.source], plan.placement[transfer.target],
+            transfer.value_bytes, transfer.value_seconds, transfer.gradient_bytes, transfer.gradient_seconds,
         )
-        for one in (() if costs is None else costs.transfers)
+        for transfer in (() if costs is None else costs.transfers)
     )  # fmt: skip
     return PanelTable("links", "Transfers between stages, per microbatch", columns, rows)
 
 
 def _place_table(plan: Plan) -> PanelTable:
-    """Which devices the replicas and tensor ranks of a pipeline rank are."""
+    """Return the devices of the replicas and tensor-parallel ranks of each pipeline rank."""
     width = plan.num_ranks // plan.pp
     numbers = plan.devices or range(plan.num_ranks)
     rows = tuple((rank, _listed(numbers[rank * width : (rank + 1) * width])) for rank in range(plan.pp))
@@ -218,24 +231,24 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
 
 
-def _alternatives(found: Found) -> PanelTable:
+def _alternatives(result: Found) -> PanelTable:
     columns = (
         Column("pp x dp"), Column("schedule"), Column("microbatches"), Column("step", "s"), Column("slower by", "%"),
         Column("bubble", "%"), Column("fullest rank", "B"),
     )  # fmt: skip
-    return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(found)))
+    return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(result)))
 
 
-def _others(found: Found) -> Iterator[tuple[Cell, ...]]:
-    best = found.plans[0].mean_step_seconds
-    for plan in found.plans:
+def _others(result: Found) -> Iterator[tuple[Cell, ...]]:
+    best = result.plans[0].mean_step_seconds
+    for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
             widths(plan), described_schedule(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", step,
             step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
-    if (near := found.next_best) is not None:
-        yield (near.configuration, "not worked out", "", near.seconds, near.seconds / best - 1, None, None)
+    if (near := result.next_best) is not None:
+        yield (near.configuration, "not estimated", "", near.seconds, near.seconds / best - 1, None, None)
 
 
 def _shown(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks of a plan hold over time: the bytes of the replay at the times of the simulation."""
+"""Memory of the ranks of a plan over time: the bytes of the replay at the times of the simulation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Floats = NDArray[np.float64]
 
 
 def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
-    """Per rank the bytes that are alive before, inside and after each of its computations, by category, and the peak.
+    """Return per rank the bytes before, inside and after each of its computations, by category, and the peak.
 
-    What transfers and moves change counts with the computation before them, where the program has them.
-    Ignores: that operators of a computation take different times.
+    Changes by transfers and offload count with the previous computation. Ignores: that operators of a computation take
+    different times.
     """
     lowered = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
     curves = []
@@ -31,9 +31,9 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
         resident = line.resident(rank)
         memory = replay_rank(line.memories, lowered, rank, resident)
         inside = action_curves(line.memories, lowered, rank, resident.has_slots)
-        own = timeline.encoded.rank_slice(rank)
+        actions_of_rank = timeline.encoded.rank_slice(rank)
         places = _computations(line.program.actions(rank))
-        spans = timeline.start_s[own][places], timeline.end_s[own][places]
+        spans = timeline.start_s[actions_of_rank][places], timeline.end_s[actions_of_rank][places]
         curves.append(_curve(memory, resident, inside, _computations(actions), spans))
     return curves
 
@@ -45,7 +45,7 @@ def _curve(
     computes: Sequence[int],
     spans: tuple[Floats, Floats],
 ) -> Curve:
-    """Of a rank whose lowered program has the computations at `computes`, which run from `spans[0]` to `spans[1]`."""
+    """Return the curve of a rank whose lowered program has computations at `computes`, from `spans[0]` to `spans[1]`."""
     held, saved = np.array(memory.after_action, np.float64), np.array(memory.saved_after, np.float64)
     times, after = [np.zeros(1)], [max(computes[0] - 1, 0)]
     zero = np.zeros(1)

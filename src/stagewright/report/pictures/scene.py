@@ -1,4 +1,4 @@
-"""What a picture of a timeline shows: bars, transfers and memory as arrays, and the words around them."""
+"""Scenes: the content of a picture of a timeline, with bars, transfers and memory as arrays, and titles."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 KINDS = tuple(Kind)
-"""Bars name their kind by its place here."""
+"""Kinds of bars by index."""
 
-_NONE = np.iinfo(np.int32).min  # the second part of a pair lies any number of microbatches behind the first
+_NONE = np.iinfo(
+    np.int32
+).min  # a marker, as the second part of a pair may be any number of microbatches behind the first
 
 
 @dataclass(frozen=True, eq=False)
 class Bars:
-    """Actions that take time, rank by rank in program order; of an overlapped pair both.
+    """Actions that take time, rank by rank in program order; both of an overlapped pair.
 
-    `microbatch` is -1 for actions of a whole stage. `half` is 0 for a bar of full height, 1 and 2 for the
-    upper and lower half of a pair. `beside` marks what runs beside the computations, `is_critical` what the end
-    of the batch waits for. `num_bytes` appear when the action starts and outlive it (negative: go when it ends).
+    `microbatch` is -1 for actions of a whole stage. `half` is 0 for a bar of full height, 1 and 2 for the upper and lower
+    half of a pair. `beside` marks actions that overlap with computations, `is_critical` those that the end of the batch
+    waits for. `num_bytes` are allocated when the action starts and outlive it (negative: freed when it ends).
     """
 
     rank: Ints
@@ -46,16 +48,16 @@ class Bars:
         return len(self.rank)
 
     def text(self, index: int) -> str:
-        """As actions are written, e.g. ``2F0``."""
+        """Return the text of an action, such as ``2F0``."""
         microbatch = "" if self.microbatch[index] < 0 else self.microbatch[index]
         return f"{self.stage[index]}{KINDS[self.kind[index]].value}{microbatch}"
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What one rank holds: `held[i]` from `time_s[i]` on, and the peak, which may lie within an action.
+    """Memory of one rank: `held[i]` from `time_s[i]` on, and the peak, which may be within an action.
 
-    `categories`: what that is made of, where it is known; they add up to `held`.
+    `categories`: its parts, if known; their sum is `held`.
     """
 
     time_s: Floats
@@ -66,7 +68,7 @@ class Curve:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A timeline ready to be drawn; `curves` hold bytes, or stage activations where no bytes are known."""
+    """A timeline ready to be drawn; `curves` are in bytes, or in stage activations if bytes are unknown."""
 
     title: str
     subtitle: str
@@ -77,7 +79,7 @@ class Scene:
     curves: tuple[Curve, ...]
     curves_are_bytes: bool
     capacities: tuple[int, ...] = ()
-    """Bytes that every rank may hold, where that is known."""
+    """Memory limit of every rank in bytes, if known."""
 
     @property
     def num_ranks(self) -> int:
@@ -85,24 +87,24 @@ class Scene:
 
     @property
     def num_chunks(self) -> int:
-        """Most stages on one rank."""
+        """Maximum number of stages on one rank."""
         return max(self.chunks) + 1
 
     @property
     def chunks(self) -> list[int]:
-        """For every stage, how many lower stages its rank holds."""
+        """Number of lower stages on the rank of every stage."""
         return [self.rank_of_stage[:stage].count(rank) for stage, rank in enumerate(self.rank_of_stage)]
 
     @property
     def kinds(self) -> list[Kind]:
-        """Kinds among the bars, in their usual order."""
+        """Kinds of the bars, in their usual order."""
         return [KINDS[index] for index in np.unique(self.bars.kind)]
 
 
 def scene_of(
     timeline: Timeline, curves: Sequence[Curve] | None = None, capacities: Sequence[int] = ()
 ) -> Scene:
-    """The picture of `timeline`; `curves` of bytes where they are known better than from its costs, below `capacities`."""
+    """Return the scene of `timeline`; `curves` in bytes replace those of its costs; `capacities` are drawn as limits."""
     encoded = timeline.encoded
     num_stages, num_ranks = encoded.placement.num_stages, encoded.num_ranks
     stages = f"{num_stages} stages, " if num_stages > num_ranks else ""
@@ -126,7 +128,7 @@ def scene_of(
 def _bars(timeline: Timeline) -> Bars:
     encoded = timeline.encoded
     lasts = np.flatnonzero(timeline.end_s > timeline.start_s)
-    is_pair = np.array([each.overlapped is not None for each in encoded.patterns], bool)
+    is_pair = np.array([action.overlapped is not None for action in encoded.patterns], bool)
     pairs = lasts[is_pair[encoded.pattern[lasts]]]
     index = np.concatenate([lasts, pairs])
     is_second = np.arange(len(index)) >= len(lasts)
@@ -150,8 +152,8 @@ def _bars(timeline: Timeline) -> Bars:
 
 
 def _parts(patterns: Sequence[Action]) -> Ints:
-    """Kind, stage and microbatch of the first and of the last part of every pattern."""
-    ends = [[each.parts[side] for each in patterns] for side in (0, -1)]
+    """Return kind, stage and microbatch of the first and of the last part of every pattern."""
+    ends = [[action.parts[side] for action in patterns] for side in (0, -1)]
     kind = [[KINDS.index(part.kind) for part in parts] for parts in ends]
     stage = [[part.stage for part in parts] for parts in ends]
     microbatch = [[_NONE if part.microbatch is None else part.microbatch for part in parts] for parts in ends]
@@ -159,16 +161,16 @@ def _parts(patterns: Sequence[Action]) -> Ints:
 
 
 def _curve(timeline: Timeline, rank: int, has_bytes: bool) -> Curve:
-    """What `rank` holds over time: bytes, or forwards whose backward is not yet done."""
+    """Return the memory of `rank` over time: bytes, or forwards whose backward is not done."""
     if has_bytes:
         curve = timeline.memory_curve(rank)
         return Curve(curve.time_s, curve.num_bytes, curve.peak_bytes)
     part = timeline.encoded.rank_slice(rank)
     pattern = timeline.encoded.pattern[part]
     patterns = timeline.encoded.patterns
-    appear = np.array([sum(p.kind is Kind.F for p in each.parts) for each in patterns])[pattern]
-    go = np.array([sum(p.kind in (Kind.B, Kind.W) for p in each.parts) for each in patterns])[pattern]
-    computes = np.array([each.kind in COMPUTE for each in patterns])[pattern]
+    appear = np.array([sum(p.kind is Kind.F for p in action.parts) for action in patterns])[pattern]
+    go = np.array([sum(p.kind in (Kind.B, Kind.W) for p in action.parts) for action in patterns])[pattern]
+    computes = np.array([action.kind in COMPUTE for action in patterns])[pattern]
     time = np.column_stack([timeline.start_s[part], timeline.end_s[part]])[computes].ravel()
     change = np.column_stack([appear, -go])[computes].ravel()
     held = np.cumsum(change, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A timeline as a static timetable, SVG or PNG, with what every rank holds beneath."""
+"""A timeline as a static picture, SVG or PNG, with the memory of every rank below."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HEAD = 92.0
 _AXIS = 34.0
 _CURVES = 130.0
 _MOST_TRANSFERS = 600
-"""More lines than these would hide what they cross."""
+"""Maximum number of lines; more would hide the bars."""
 _MOST_SHADES = 8
-"""In the legend: more would push it out of the picture."""
+"""Maximum number of shades in the legend; more would not fit."""
 _FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where things are, in pixels; a rank's row has a thin lane for what runs beside its computations."""
+    """Layout in pixels; a rank's row has a thin lane for actions that overlap with its computations."""
 
     scene: Scene
     theme: Theme
@@ -36,12 +36,12 @@ class _Layout:
     row: float
     gap: float
     lane: float
-    left: float
+    left_x: float
 
     @property
     def scale(self) -> float:
         """Pixels per second."""
-        return (self.width - self.left - _MARGIN) / (self.scene.makespan_s or 1.0)
+        return (self.width - self.left_x - _MARGIN) / (self.scene.makespan_s or 1.0)
 
     @property
     def pitch(self) -> float:
@@ -56,21 +56,21 @@ class _Layout:
         return self.bottom + _AXIS + _CURVES + 2 * _MARGIN + 10
 
     def x(self, seconds: float) -> float:
-        return self.left + seconds * self.scale
+        return self.left_x + seconds * self.scale
 
     def y(self, rank: int) -> float:
         return _HEAD + rank * self.pitch
 
 
 def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
-    """The SVG document of `scene`, `width` pixels wide, on a ``light`` or ``dark`` ground.
+    """Return the SVG document of `scene`, `width` pixels wide, in the ``light`` or ``dark`` theme.
 
     Neighbouring bars of less than a pixel are drawn as one, so the document stays small for any program.
     """
     row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
     lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
-    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
-    layout = _Layout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left)
+    left_x = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
+    layout = _Layout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left_x)
     parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
     parts += _curves(layout)
     size = f'width="{width}" height="{layout.height:.0f}" viewBox="0 0 {width} {layout.height:.0f}"'
@@ -108,69 +108,69 @@ def _rows(layout: _Layout) -> Iterator[str]:
     every = max(1, int(np.ceil(11 / layout.pitch)))
     for rank in range(scene.num_ranks):
         y = layout.y(rank)
-        width = layout.width - layout.left - _MARGIN
-        yield _rect(layout.left, y, width, layout.row, layout.theme.idle)
+        width = layout.width - layout.left_x - _MARGIN
+        yield _rect(layout.left_x, y, width, layout.row, layout.theme.idle)
         if rank % every == 0:
             baseline = y + layout.row / 2 + 4
-            yield _text(layout.left - 10, baseline, f"rank {rank}", layout.theme.faint, 12, anchor="end")
+            yield _text(layout.left_x - 10, baseline, f"rank {rank}", layout.theme.faint, 12, anchor="end")
 
 
 def _bars(layout: _Layout) -> Iterator[str]:
-    """Rectangles grouped by colour; bars of less than a pixel that touch are merged."""
+    """Yield rectangles grouped by colour; touching bars of less than a pixel are merged."""
     scene, bars = layout.scene, layout.scene.bars
     chunk = np.array(scene.chunks)[bars.stage]
-    left, right = layout.left + bars.start_s * layout.scale, layout.left + bars.end_s * layout.scale
+    starts, ends = layout.left_x + bars.start_s * layout.scale, layout.left_x + bars.end_s * layout.scale
     for kind in np.unique(bars.kind):
-        for each in np.unique(chunk[bars.kind == kind]):
-            chosen = np.flatnonzero((bars.kind == kind) & (chunk == each))
-            yield f'<g fill="{shade(KINDS[kind], int(each), scene.num_chunks)}">'
-            for first, last in _merged(chosen, left, right, bars.rank):
-                yield _bar(layout, first, float(left[first]), float(right[last]))
+        for chunk_number in np.unique(chunk[bars.kind == kind]):
+            chosen = np.flatnonzero((bars.kind == kind) & (chunk == chunk_number))
+            yield f'<g fill="{shade(KINDS[kind], int(chunk_number), scene.num_chunks)}">'
+            for first, last in _merged(chosen, starts, ends, bars.rank):
+                yield _bar(layout, first, float(starts[first]), float(ends[last]))
             yield "</g>"
-    yield from _labels(layout, chunk, left, right)
+    yield from _labels(layout, chunk, starts, ends)
 
 
-def _bar(layout: _Layout, index: int, left: float, right: float) -> str:
+def _bar(layout: _Layout, index: int, start: float, end: float) -> str:
     bars = layout.scene.bars
     y, height = layout.y(int(bars.rank[index])), layout.row
     if bars.beside[index]:
         y, height = y + layout.row + 1, layout.lane - 1
     elif bars.half[index]:
         y, height = y + (bars.half[index] - 1) * height / 2, height / 2
-    width = max(right - left - (0.6 if right - left > 3 else 0.0), 0.3)
-    return f'<path d="M{left:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z"/>'
+    width = max(end - start - (0.6 if end - start > 3 else 0.0), 0.3)
+    return f'<path d="M{start:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z"/>'
 
 
 def _merged(
-    chosen: np.ndarray, left: np.ndarray, right: np.ndarray, rank: np.ndarray
+    chosen: np.ndarray, start: np.ndarray, end: np.ndarray, rank: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """First and last of every run of bars under a pixel wide that lie within a pixel of each other."""
+    """Yield first and last of every run of bars under a pixel wide that are within a pixel of each other."""
     if not len(chosen):
         return
-    narrow = right[chosen] - left[chosen] < 1
-    near = np.diff(left[chosen], prepend=-np.inf) < 1
+    narrow = end[chosen] - start[chosen] < 1
+    near = np.diff(start[chosen], prepend=-np.inf) < 1
     same = np.diff(rank[chosen], prepend=-1) == 0
-    starts = np.flatnonzero(~(narrow & near & same & np.roll(narrow, 1)))
-    for begin, end in zip(starts, [*starts[1:], len(chosen)], strict=True):
-        yield int(chosen[begin]), int(chosen[end - 1])
+    firsts = np.flatnonzero(~(narrow & near & same & np.roll(narrow, 1)))
+    for first, stop in zip(firsts, [*firsts[1:], len(chosen)], strict=True):
+        yield int(chosen[first]), int(chosen[stop - 1])
 
 
-def _labels(layout: _Layout, chunk: np.ndarray, left: np.ndarray, right: np.ndarray) -> Iterator[str]:
-    """The longest of ``2F0``, ``F0`` and ``0`` that fits, where any does."""
+def _labels(layout: _Layout, chunk: np.ndarray, start: np.ndarray, end: np.ndarray) -> Iterator[str]:
+    """Yield the longest of ``2F0``, ``F0`` and ``0`` that fits in each bar, if any does."""
     scene, bars = layout.scene, layout.scene.bars
     if layout.row < 11:
         return
     size = min(12.0, layout.row * 0.45)
     yield f'<g font-size="{size:.1f}" text-anchor="middle">'
-    for index in np.flatnonzero((right - left > size * 0.75) & ~bars.beside & (bars.microbatch >= 0)):
+    for index in np.flatnonzero((end - start > size * 0.75) & ~bars.beside & (bars.microbatch >= 0)):
         full = bars.text(int(index))
         wanted = (full if scene.num_chunks > 1 else full.lstrip("0123456789"), str(bars.microbatch[index]))
-        room = (right[index] - left[index] - 2) / (size * 0.6)
-        text = next((each for each in wanted if len(each) <= room), None)
+        num_characters = (end[index] - start[index] - 2) / (size * 0.6)
+        text = next((label for label in wanted if len(label) <= num_characters), None)
         if text is not None:
             part = (0.5, 0.25, 0.75)[bars.half[index]]
             middle = layout.y(int(bars.rank[index])) + part * layout.row
-            x, y = (left[index] + right[index]) / 2, middle + size * 0.36
+            x, y = (start[index] + end[index]) / 2, middle + size * 0.36
             colour = ink(int(chunk[index]), scene.num_chunks)
             yield f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{text}</text>'
     yield "</g>"
@@ -192,7 +192,7 @@ def _transfers(layout: _Layout) -> Iterator[str]:
 
 
 def _visible_transfers(scene: Scene) -> np.ndarray:
-    """Transfers between neighbouring ranks that take time; none if there are too many."""
+    """Return transfers between neighbouring ranks that take time; none if there are too many."""
     moves, placed = scene.transfers, np.array(scene.rank_of_stage)
     is_near = np.abs(placed[moves.source_stage] - placed[moves.target_stage]) == 1
     visible = np.flatnonzero((moves.end_s > moves.start_s) & is_near)
@@ -217,11 +217,11 @@ def _curves(layout: _Layout) -> Iterator[str]:
     caption = (
         f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, scene.curves[fullest].peak)}"
     )
-    yield _text(layout.left, top - 10, caption, theme.text, 12, weight=600)
+    yield _text(layout.left_x, top - 10, caption, theme.text, 12, weight=600)
     for tick in (byte_ticks if scene.curves_are_bytes else ticks)(most, 4):
         y = top + _CURVES * (1 - tick / most)
-        yield f'<path d="M{layout.left:.1f} {y:.1f}H{layout.width - _MARGIN:.1f}" stroke="{theme.grid}"/>'
-        yield _text(layout.left - 10, y + 4, _amount(scene, tick), theme.faint, 11, anchor="end")
+        yield f'<path d="M{layout.left_x:.1f} {y:.1f}H{layout.width - _MARGIN:.1f}" stroke="{theme.grid}"/>'
+        yield _text(layout.left_x - 10, y + 4, _amount(scene, tick), theme.faint, 11, anchor="end")
     faintness = 0.55 if scene.num_ranks <= 16 else 0.2
     for rank in sorted(range(scene.num_ranks), key=lambda rank: rank == fullest):
         look = (theme.value, 1.8, 1.0) if rank == fullest else (theme.faint, 1.0, faintness)
@@ -235,14 +235,14 @@ def _amount(scene: Scene, value: float) -> str:
 
 
 def _steps(layout: _Layout, curve: Curve, top: float, most: float) -> str:
-    """The curve as steps, of each column of pixels its highest value only."""
-    x = layout.left + curve.time_s * layout.scale
+    """Return the curve as steps, with only the maximum of each column of pixels."""
+    x = layout.left_x + curve.time_s * layout.scale
     column = np.floor(x * 2).astype(np.int64)
     starts = np.flatnonzero(np.diff(column, prepend=-1))
     highest = np.maximum.reduceat(curve.held, starts)
     y = top + _CURVES * (1 - highest / most)
     steps = "".join(f"H{at:.1f}V{height:.1f}" for at, height in zip(x[starts], y, strict=True))
-    return f"M{layout.left:.1f} {y[0]:.1f}{steps}H{layout.x(layout.scene.makespan_s):.1f}"
+    return f"M{layout.left_x:.1f} {y[0]:.1f}{steps}H{layout.x(layout.scene.makespan_s):.1f}"
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -257,7 +257,7 @@ def _text(
 
 
 def ticks(extent: float, most: int) -> list[float]:
-    """Round values from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten apart.
+    """Return round values from 0 to `extent`, in at most `most` steps of 1, 2 or 5 times a power of ten.
 
     >>> ticks(33.0, 10)
     [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
@@ -271,7 +271,7 @@ def ticks(extent: float, most: int) -> list[float]:
 
 
 def byte_ticks(extent: float, most: int) -> list[float]:
-    """Powers of two bytes apart, from 0 to `extent`, at most `most` steps.
+    """Return values from 0 to `extent`, in at most `most` steps of a power of two bytes.
 
     >>> byte_ticks(5 * 2**30, 4) == [0, 2 * 2**30, 4 * 2**30]
     True
@@ -283,7 +283,7 @@ def byte_ticks(extent: float, most: int) -> list[float]:
 
 
 def png_image(svg: str) -> bytes:
-    """The PNG of an SVG document, two pixels per unit. Raises `InputError` where the renderer is not installed."""
+    """Render an SVG document as PNG, two pixels per unit; raise `InputError` if the renderer is not installed."""
     try:
         import resvg_py
     except ImportError:

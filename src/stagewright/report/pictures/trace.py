@@ -25,8 +25,8 @@ _NANO = 1e-9
 
 
 def chrome_trace(scene: Scene) -> str:
-    """The trace of `scene`: a process per rank with tracks for its computations, collectives, sends and
-    receives, what it holds as a counter, and an arrow for every transfer. Times in microseconds.
+    """Return the trace of `scene`: a process per rank with tracks for its computations, collectives, sends and receives, its
+    memory as a counter, and an arrow for every transfer. Times are in microseconds.
     """
     events = [*_actions(scene), *_transfers(scene), *_counters(scene)]
     names = _names(scene, {(event["pid"], event["tid"]) for event in events if "tid" in event})
@@ -49,8 +49,8 @@ def _names(scene: Scene, tracks: set[tuple[int, int]]) -> Iterator[Event]:
 
 
 def _track_name(scene: Scene, track: int) -> str:
-    """Behind the streams of a rank, one track per rank it sends to and one per rank it receives from: the
-    events of a track must not overlap."""
+    """Return the name of a track: after the streams of a rank, one per rank it sends to and one per rank it receives from,
+    because events of a track must not overlap."""
     if track < len(_TRACKS):
         return _TRACKS[track]
     is_receive, peer = divmod(track - len(_TRACKS), scene.num_ranks)
@@ -82,8 +82,8 @@ def _actions(scene: Scene) -> Iterator[Event]:
 
 
 def _transfers(scene: Scene) -> Iterator[Event]:
-    """Each transfer that takes time on the track of its sender and on that of its receiver, with an arrow
-    between the two (an arrow needs events to start and end in)."""
+    """Yield each transfer that takes time on the tracks of its sender and of its receiver, with an arrow between them (an
+    arrow needs events at both ends)."""
     moves, placed = scene.transfers, scene.rank_of_stage
     for index in range(len(moves.microbatch)):
         source, target = int(moves.source_stage[index]), int(moves.target_stage[index])
@@ -119,6 +119,6 @@ def _counters(scene: Scene) -> Iterator[Event]:
 
 
 def _span(start_s: float, end_s: float) -> dict[str, float]:
-    """In whole nanoseconds, so that events in a row touch and never overlap by a rounding error."""
+    """Return start and duration in whole nanoseconds, so that consecutive events never overlap by a rounding error."""
     start, end = round(start_s / _NANO), round(end_s / _NANO)
     return {"ts": start / 1000, "dur": (end - start) / 1000}

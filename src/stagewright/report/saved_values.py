@@ -1,4 +1,4 @@
-"""What the stages of a plan do with the values they save, and why."""
+"""Treatment of saved values by the stages of a plan: keep, recompute or offload, and why."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stagewright.schedule.in_flight import in_flight
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3
-"""Modules named per stage; the others are counted."""
+"""Maximum number of modules named per stage; the others are counted."""
 
 
 def saving_tables(plan: Plan) -> list[Table]:
-    """What every stage keeps, recomputes and offloads, and what the peak of every rank is made of; none if all stages keep
-    everything."""
+    """Return what every stage keeps, recomputes and offloads, and the composition of every rank's peak; empty if all stages
+    keep everything."""
     if all(policy in ("keep", StagePolicy()) for policy in plan.memory_policy):
         return []
     return [_stages_table(plan), _peaks_table(plan)]
@@ -45,14 +45,14 @@ def _stages_table(plan: Plan) -> Table:
 
 
 def _peaks_table(plan: Plan) -> Table:
-    """The moment of every rank's peak, and what is alive then."""
+    """Return the position of every rank's peak, and the bytes alive then."""
     ranks = plan.predictions.ranks
     unit, size = byte_unit(rank.allocated_peak_bytes for rank in ranks)
     rows = []
     for rank in ranks:
         parts = [rank.categories.get(name, 0) for name in ("activations", "recomputed", "transient")]
-        rest = rank.allocated_peak_bytes - sum(parts)
-        rows.append((_place(rank), *(figure(part, size) for part in (rest, *parts))))
+        others = rank.allocated_peak_bytes - sum(parts)
+        rows.append((_place(rank), *(figure(part, size) for part in (others, *parts))))
     headings = ("rank", "when", "state,\nbuffers", "saved", "recom-\nputed", "results")
     return table(f"What the peak of every rank is made of, in {unit}", headings, numbered(rows), text=2)
 
@@ -64,7 +64,7 @@ def _place(rank: RankPrediction) -> str:
 
 
 def loss_lines(plan: Plan) -> list[str]:
-    """In how many pieces the loss is evaluated, and what that spares the last stage; nothing where it is evaluated whole."""
+    """Return the number of pieces of the loss, and the memory they save; empty if the loss is whole."""
     if plan.loss_pieces == 1:
         return []
     tokens = plan.microbatch_size * plan.job.sequence_length
@@ -89,7 +89,7 @@ def _reason(plan: Plan, index: int, stage: StagePrediction, count: int) -> str:
 
 
 def _modules(operators: Iterable[str]) -> str:
-    """The modules whose results are given up, without the numbers of layers, the most frequent first.
+    """Return the modules whose results are recomputed or offloaded, without layer numbers, the most frequent first.
 
     >>> _modules(["net.layers.0.mlp:2", "net.layers.1.mlp:2", "net.head:1"])
     'mlp x2, head'
@@ -101,5 +101,5 @@ def _modules(operators: Iterable[str]) -> str:
 
 
 def _last(module: str) -> str:
-    """The last part of a module's path that is no number."""
+    """Return the last part of a module's path that is not a number."""
     return next((part for part in reversed(module.split(".")) if not part.isdigit()), module) or "(model)"
