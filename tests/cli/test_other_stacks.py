@@ -179,10 +179,7 @@ def test_torchtitan_names_the_model(tmp_path: Path) -> None:
         assert read_configuration(path).read_model() == ModelRead(text)
     path.write_text('[model]\nname = "flux"\nflavor = "debug"\n[training]\nseq_len = 64\n')
     done = call("estimate", *CLUSTER, "--from", path)
-    assert (
-        done.exit_code == 2
-        and "model.flavor = 'debug' is no model that is known here: name MODEL" in done.stderr
-    )
+    assert done.exit_code == 2 and "model.flavor = 'debug' is not a known model: name MODEL" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("estimate",), ("plan", "--global-batch", "4")])

@@ -25,11 +25,11 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError
 from stagewright.execution.preflight import default_folder
 from stagewright.export import deepspeed, megatron, torchtitan
-from stagewright.export.expressed import Expressed
 from stagewright.export.launch_files import launch_file
 from stagewright.export.megatron_bridge import bridge_files
 from stagewright.export.megatron_model import model_options
 from stagewright.export.torch_pipelining import _readme
+from stagewright.export.translation import Translation
 from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -66,7 +66,7 @@ def plan() -> Plan:
     )
 
 
-def called(name: str, schedule: str | None = None) -> Expressed:
+def called(name: str, schedule: str | None = None) -> Translation:
     """The plan with `name` wherever a plan has one, also as its schedule, where loading it would refuse that."""
     harmless = plan()
     model = harmless.model.model_copy(update={"name": name})
@@ -74,7 +74,7 @@ def called(name: str, schedule: str | None = None) -> Expressed:
     hostile = harmless.model_copy(update={"model": model, "schedule": schedule or name, "cluster": cluster})
     configuration = configuration_of(harmless)
     whole = replace(configuration, layers_per_stage=(1, 1, 1, 1), program=None)
-    return Expressed(hostile, whole, (f"the order is that of {name}",), f"{name} costs 1 %")
+    return Translation(hostile, whole, (f"the order is that of {name}",), f"{name} costs 1 %")
 
 
 RUN = """
@@ -181,7 +181,7 @@ def test_options_take_numbers_where_a_config_has_them(value: Any) -> None:
     model_options(config | {"initializer_range": 0.01}, 128)
     for key in ("initializer_range", "num_hidden_layers", "rms_norm_eps"):
         with pytest.raises(
-            InputError, match=rf"megatron: {key} of this model's config is .* which is no number"
+            InputError, match=rf"megatron: {key} of this model's config is .* which is not a number"
         ):
             model_options(config | {key: value}, 128)
 
@@ -206,7 +206,7 @@ def test_a_toml_has_the_same_keys_whatever_the_names() -> None:
 
 
 def test_readmes_have_as_many_lines_whatever_the_names() -> None:
-    def lines(expressed: Expressed) -> list[int]:
+    def lines(expressed: Translation) -> list[int]:
         texts = [deepspeed.deepspeed_files(expressed)["README.md"], _readme(expressed.plan)]
         return [len(text.splitlines()) for text in texts]
 

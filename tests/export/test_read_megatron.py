@@ -165,7 +165,7 @@ def test_all_ways_to_lay_stages_out(tmp_path: Path, options: str, layers: Any, c
         ("--seq-length 1 --recompute-granularity ful", r"'full'.*: give full or selective"),
         (
             '--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "Et|t|tL"',
-            "3 stages, no multiple of the 2",
+            "3 stages, not a multiple of the 2",
         ),
         (
             "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",

@@ -17,19 +17,19 @@ from stagewright.errors import InputError
 from stagewright.export.deepspeed import STACK as DEEPSPEED
 from stagewright.export.differences import (
     Difference,
-    priced,
     with_fields,
     with_layers,
     with_level,
     with_policy,
+    with_predicted_time,
     with_schedule,
 )
-from stagewright.export.expressed import Expressed, expressed
 from stagewright.export.megatron import STACK as MEGATRON
 from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
 from stagewright.export.torchtitan import STACK as TITAN_STACK
 from stagewright.export.torchtitan import known_keys
+from stagewright.export.translation import Translation, translate
 from stagewright.graph.split import split_graph
 from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate, graph_of
@@ -125,7 +125,7 @@ def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
         ("parallelism.pipeline_parallel_schedule", '"1F1"', "did you mean '1F1B'"),
         ("parallelism.fsdp_reshard_after_forward", '"alway"', "did you mean 'always'"),
         ("activation_checkpoint.mode", '"some"', "give none, full, selective"),
-        ("parallelism.module_fqns_per_model_part", '[["layers.0"]]', "1 stages, no multiple"),
+        ("parallelism.module_fqns_per_model_part", '[["layers.0"]]', "1 stages, not a multiple"),
     ],
 )
 def test_what_is_wrong_with_a_toml_is_said_by_its_key(tmp_path: Path, key: str, value: str, why: str) -> None:
@@ -247,7 +247,7 @@ def test_deepspeeds_json_is_read_as_the_same(tmp_path: Path, widths: dict[str, A
         ({"train_batch_size": 0}, "train_batch_size = 0"),
         (
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
-            "no multiple",
+            "not a multiple",
         ),
         ({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
         ({"train_batch_size": 8, "bf16": True}, "bf16 = True: give a table"),
@@ -314,7 +314,7 @@ def test_options_of_our_own_are_read(tmp_path: Path) -> None:
 
 def test_what_a_stack_has_not_is_priced_as_estimate_does() -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(2, 2, 2, 2))
-    found = expressed(asked, MEGATRON)
+    found = translate(asked, MEGATRON)
     assert found.configuration.schedule in ("1f1b", "interleaved-1f1b") and found.cost is not None
     own = estimate(
         asked.model.reference(), load_cluster("2x8x-h100"), asked.job, **found.configuration.arguments()
@@ -385,7 +385,7 @@ def test_tensors_are_recomputed_by_the_stage_that_has_them_then() -> None:
 
 def test_each_difference_has_its_own_price() -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(1, 3, 3, 1), host=True, reduce_dtype="bf16", zero=None)
-    found = expressed(asked, DEEPSPEED)
+    found = translate(asked, DEEPSPEED)
     alone = {one.partition(":")[0]: one.partition(": alone ")[2] for one in found.differences}
     assert len(alone) == 3 and all(alone.values()), found.differences
     host = estimate(asked.model_copy(update={"host_optimizer": ()}), load_cluster("2x8x-h100"))
@@ -396,9 +396,15 @@ def test_each_difference_has_its_own_price() -> None:
 
 def test_what_does_not_run_alone_has_no_price() -> None:
     asked = plan()
-    assert priced(Difference("something is otherwise"), asked, lambda stage: None) == "something is otherwise"
+    assert (
+        with_predicted_time(Difference("something is otherwise"), asked, lambda stage: None)
+        == "something is otherwise"
+    )
     lost = with_fields(asked, cuts=("none:0",) * 3)
-    assert priced(Difference("it is cut elsewhere", lost), asked, lambda stage: None) == "it is cut elsewhere"
+    assert (
+        with_predicted_time(Difference("it is cut elsewhere", lost), asked, lambda stage: None)
+        == "it is cut elsewhere"
+    )
 
 
 def test_stages_without_a_whole_layer_are_what_differs() -> None:
@@ -406,13 +412,13 @@ def test_stages_without_a_whole_layer_are_what_differs() -> None:
     graph = graph_of(asked)
     cuts = list(stage_cuts(asked, graph))
     cuts[2] = cuts[1] + 1
-    found = expressed(asked.model_copy(update={"cuts": cut_names(graph, cuts)}), TITAN_STACK)
-    assert "of the 8 stages some have no whole layer under the plan, and there every one has" in found.notes
+    found = translate(asked.model_copy(update={"cuts": cut_names(graph, cuts)}), TITAN_STACK)
+    assert "some of the 8 stages have no whole layer under the plan, and there all have" in found.notes
 
 
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
-    found = expressed(plan("megatron-core+te"), MEGATRON)
-    assert isinstance(found, Expressed) and found.notes == () and found.plan == plan("megatron-core+te")
+    found = translate(plan("megatron-core+te"), MEGATRON)
+    assert isinstance(found, Translation) and found.notes == () and found.plan == plan("megatron-core+te")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.execution.starting_files import write_starting
-from stagewright.export.torch_pipelining import not_expressed, torch_package
+from stagewright.export.torch_pipelining import not_translated, torch_package
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -106,7 +106,7 @@ def differences(rank: int, num_ranks: int, folder: str, names: list[str]) -> dic
 
 def test_what_the_package_lacks_is_said() -> None:
     plan = planned(schedule="1f1b", dp=2, recompute="full", zero=1)
-    said = list(not_expressed(plan))
+    said = list(not_translated(plan))
     assert any("recompute" in one for one in said) and any("shard" in one for one in said)
     with pytest.raises(InputError, match="tp 2"):
         torch_package(planned(tp=2), trace(plan.model.reference(), 1, device="cpu", **plan.traced()))

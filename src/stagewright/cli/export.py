@@ -114,7 +114,7 @@ def _unwritten(folder: Path, error: OSError) -> InputError:
 
 def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
     """Into a new or empty folder, whole or not at all."""
-    from stagewright.export.torch_pipelining import not_expressed, torch_package
+    from stagewright.export.torch_pipelining import not_translated, torch_package
 
     allow_model(plan, with_model, "the package")
     _check_new(folder)
@@ -133,7 +133,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
                     write_whole(scratch / name, text)
         except OSError as error:
             raise _unwritten(folder, error) from None
-    for sentence in not_expressed(plan):
+    for sentence in not_translated(plan):
         say(f"not in the package: {sentence}")
     show(
         f"Wrote {folder}. `torchrun --nproc-per-node {plan.num_ranks} {folder / 'train.py'}` trains with it."

@@ -1,1 +1,1 @@
-"""Plans written as configurations of other training frameworks and cluster managers, and such configurations read."""
+"""Export of plans to other training frameworks and cluster managers, and import of their configurations."""

@@ -1,6 +1,6 @@
-"""A plan as the JSON of DeepSpeed's `initialize`, as far as that has words.
+"""Export of a plan to the JSON configuration of DeepSpeed's `initialize`, as far as that can express it.
 
-Tensor, context and expert parallelism are a matter of the training script there, and stages are cut by a rule.
+With DeepSpeed the training script sets tensor, context and expert parallelism, and a rule cuts the stages.
 
 Source: DeepSpeed v0.19.5, docs/_pages/config-json.md and deepspeed/runtime/config.py.
 """
@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.expressed import Expressed, Stack
+from stagewright.export.translation import Stack, Translation
 from stagewright.planning.plan import Plan
 from stagewright.text import one_line
 
@@ -21,23 +21,24 @@ STACK = Stack(
     schedules=("1f1b",),
     recomputes=("none", "full"),
     level=lambda level, pp: min(level, 1) if pp > 1 else level,
-    widths=(),
+    parallelism=(),
     cuts_freely=False,
 )
-"""Its pipelines shard optimizer state at most. The model is the user's, in PyTorch, so the runtime is the plan's."""
+"""DeepSpeed's pipelines shard optimizer state at most. The model is the user's PyTorch model, so the plan's runtime is
+kept."""
 
 
-def deepspeed_files(found: Expressed) -> dict[str, str]:
-    """`deepspeed.json`; JSON has no comments, so what is not in it is in `README.md`.
+def deepspeed_files(translation: Translation) -> dict[str, str]:
+    """Return `deepspeed.json`, and `README.md` with what it does not express, since JSON has no comments.
 
     Raises:
-        InputError: it does not train in the precision.
+        InputError: DeepSpeed does not train in this precision.
     """
-    document = json.dumps(_document(found.plan), indent=1) + "\n"
-    left = "".join(f"* {one_line(note)}\n" for note in found.notes)
-    name = one_line(found.plan.model.name)
-    readme = f"# {name} for DeepSpeed\n\nWritten by Stagewright. Not in `deepspeed.json`:\n\n{left}"
-    return {"deepspeed.json": document} | ({"README.md": readme} if left else {})
+    document = json.dumps(_document(translation.plan), indent=1) + "\n"
+    omitted = "".join(f"* {one_line(note)}\n" for note in translation.notes)
+    name = one_line(translation.plan.model.name)
+    readme = f"# {name} for DeepSpeed\n\nWritten by Stagewright. Not in `deepspeed.json`:\n\n{omitted}"
+    return {"deepspeed.json": document} | ({"README.md": readme} if omitted else {})
 
 
 def _document(plan: Plan) -> dict[str, Any]:
@@ -76,6 +77,4 @@ def _precision(dtype: str) -> dict[str, Any]:
         return {dtype: {"enabled": True}}
     if dtype in ("fp32", "tf32"):
         return {}
-    raise InputError(
-        f"deepspeed: its configuration does not say {dtype}: plan with --dtype bf16, fp16 or fp32"
-    )
+    raise InputError(f"deepspeed: its configuration has no {dtype}: plan with --dtype bf16, fp16 or fp32")

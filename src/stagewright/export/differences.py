@@ -1,4 +1,4 @@
-"""What of a plan another stack does not run: in words, and what a step takes with that alone as it is there."""
+"""Differences between a plan and the configuration another framework runs, and the predicted step time of each alone."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is otherwise there, a sentence, and the plan with this alone changed; None where nothing runs so."""
+    """One difference, as a sentence, and the plan with only this changed; None if no such plan can run."""
 
     what: str
     alone: Callable[[], Plan | None] = lambda: None
 
 
 def with_fields(plan: Plan, **fields: Any) -> Callable[[], Plan]:
-    """A change to `plan` after which its program is the same."""
+    """Return a change of fields of `plan` that leaves its program as it is."""
     return lambda: plan.model_copy(update=fields)
 
 
 def with_job(plan: Plan, **fields: Any) -> Callable[[], Plan]:
-    """A change to the job."""
+    """Return a change of the job."""
     return with_fields(plan, job=plan.job.model_copy(update=fields))
 
 
-def priced(difference: Difference, plan: Plan, report: Report) -> str:
-    """The sentence, with what a step of `plan` takes then, where that can be predicted."""
-    asked = plan.predictions.step_seconds
+def with_predicted_time(difference: Difference, plan: Plan, report: Report) -> str:
+    """Return the sentence, with the step time of `plan` after this change alone if it can be predicted."""
+    planned_s = plan.predictions.step_seconds
     try:
         if (changed := difference.alone()) is None:
             return difference.what
         report("predicting a difference")
         seconds = estimate(changed, plan.cluster.load(), report=report).predictions.step_seconds
-    except StagewrightError:  # with nothing else changed it does not run
+    except StagewrightError:  # the plan does not run with this change alone
         return difference.what
-    return f"{difference.what}: alone {format_seconds(seconds)} a step ({seconds / asked - 1:+.1%})"
+    return f"{difference.what}: alone {format_seconds(seconds)} a step ({seconds / planned_s - 1:+.1%})"
 
 
 def with_layers(plan: Plan, graph: OperatorGraph, counts: Sequence[int]) -> Plan | None:
-    """`plan` with stages of so many layers."""
+    """Return `plan` with stages of the given numbers of layers; None if that is no pipeline of the same size."""
     if len(counts) != plan.num_stages or 0 in counts[1:-1]:
         return None
     places = [*layer_begins(graph), layer_end(graph)]
@@ -68,21 +68,21 @@ def with_layers(plan: Plan, graph: OperatorGraph, counts: Sequence[int]) -> Plan
 
 
 def with_schedule(plan: Plan, graph: OperatorGraph, names: Iterable[str]) -> Plan | None:
-    """`plan` with the first schedule of these that has its stages on the same ranks."""
+    """Return `plan` with the first of the named schedules that places stages on the same ranks; None if there is none."""
     program = stage_program(plan)
     chunks = plan.num_stages // plan.pp
     for name in names:
         try:
-            found = build(name, plan.pp, plan.num_microbatches, chunks if chunks > 1 else None)
+            candidate = build(name, plan.pp, plan.num_microbatches, chunks if chunks > 1 else None)
         except StagewrightError:
             continue
-        if found.placement == program.placement:
-            return _changed(plan, graph, found, schedule=name)
+        if candidate.placement == program.placement:
+            return _changed(plan, graph, candidate, schedule=name)
     return None
 
 
 def with_policy(plan: Plan, graph: OperatorGraph, recompute: str) -> Plan | None:
-    """`plan`, all stages of which recompute `none`, or every layer."""
+    """Return `plan` with the same recomputation in all stages: `none`, or every layer (`full`)."""
     policy = {"none": "keep", "full": "layers"}.get(recompute)
     if policy is None:
         return None
@@ -90,12 +90,13 @@ def with_policy(plan: Plan, graph: OperatorGraph, recompute: str) -> Plan | None
 
 
 def with_level(plan: Plan, graph: OperatorGraph, level: int) -> Plan | None:
-    """`plan`, whose replicas shard as another ZeRO level says."""
+    """Return `plan` with another ZeRO level."""
     return _changed(plan, graph, _computations(plan), sharding=(level,) * plan.num_stages)
 
 
 def _computations(plan: Plan) -> Program:
-    """Without recomputation, which goes with the policies, and what replicas do, which goes with the levels."""
+    """Return the program without recomputation and without the collectives of replicas, which follow from policies and
+    levels."""
     program = stage_program(plan)
     return program.with_ranks(
         (action for action in actions if action.kind not in SHARDING_KINDS | {Kind.R})
@@ -104,8 +105,8 @@ def _computations(plan: Plan) -> Program:
 
 
 def _changed(plan: Plan, graph: OperatorGraph, order: Program, **fields: Any) -> Plan | None:
-    """`plan` with these fields and computations, and the further actions that they ask for; None where a runtime has some
-    of its own."""
+    """Return `plan` with these fields and computations, and with the actions they require; None if the runtime adds actions
+    that are not modelled here."""
     changed = plan.model_copy(update=fields)
     profile = plan.job.profile
     if profile.keeps_root and PARAMETERS in changed.sharding:
@@ -122,26 +123,26 @@ def _changed(plan: Plan, graph: OperatorGraph, order: Program, **fields: Any) ->
 def _at_stages(
     policies: Sequence[str | StagePolicy], graph: OperatorGraph, cuts: Sequence[int]
 ) -> tuple[str | StagePolicy, ...] | None:
-    """What stages do with values, each at the stage that makes it when the stages are cut at `cuts`; None where some stages
-    are said to do as a whole what others are not."""
+    """Return the policies of stages cut at `cuts`: each value keeps its policy, at the stage that now produces it. None if
+    only some stages have a policy for the stage as a whole."""
     if isinstance(policies[0], str) and all(policy == policies[0] for policy in policies):
         return tuple(policies)
     named = [StagePolicy() if policy == "keep" else policy for policy in policies]
     if any(isinstance(policy, str) for policy in named):
         return None
-    own = [policy for policy in named if isinstance(policy, StagePolicy)]
+    policies_by_name = [policy for policy in named if isinstance(policy, StagePolicy)]
     position = {graph.nodes[node].name: index for index, node in enumerate(graph.forward_ids)}
 
     def of(stage: int, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in names if bisect_right(cuts, position.get(name, 0)) == stage)
 
     def merged(stage: int) -> StagePolicy:
-        reruns = [pair for policy in own for pair in policy.reruns if of(stage, [pair[0]])]
+        reruns = [pair for policy in policies_by_name for pair in policy.reruns if of(stage, [pair[0]])]
         return StagePolicy(
-            recompute=of(stage, (name for policy in own for name in policy.recompute)),
-            offload=of(stage, (name for policy in own for name in policy.offload)),
-            checkpoints=of(stage, (name for policy in own for name in policy.checkpoints)),
-            fetch_ahead=max(policy.fetch_ahead for policy in own),
+            recompute=of(stage, (name for policy in policies_by_name for name in policy.recompute)),
+            offload=of(stage, (name for policy in policies_by_name for name in policy.offload)),
+            checkpoints=of(stage, (name for policy in policies_by_name for name in policy.checkpoints)),
+            fetch_ahead=max(policy.fetch_ahead for policy in policies_by_name),
             reruns=tuple(reruns),
         )
 

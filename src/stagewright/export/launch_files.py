@@ -1,6 +1,6 @@
-"""Files that start a run of a plan on a cluster: a batch script of Slurm, a PyTorchJob of Kubernetes, a task of SkyPilot.
+"""Launch files for runs of a plan on a cluster: Slurm batch scripts, Kubernetes PyTorchJobs, SkyPilot tasks.
 
-All start `stagewright run` under `torchrun`, restart it, and let it go on from its last checkpoint.
+They start `stagewright run` under `torchrun`, restart it after failures, and resume from the last checkpoint.
 
 Source: Slurm's sbatch and scontrol; Kubeflow's training operator, PyTorchJob v1; SkyPilot's task YAML and its variables
 SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES.
@@ -108,15 +108,15 @@ _ACCELERATORS = {
     "a10g": "A10G", "l4": "L4", "l40s": "L40S", "t4": "T4", "v100-16": "V100", "v100-32": "V100-32GB", "gh200": "GH200",
     "mi300x": "MI300X", "rtx3090": "RTX3090", "rtx4090": "RTX4090",
 }  # fmt: skip
-"""SkyPilot's names of devices of the catalog."""
+"""SkyPilot's names of the catalog's devices."""
 
 
 def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
-    """What starts `plan`, of the file `plan_name`, under ``slurm``, ``kubernetes`` or ``skypilot``.
+    """Return the launch file of `plan`, stored in the file `plan_name`, for ``slurm``, ``kubernetes`` or ``skypilot``.
 
     Raises:
-        InputError: nodes have different numbers of devices, SkyPilot has no such device, or the file's name has characters
-            that cannot be seen.
+        InputError: nodes have different numbers of devices, SkyPilot has no such device, or the file name has invisible
+            characters.
     """
     nodes, devices = node_shape(plan, kind)
     device = plan.cluster.load().nodes[0].device
@@ -141,10 +141,10 @@ def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
 
 
 def node_shape(plan: Plan, kind: str) -> tuple[int, int]:
-    """Nodes that `plan` fills, and devices of each.
+    """Return the number of nodes `plan` uses, and of devices per node.
 
     Raises:
-        InputError: nodes have different numbers of devices, or are not filled; says so of a file of this `kind`.
+        InputError: nodes have different numbers of devices, or are only partly used; the message names `kind`.
     """
     cluster = plan.cluster.load()
     sizes = {group.devices_per_node for group in cluster.nodes}
@@ -154,8 +154,8 @@ def node_shape(plan: Plan, kind: str) -> tuple[int, int]:
             "as many processes on each: start `torchrun` on each kind of node by hand"
         )
     (devices,) = sizes
-    nodes, left = divmod(plan.num_ranks, devices)
-    if left and nodes:
+    nodes, remainder = divmod(plan.num_ranks, devices)
+    if remainder and nodes:
         raise InputError(
             f"{kind}: {plan.num_ranks} ranks do not fill nodes of {devices} devices: plan for whole nodes"
         )

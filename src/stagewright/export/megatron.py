@@ -1,4 +1,4 @@
-"""A plan as the options of Megatron-LM's `pretrain_gpt.py`, and as a shell file that starts it."""
+"""Export of a plan to options of Megatron-LM's `pretrain_gpt.py` and a shell script that starts it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from stagewright.errors import InputError
-from stagewright.export.expressed import Expressed, Stack
 from stagewright.export.launch_files import node_shape
 from stagewright.export.megatron_layout import write_layout
 from stagewright.export.megatron_model import model_options
 from stagewright.export.quoting import comments, title
+from stagewright.export.translation import Stack, Translation
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 
 RUNTIME = "megatron-core+te"
-"""The runtime that is today's Megatron-LM."""
+"""The runtime that models current Megatron-LM."""
 
 STACK = Stack(
     name="megatron",
@@ -27,14 +27,14 @@ STACK = Stack(
     level=lambda level, pp: min(level, 1),
     shards_in_groups=True,
 )
-"""Its distributed optimizer shards optimizer state, and its recomputation has as large a part of every layer."""
+"""Its distributed optimizer shards optimizer state, and it recomputes the same part of every layer."""
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def megatron_options(plan: Plan) -> tuple[str, ...]:
-    """How a plan is laid out, one option with its value each; the model, data and learning rate are the user's. None for a
-    plan of another runtime, or one that is cut elsewhere than between layers.
+    """Return the parallelism of a plan as options, one with its value each; model, data and learning rate are the user's.
+    Empty for a plan of another runtime, or one with cuts inside layers.
 
     Source: Megatron-Core's user guide (parallelism, mixtures of experts, custom pipeline layout).
     """
@@ -45,10 +45,10 @@ def megatron_options(plan: Plan) -> tuple[str, ...]:
 
 
 def megatron_arguments(plan: Plan) -> tuple[str, ...]:
-    """All that `pretrain_gpt.py` needs for a plan of its runtime but the data, one option with its value each.
+    """Return all options of `pretrain_gpt.py` for a plan of its runtime except the data, one with its value each.
 
     Raises:
-        InputError: it has no such model or optimizer; says why.
+        InputError: Megatron-LM has no such model or optimizer; says why.
     """
     check_is_config(plan, "megatron")
     config = plan.model.reference().config or {}
@@ -57,7 +57,7 @@ def megatron_arguments(plan: Plan) -> tuple[str, ...]:
 
 
 def check_is_config(plan: Plan, name: str) -> None:
-    """Raises `InputError` where the model of `plan` is code, or trained by adapters."""
+    """Raise `InputError` if the model of `plan` is code, or is trained by adapters."""
     if plan.model.is_code or plan.model.lora is not None:
         what = "adapters of a model" if plan.model.lora else f"a factory ({plan.model.text})"
         raise InputError(
@@ -67,7 +67,7 @@ def check_is_config(plan: Plan, name: str) -> None:
 
 
 def argv(options: Sequence[str]) -> list[str]:
-    """Options as a program is given them.
+    """Return options as the words of a command.
 
     >>> argv(("--bf16", "--seq-length 4096", '--moe-layer-freq "([0]*3+[1]*58)"'))
     ['--bf16', '--seq-length', '4096', '--moe-layer-freq', '([0]*3+[1]*58)']
@@ -75,17 +75,17 @@ def argv(options: Sequence[str]) -> list[str]:
     return [word for option in options for word in shlex.split(option)]
 
 
-def megatron_files(found: Expressed) -> dict[str, str]:
-    """`train.sh`, which starts Megatron-LM on every node, and `argv.json`, its arguments.
+def megatron_files(translation: Translation) -> dict[str, str]:
+    """Return `train.sh`, which starts Megatron-LM on every node, and `argv.json`, its arguments.
 
     Raises:
         InputError: as `megatron_arguments`; or nodes have different numbers of devices.
     """
-    plan = found.plan
+    plan = translation.plan
     options = megatron_arguments(plan)
     nodes, devices = node_shape(plan, "megatron")
     arguments = "\n".join(f"  {shlex.join(argv([option]))}" for option in options)
-    head = comments([title(plan), *found.notes])
+    head = comments([title(plan), *translation.notes])
     script = _SCRIPT.format(comments=head, nodes=nodes, devices=devices, arguments=arguments)
     return {"train.sh": script, "argv.json": json.dumps(argv(options), indent=1) + "\n"}
 
@@ -101,7 +101,7 @@ ARGUMENTS=(
 {arguments}
 )
 
-# Tokenizer and data are yours: name them behind the script. Without any, random tokens show that it runs.
+# Tokenizer and data are yours: add their options to this command. Without options it trains on random tokens.
 [ "$#" -gt 0 ] || set -- --mock-data --tokenizer-type NullTokenizer
 
 torchrun --nproc-per-node {devices} --nnodes {nodes} --node-rank "${{NODE_RANK:-0}}" \\
@@ -111,7 +111,7 @@ torchrun --nproc-per-node {devices} --nnodes {nodes} --node-rank "${{NODE_RANK:-
 
 
 def shell_lines(options: tuple[str, ...], width: int = 78) -> str:
-    """Options as lines that a shell takes for one.
+    """Return options as continued lines of a shell script.
 
     >>> print(shell_lines(("--tensor-model-parallel-size 8", "--bf16", "--seq-length 4096"), 40))
     --tensor-model-parallel-size 8 --bf16 \\
@@ -167,7 +167,7 @@ def _precision(dtype: str) -> Iterator[str]:
 
 
 def _stages(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
-    """Chunks by their number where all stages are equal, else layer by layer."""
+    """Yield the number of chunks if all stages are equal, else the layers of each."""
     if len(set(counts)) > 1:
         yield f'--pipeline-model-parallel-layout "{write_layout(counts)}"'
     elif plan.num_stages > plan.pp:
@@ -175,7 +175,7 @@ def _stages(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
 
 
 def _training(job: Job) -> Iterator[str]:
-    """Optimizer, learning rate and number of steps."""
+    """Yield optimizer, learning rate and number of steps."""
     decay = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}[job.lr_schedule]
     yield f"--optimizer adam --lr {job.learning_rate:g} --min-lr {job.learning_rate * job.final_fraction:g}"
     yield f"--lr-decay-style {decay} --lr-warmup-iters {job.warmup_steps}"

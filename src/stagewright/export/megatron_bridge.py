@@ -1,4 +1,4 @@
-"""A plan as a recipe of Megatron-Bridge: a Python file that makes its configuration.
+"""Export of a plan to a Megatron-Bridge recipe, a Python file that builds its configuration.
 
 Source: Megatron-Bridge v0.6.0, megatron/bridge/recipes/common.py, training/config.py and models/conversion/auto_bridge.py.
 """
@@ -10,49 +10,49 @@ from collections.abc import Iterator
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.expressed import Expressed
 from stagewright.export.megatron import check_is_config
 from stagewright.export.megatron_layout import write_layout
 from stagewright.export.quoting import comments, title
+from stagewright.export.translation import Translation
 from stagewright.planning.plan import Plan
 
 _PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}
 _DROPPED = ("auto_map", "quantization_config", "torch_dtype", "dtype")
-"""Keys of a config.json that say how a checkpoint is stored."""
+"""Keys of a config.json on how a checkpoint is stored."""
 
 
-def bridge_files(found: Expressed) -> dict[str, str]:
-    """`recipe.py`, whose `recipe()` is a `ConfigContainer` and which trains with it as a script.
+def bridge_files(translation: Translation) -> dict[str, str]:
+    """Return `recipe.py`, whose `recipe()` returns a `ConfigContainer`, and which trains with it when run as a script.
 
     Raises:
-        InputError: the model is no config.json's.
+        InputError: the model is not one of a config.json.
     """
-    plan = found.plan
+    plan = translation.plan
     check_is_config(plan, "megatron-bridge")
     config = {
         key: value for key, value in (plan.model.reference().config or {}).items() if key not in _DROPPED
     }
     if "model_type" not in config:
         raise InputError(
-            "megatron-bridge: the model's config has no model_type, by which its bridge is found: add it"
+            "megatron-bridge: the model's config has no model_type, which selects its bridge: add it"
         )
-    settings = "\n".join(f"    cfg.{name} = {value!r}" for name, value in settings_of(found))
+    settings = "\n".join(f"    cfg.{name} = {value!r}" for name, value in settings_of(translation))
     text = _RECIPE.format(
         title=comments([title(plan)]),
-        notes=comments(found.notes),
+        notes=comments(translation.notes),
         config="\n".join(f"    {line!r}" for line in json.dumps(config, indent=1).splitlines()),
         settings=settings,
     )
     return {"recipe.py": text}
 
 
-def settings_of(found: Expressed) -> Iterator[tuple[str, Any]]:
-    """Fields of the configuration, by their paths, with their values."""
-    plan, job = found.plan, found.plan.job
+def settings_of(translation: Translation) -> Iterator[tuple[str, Any]]:
+    """Yield paths of fields of the configuration, with their values."""
+    plan, job = translation.plan, translation.plan.job
     yield "model.tensor_model_parallel_size", plan.tp
     yield "model.sequence_parallel", plan.sequence_parallel and plan.tp > 1
     yield "model.context_parallel_size", plan.cp
-    yield from _pipeline(found)
+    yield from _pipeline(translation)
     if plan.ep > 1:
         yield "model.expert_model_parallel_size", plan.ep
         yield "model.expert_tensor_parallel_size", 1
@@ -81,13 +81,13 @@ def settings_of(found: Expressed) -> Iterator[tuple[str, Any]]:
         yield "scheduler.lr_wsd_decay_iters", job.decay_steps or max(1, job.num_steps // 10)
 
 
-def _pipeline(found: Expressed) -> Iterator[tuple[str, Any]]:
-    plan = found.plan
+def _pipeline(translation: Translation) -> Iterator[tuple[str, Any]]:
+    plan = translation.plan
     yield "model.pipeline_model_parallel_size", plan.pp
-    chunks = found.configuration.chunks or 1
+    chunks = translation.configuration.chunks or 1
     if chunks > 1:
         yield "model.virtual_pipeline_model_parallel_size", chunks
-    counts = found.configuration.layers_per_stage or ()
+    counts = translation.configuration.layers_per_stage or ()
     if len(set(counts)) > 1:
         yield "model.pipeline_model_parallel_layout", write_layout(counts)
 

@@ -1,7 +1,7 @@
-"""Megatron-LM's text form of a pipeline's stages: `Et*3|(t*4|)*6t*3L`.
+"""Megatron-LM's notation for the layers of pipeline stages: `Et*3|(t*4|)*6t*3L`.
 
-Stages are divided by `|`; in them E is the embedding, t a layer of the decoder, m one of multi-token prediction, L the loss.
-`x*n` repeats a letter, `(...)*n` what is in parentheses; commas are there for the eye.
+Stages are separated by `|`; E is the embedding, t a decoder layer, m a layer of multi-token prediction, L the loss. `x*n`
+repeats a letter, `(...)*n` a group; commas are ignored.
 
 Source: Megatron-Core 0.19, megatron/core/transformer/pipeline_parallel_layer_layout.py.
 """
@@ -21,7 +21,7 @@ _MOST_LETTERS = 4 * (MOST_LAYERS + MOST_STAGES)
 
 
 def write_layout(counts: Sequence[int]) -> str:
-    """The text of stages of so many layers.
+    """Return the notation of stages of the given numbers of layers.
 
     >>> write_layout((1, 2, 2, 2, 2, 1)), write_layout((3, 2))
     ('Et|(t*2|)*4tL', 'Et*3|t*2L')
@@ -38,10 +38,10 @@ def write_layout(counts: Sequence[int]) -> str:
 
 
 def read_layout(text: str) -> tuple[int, ...]:
-    """Layers of every stage.
+    """Return the layers of every stage.
 
     Raises:
-        InputError: a letter or parenthesis in the wrong place, or layers beside those of a decoder.
+        InputError: a letter or parenthesis in the wrong place, or layers other than those of a decoder.
 
     >>> read_layout("Ettt|(tt|)*3,t|L")
     (3, 2, 2, 2, 1, 0)
@@ -62,7 +62,7 @@ def read_layout(text: str) -> tuple[int, ...]:
 
 
 def _repeated(text: str, pattern: re.Pattern[str], where: str) -> str:
-    """`text` with what `pattern` finds written out as often as it says."""
+    """Return `text` with every match of `pattern` repeated by its count."""
 
     def written_out(match: re.Match[str]) -> str:
         what, number = match.groups()

@@ -1,7 +1,7 @@
-"""A model's config.json as the options of Megatron-LM that describe it.
+"""Translation of a model's config.json to options of Megatron-LM.
 
 Source: Megatron-LM core_v0.19.0, megatron/training/arguments.py and megatron/core/transformer/transformer_config.py; the
-configuration classes of transformers for what a config.json leaves out. Ignores: the scale of initial weights beyond
+configuration classes of transformers for the defaults of a config.json. Ignores: the scale of initial weights beyond
 `initializer_range`, and multi-token prediction, which transformers does not train.
 """
 
@@ -22,13 +22,13 @@ _NOT_NUMBERS = {
 
 
 class _Checked(dict[str, Any]):
-    """A config whose values are numbers where options take numbers: they become words of a shell."""
+    """A config that checks that values of numeric options are numbers, since they become words of a shell."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
         if key not in _NOT_NUMBERS and not isinstance(value, int | float | None):
             raise InputError(
-                f"megatron: {key} of this model's config is {value!r}, which is no number: correct it"
+                f"megatron: {key} of this model's config is {value!r}, which is not a number: correct it"
             )
         return value
 
@@ -37,7 +37,7 @@ class _Checked(dict[str, Any]):
 
 
 def model_options(config: Config, sequence_length: int, tp: int = 1) -> tuple[str, ...]:
-    """An option with its value each.
+    """Return options that describe a model, one with its value each.
 
     Raises:
         InputError: Megatron-LM's `pretrain_gpt.py` has no such model; says why.
@@ -50,7 +50,7 @@ def model_options(config: Config, sequence_length: int, tp: int = 1) -> tuple[st
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise InputError(
-            f"megatron: pretrain_gpt.py has no counterpart of a '{family}' model that is known here; known are "
+            f"megatron: pretrain_gpt.py has no counterpart of a '{family}' model; known are "
             f"{', '.join(_FAMILIES)}"
         )
     if family == "gpt2":
@@ -69,7 +69,7 @@ def _sizes(config: Config) -> Iterator[str]:
 
 
 def _attention(config: Config) -> Iterator[str]:
-    """Heads, and how positions are told."""
+    """Yield heads and position embeddings."""
     if "kv_lora_rank" in config:
         yield from _latent_attention(config)
     else:
@@ -99,13 +99,13 @@ def _latent_attention(config: Config) -> Iterator[str]:
 
 
 def _rope(config: Config) -> Config:
-    """Keys of the rotary embedding, which newer configs have in a table of their own."""
+    """Return the keys of the rotary embedding, which newer configs have in a separate table."""
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return _Checked({**table, "rope_theta": table.get("rope_theta", config.get("rope_theta", 10000.0))})
 
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What `--use-rope-scaling` takes for granted."""
+"""Factors that `--use-rope-scaling` assumes."""
 
 
 def _rope_scaling(config: Config) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _deepseek_v3(config: Config) -> Iterator[str]:
 
 
 def _balance(config: Config, key: str, default: float) -> Iterator[str]:
-    """Whether the loss has a part that balances experts."""
+    """Yield the load balancing of experts."""
     if config.get("output_router_logits"):
         yield f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {config.get(key, default)}"
     else:
@@ -194,7 +194,7 @@ _FAMILIES: dict[str, Callable[[Config], Iterator[str]]] = {
 
 
 def _ends(config: Config) -> Iterator[str]:
-    """Norms, activation, biases and the head."""
+    """Yield norms, activation, biases and the head."""
     yield f"--normalization RMSNorm --norm-epsilon {config.get('rms_norm_eps', 1e-6)}"
     yield "--swiglu --disable-bias-linear"
     if not config.get("tie_word_embeddings", False):
@@ -203,7 +203,7 @@ def _ends(config: Config) -> Iterator[str]:
 
 
 def _vocabulary(config: Config, tp: int) -> Iterator[str]:
-    """Padded no more than the ranks that share it need."""
+    """Yield the vocabulary, padded no more than tensor parallelism needs."""
     size = config["vocab_size"]
     multiple = next((power for power in (128, 64, 32, 16, 8, 4, 2) if size % (power * tp) == 0), 1)
     yield f"--vocab-size {size} --make-vocab-size-divisible-by {multiple}"
@@ -230,7 +230,7 @@ def _gpt2(config: Config, tp: int) -> Iterator[str]:
 
 
 def _check_llama_like(config: Config, sequence_length: int) -> None:
-    """Raises `InputError` for what a decoder may have and no option says."""
+    """Raise `InputError` for features of a decoder that have no option."""
     uses_window = config.get("use_sliding_window", config["model_type"] != "qwen2")
     window = (config.get("sliding_window") if uses_window else None) or sequence_length
     refused = {

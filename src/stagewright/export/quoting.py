@@ -1,6 +1,6 @@
-"""Text from a plan in files that other programs read: comments, words of a shell, strings.
+"""Quoting of a plan's text in files for other programs: comments, words of a shell, strings.
 
-Names of models, schedules and files are whatever somebody wrote into a plan. None of them reaches a file but through here.
+Names of models, schedules and files may hold any characters; they reach a file only through these functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stagewright.text import one_line
 
 
 def title(plan: Plan) -> str:
-    """Which plan a file is of, in one line."""
+    """Return one line that names the plan of a file."""
     return one_line(
         f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
     )
@@ -41,10 +41,10 @@ def quoted(text: str) -> str:
 
 
 def file_word(name: str) -> str:
-    """Return the name of a file as one word of a shell, which is no option.
+    """Return the name of a file as one word of a shell that is not taken for an option.
 
     Raises:
-        InputError: it has characters that cannot be seen, such as a line break.
+        InputError: it has invisible characters, such as a line break.
 
     >>> file_word("plan.json"), file_word("-x $(y).json")
     ('plan.json', "'./-x $(y).json'")

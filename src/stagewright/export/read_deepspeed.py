@@ -1,7 +1,7 @@
-"""A JSON of DeepSpeed's `initialize` as a configuration.
+"""Import of the JSON configuration of DeepSpeed's `initialize`.
 
-Source: DeepSpeed v0.19.5, docs/_pages/config-json.md. Ignores: what the training script says, such as tensor
-parallelism, and stages where the file has none.
+Source: DeepSpeed v0.19.5, docs/_pages/config-json.md. Ignores: settings of the training script, such as tensor
+parallelism, and stages if the file has none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.reading import ModelRead, Reading, says_no_model
+from stagewright.export.reading import ModelRead, Reading, missing_model
 from stagewright.planning.configuration import Configuration
 
 _WITHOUT_INFLUENCE = {
@@ -21,21 +21,21 @@ _WITHOUT_INFLUENCE = {
 }  # fmt: skip
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 KEYS = frozenset({*_BATCH, "zero_optimization", "bf16", "fp16"})
-"""By some of which a JSON is one of DeepSpeed's."""
+"""A JSON with any of these keys is taken for DeepSpeed's."""
 
 
 def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
-    """What a document says.
+    """Return the configuration in a document.
 
     Raises:
-        InputError: a value that cannot be; names its key.
+        InputError: an invalid value; names its key.
     """
     notes: list[str] = []
     batch, micro, steps = (_number(document, key, origin) for key in _BATCH)
     dp = batch // micro // steps if batch and micro and steps else None
     if dp is not None and dp * (micro or 1) * (steps or 1) != batch:
         raise InputError(
-            f"{origin}: train_batch_size {batch} is no multiple of train_micro_batch_size_per_gpu {micro} x "
+            f"{origin}: train_batch_size {batch} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps}: change one of the three"
         )
     pipeline, zero = _table(document, "pipeline", origin), _table(document, "zero_optimization", origin)
@@ -98,11 +98,11 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
 
 
 def _no_model(origin: str) -> ModelRead:
-    raise says_no_model(origin)
+    raise missing_model(origin)
 
 
 def _number(document: Mapping[str, Any], key: str, origin: str) -> int | None:
-    """A number above 0; None where it is absent or ``auto``."""
+    """Return a number above 0; None if it is absent or ``auto``."""
     value = document.get(key)
     if value in (None, "auto"):
         return None
@@ -112,7 +112,7 @@ def _number(document: Mapping[str, Any], key: str, origin: str) -> int | None:
 
 
 def _table(document: Mapping[str, Any], key: str, origin: str) -> Mapping[str, Any]:
-    """A block; empty where it is absent, null or false."""
+    """Return a table; empty if it is absent, null or false."""
     value = document.get(key)
     if value is None or value is False:
         return {}
@@ -122,17 +122,17 @@ def _table(document: Mapping[str, Any], key: str, origin: str) -> Mapping[str, A
 
 
 def _decided(table: Mapping[str, Any], key: str, default: Any, name: str, notes: list[str]) -> Any:
-    """A value; `default` where it is absent, null or ``auto``, which what calls DeepSpeed decides."""
+    """Return a value; `default` if it is absent, null or ``auto``, which leaves it to the training script."""
     value = table.get(key)
     if value == "auto":
         shown = json.dumps(default)
-        notes.append(f"{name}.{key} is auto, which the training script decides: {shown} is taken")
+        notes.append(f"{name}.{key} is auto, which the training script decides: {shown} is assumed")
         return default
     return default if value is None else value
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a value switches nothing on: false, null, 0, the device none, or a block of such values or not enabled."""
+    """Return whether a value enables nothing: false, null, 0, device none, or a table that is disabled or of such values."""
     if isinstance(value, Mapping):
         if "device" in value:
             return value["device"] in (None, "none")

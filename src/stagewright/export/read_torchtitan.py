@@ -1,6 +1,6 @@
-"""A TOML of torchtitan as a configuration.
+"""Import of the TOML configuration of torchtitan.
 
-Source: torchtitan v0.2.2, of which `formats/torchtitan.toml` names sections and keys. Ignores: what its command line adds.
+Source: torchtitan v0.2.2, whose sections and keys `formats/torchtitan.toml` lists. Ignores: options of its command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WITHOUT_INFLUENCE = (
     "job", "profiling", "metrics", "optimizer", "lr_scheduler", "training.dataloader", "checkpoint", "comm",
     "memory_estimation", "validation", "validation.dataloader", "debug",
 )  # fmt: skip
-"""Sections on which neither time nor memory of a step depends."""
+"""Sections that affect neither time nor memory of a step."""
 _KEYS_WITHOUT_INFLUENCE = {
     "model.name", "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion",
     "training.dataset", "training.dataset_path", "training.max_norm", "training.steps", "training.gc_freq",
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"layers\.\d+")
 
 @dataclass
 class Keys:
-    """Keys with their sections in front, as ``training.seq_len``; those that were asked for are in `read`."""
+    """Keys with their sections, such as ``training.seq_len``; `read` collects those that were read."""
 
     given: Mapping[str, Any]
     origin: str
@@ -42,7 +42,7 @@ class Keys:
     notes: list[str] = field(default_factory=list)
 
     def get(self, key: str, default: Any) -> Any:
-        """Raises `InputError` for a value of another type than the default's."""
+        """Return a value. Raises `InputError` if its type is not the default's."""
         self.read.add(key)
         value = self.given.get(key, default)
         if default is not None and type(value) is not type(default):
@@ -50,7 +50,7 @@ class Keys:
         return value
 
     def degree(self, name: str) -> int:
-        """Raises `InputError` for a degree below 1."""
+        """Return a degree of parallelism. Raises `InputError` if it is below 1."""
         value = self.get(f"parallelism.{name}", 1)
         if value < 1:
             raise InputError(
@@ -60,19 +60,19 @@ class Keys:
 
 
 def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
-    """What a table says.
+    """Return the configuration in a table.
 
     Raises:
-        InputError: a value that cannot be; names its key.
+        InputError: an invalid value; names its key.
     """
     keys = Keys(dict(_flat(table, "")), origin)
-    asked = _configuration(keys)
-    job = _job(keys, asked.dp)
-    known = {f"{section}.{key}" for section, names in known_keys().items() for key in names}
+    configuration = _configuration(keys)
+    job = _job(keys, configuration.dp)
+    known_names = {f"{section}.{key}" for section, names in known_keys().items() for key in names}
     quiet = {key for key in keys.given if _is_without_influence(key)}
     for key in keys.given:
-        if key not in known:
-            keys.notes.append(f"{key} is not known{nearest(key, known)}")
+        if key not in known_names:
+            keys.notes.append(f"{key} is not known{nearest(key, known_names)}")
         elif key not in keys.read | quiet:
             keys.notes.append(f"{key} is not in the prediction")
     return Reading(
@@ -80,7 +80,7 @@ def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
         runtime=RUNTIME,
         job=job,
         read_model=lambda: _model(keys),
-        configuration=asked,
+        configuration=configuration,
         num_read=len(keys.read & keys.given.keys()),
         num_without_influence=len(quiet),
         notes=tuple(keys.notes),
@@ -104,7 +104,7 @@ def _model(keys: Keys) -> ModelRead:
     text = model_text(name, flavor)
     if text is None:
         raise InputError(
-            f"{keys.origin}: model.name = '{name}' with model.flavor = '{flavor}' is no model that is known here: name MODEL"
+            f"{keys.origin}: model.name = '{name}' with model.flavor = '{flavor}' is not a known model: name MODEL"
         )
     return ModelRead(text)
 
@@ -141,12 +141,12 @@ def _job(keys: Keys, dp: int | None) -> dict[str, Any]:
     param = keys.get("training.mixed_precision_param", "bfloat16")
     if keys.get("training.dtype", "float32") != "float32":
         keys.notes.append("training.dtype is predicted as float32 with mixed precision")
-    converters = [str(one) for one in keys.get("model.converters", [])]
-    is_eight = any("float8" in one for one in converters)
+    converters = [str(converter) for converter in keys.get("model.converters", [])]
+    is_eight = any("float8" in converter for converter in converters)
     keys.notes.extend(
-        f"model.converters: {one} is not in the prediction"
-        for one in converters
-        if "linear.float8" not in one
+        f"model.converters: {converter} is not in the prediction"
+        for converter in converters
+        if "linear.float8" not in converter
     )
     job: dict[str, Any] = {
         "sequence_length": keys.get("training.seq_len", 2048),
@@ -164,15 +164,15 @@ def _job(keys: Keys, dp: int | None) -> dict[str, Any]:
 
 
 def _level(keys: Keys, pp: int, shards: int, cp: int) -> int | None:
-    """Sharded parameters are gathered anew for the backward where they are let go after the forward."""
+    """Return the ZeRO level: 3 if parameters are resharded after the forward and gathered again for the backward."""
     policy = keys.get("parallelism.fsdp_reshard_after_forward", "default")
     if shards * cp == 1:
         return None
     if policy not in ("default", "always", "never"):
-        known = ("default", "always", "never")
+        policies = ("default", "always", "never")
         raise InputError(
-            f"{keys.origin}: parallelism.fsdp_reshard_after_forward = {policy!r}{nearest(policy, known)}: give one of "
-            f"{', '.join(known)}"
+            f"{keys.origin}: parallelism.fsdp_reshard_after_forward = {policy!r}{nearest(policy, policies)}: give one of "
+            f"{', '.join(policies)}"
         )
     if policy == "always" or (policy == "default" and pp == 1):
         return 3
@@ -180,15 +180,13 @@ def _level(keys: Keys, pp: int, shards: int, cp: int) -> int | None:
 
 
 def _pipeline(keys: Keys, pp: int) -> tuple[int | None, tuple[int, ...] | None, str, Program | None]:
-    """Stages of a rank, layers of each stage, name and order of the schedule."""
+    """Return the stages per rank, the layers of each stage, and the name and order of the schedule."""
     name = keys.get("parallelism.pipeline_parallel_schedule", "1F1B")
     file = keys.get("parallelism.pipeline_parallel_schedule_csv", "")
     parts = keys.get("parallelism.module_fqns_per_model_part", None)
     layers = None if parts is None else _layers(parts, keys, pp)
     if layers is None:
-        keys.notes.append(
-            "stages have even numbers of layers in the prediction: module_fqns_per_model_part says which they have"
-        )
+        keys.notes.append("stages are predicted with even numbers of layers: give module_fqns_per_model_part")
     chunks = None if layers is None or len(layers) == pp else len(layers) // pp
     if file:
         if layers is None:
@@ -197,7 +195,7 @@ def _pipeline(keys: Keys, pp: int) -> tuple[int | None, tuple[int, ...] | None, 
                 "module_fqns_per_model_part has to name: add it"
             )
         return chunks, layers, "file", _order(keys, file)
-    names = {torch_name.lower(): own for own, torch_name in SCHEDULES.items()}
+    names = {torch_name.lower(): name_here for name_here, torch_name in SCHEDULES.items()}
     if name.lower() not in names:
         raise InputError(
             f"{keys.origin}: parallelism.pipeline_parallel_schedule = {name!r}{nearest(name, SCHEDULES.values())}: known "
@@ -215,7 +213,7 @@ def _layers(parts: Any, keys: Keys, pp: int) -> tuple[int, ...]:
         raise InputError(f"{where}: give a list of names for each stage")
     if len(parts) % pp or not parts:
         raise InputError(
-            f"{where} has {len(parts)} stages, no multiple of pipeline_parallel_degree {pp}: give as many on each rank"
+            f"{where} has {len(parts)} stages, not a multiple of pipeline_parallel_degree {pp}: give as many on each rank"
         )
     return tuple(sum(bool(_LAYER.fullmatch(str(name))) for name in part) for part in parts)
 

@@ -1,22 +1,22 @@
-"""Configurations that people have, of other frameworks and of our own, read as what `estimate` takes."""
+"""Import of configurations of other frameworks and of Stagewright as options of `estimate`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from stagewright.documents import parse_json, parse_toml, read_text
-from stagewright.errors import InputError
+from stagewright.errors import InputError, nearest
 from stagewright.planning.configuration import Configuration
 
 
 @dataclass(frozen=True)
 class ModelRead:
-    """The model that a file describes: what names it here, keys of its configuration that are otherwise, and sentences on
-    what of it is not taken."""
+    """The model that a file describes: its MODEL, keys of its configuration that differ, and sentences on what was
+    ignored."""
 
     text: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -27,35 +27,35 @@ class ModelRead:
         return f"{self.text} with {changed}" if changed else self.text
 
 
-def says_no_model(origin: str) -> InputError:
-    """What is wrong with leaving MODEL out then."""
+def missing_model(origin: str) -> InputError:
+    """Return the error for a file without a model if MODEL is omitted."""
     return InputError(f"{origin} does not say which model it is for: name MODEL")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file says of a configuration, and what of it is not taken."""
+    """A configuration read from a file, and what was ignored."""
 
     what: str
-    """What the file is, in words."""
+    """The kind of file, for messages."""
     runtime: str | None
-    """Whose execution it configures; None where it does not say."""
+    """The runtime it configures; None if it does not say."""
     job: Mapping[str, Any]
-    """Keys of a job."""
+    """Fields of the job."""
     configuration: Configuration
     read_model: Callable[[], ModelRead]
-    """The model that it is for; raises `InputError` where it does not say enough."""
+    """Read its model; raises `InputError` if the file does not describe it."""
     num_read: int
-    """Settings that are taken."""
+    """Number of settings that were read."""
     num_without_influence: int = 0
-    """Those on which neither time nor memory of a step depends."""
+    """Number of settings that affect neither time nor memory of a step."""
     notes: tuple[str, ...] = ()
-    """Those that are not taken, or not as they are, a sentence each."""
+    """Settings that were ignored or changed, a sentence each."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """What it says of the model, as options of Megatron-LM."""
+    """Its options of the model, in Megatron-LM's names."""
 
     def summary(self) -> str:
-        """How much of the file is taken, in words."""
+        """Return how much of the file was read, in words."""
         parts = [f"{self.num_read} settings read"]
         parts += [f"{len(self.model)} of the model"] if self.model else []
         parts += [f"{self.num_without_influence} without influence"] if self.num_without_influence else []
@@ -69,10 +69,10 @@ _REMEDY = (
 
 
 def read_configuration(path: str | Path) -> Reading:
-    """What the file at `path` configures: arguments of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or our own TOML.
+    """Read the file at `path`: arguments of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or Stagewright's TOML.
 
     Raises:
-        InputError: there is no such file, or it is none of these; names the place.
+        InputError: there is no such file, or it is none of these; names the location.
     """
     text = read_text(path, "configuration", _REMEDY)
     suffix = Path(path).suffix
@@ -86,12 +86,13 @@ def read_configuration(path: str | Path) -> Reading:
 
 
 def _of_toml(table: Mapping[str, Any], origin: str) -> Reading:
-    """torchtitan's tables, or keys that are options."""
-    from stagewright.export.read_own import read_own
+    """Read torchtitan's tables, or keys that are options of `estimate`."""
     from stagewright.export.read_torchtitan import read_torchtitan
 
     sections = ("training", "parallelism", "activation_checkpoint")
-    return (read_torchtitan if any(section in table for section in sections) else read_own)(table, origin)
+    return (read_torchtitan if any(section in table for section in sections) else _read_options)(
+        table, origin
+    )
 
 
 def _of_json(document: Any, origin: str) -> Reading:
@@ -102,4 +103,73 @@ def _of_json(document: Any, origin: str) -> Reading:
         return read_argv(document, origin)
     if isinstance(document, dict) and KEYS & document.keys():
         return read_deepspeed(document, origin)
-    raise InputError(f"{origin} is no configuration that is known: {_REMEDY}")
+    raise InputError(f"{origin} is not a known kind of configuration: {_REMEDY}")
+
+
+_JOB = ("global_batch", "sequence_length", "dtype", "compiled", "memory_limit")
+_FIELDS = {option.name: option.type for option in fields(Configuration) if option.name != "program"}
+_TEXTS = {
+    "recompute": ("none", "full", "selective", "model"), "reduce_dtype": ("fp32", "bf16"),
+}  # fmt: skip
+
+
+def _read_options(table: Mapping[str, Any], origin: str) -> Reading:
+    """Read options of `estimate`; keys are written with ``-`` or ``_``.
+
+    Raises:
+        InputError: there is no such option, or its value is invalid; names the key.
+    """
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    names = [*_FIELDS, *_JOB, "runtime", "model", "set"]
+    for key in given:
+        if key not in names:
+            raise InputError(
+                f"{origin}: unknown key '{key}'{nearest(key, names)}; the keys are options of estimate: {', '.join(names)}"
+            )
+    options = {key: _checked(key, value, origin) for key, value in given.items() if key in _FIELDS}
+    return Reading(
+        what="options of estimate",
+        runtime=given.get("runtime"),
+        job={key: given[key] for key in _JOB if key in given},
+        configuration=Configuration(**options),
+        num_read=len(given),
+        read_model=lambda: _model(given, origin),
+    )
+
+
+def _model(given: Mapping[str, Any], origin: str) -> ModelRead:
+    """Return the model. Raises `InputError` for values of the wrong type."""
+    text, settings = given.get("model"), given.get("set", {})
+    if text is None:
+        raise missing_model(origin)
+    if not isinstance(text, str):
+        raise InputError(f"{origin}: model = {text!r}: give a MODEL, such as 'llama-3-8b'")
+    if not isinstance(settings, dict):
+        raise InputError(f"{origin}: set = {settings!r}: give a table of keys of the model's configuration")
+    try:
+        json.dumps(settings)
+    except TypeError:
+        raise InputError(
+            f"{origin}: set has a date or a time, which configurations of models cannot have: write it as a string"
+        ) from None
+    return ModelRead(text, settings)
+
+
+def _checked(key: str, value: Any, origin: str) -> Any:
+    """Return the value of an option. Raises `InputError` if its type is wrong."""
+    least = 0 if key == "zero" else 1
+    if key == "layers_per_stage":
+        if isinstance(value, list) and all(type(count) is int and count >= 0 for count in value):
+            return tuple(value)
+        raise InputError(f"{origin}: {key} = {value!r}: give a list of numbers of layers, as [3, 4, 4, 3]")
+    if key == "sequence_parallel":
+        is_right, what = isinstance(value, bool), "true or false"
+    elif key in _TEXTS:
+        is_right, what = value in _TEXTS[key], f"one of {', '.join(_TEXTS[key])}"
+    elif key == "schedule":
+        is_right, what = isinstance(value, str), "the name of a schedule"
+    else:
+        is_right, what = type(value) is int and value >= least, f"a whole number of at least {least}"
+    if not is_right:
+        raise InputError(f"{origin}: {key} = {value!r}: give {what}")
+    return value

@@ -1,4 +1,4 @@
-"""A plan as the settings of another training framework."""
+"""Export of a plan to the settings of another training framework."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from stagewright.export import deepspeed, megatron, torchtitan
-from stagewright.export.expressed import Expressed, Stack, expressed
 from stagewright.export.megatron_bridge import bridge_files
+from stagewright.export.translation import Stack, Translation, translate
 from stagewright.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class _Format:
-    """How a plan is written for a framework."""
+    """The export of plans to one framework."""
 
     stack: Stack
-    write: Callable[[Expressed], dict[str, str]]
+    write: Callable[[Translation], dict[str, str]]
     """Files by name."""
     remarks: Callable[[Plan], Iterable[str]] = lambda plan: ()
-    """What is to be done beside them."""
+    """Things the user has to do in addition."""
 
 
 _FORMATS = {
@@ -32,14 +32,14 @@ _FORMATS = {
 
 def settings_files(
     name: str, plan: Plan, report: Callable[[str], None] = lambda stage: None
-) -> tuple[dict[str, str], Expressed]:
-    """Files by name, and the configuration that they say.
+) -> tuple[dict[str, str], Translation]:
+    """Return files by name, and the translation they hold.
 
     Raises:
         InputError: the framework has no such model or configuration.
     """
-    form = _FORMATS[name]
-    remarks = tuple(form.remarks(plan))
-    found = expressed(plan, form.stack, report)
-    found = replace(found, differences=(*found.differences, *remarks))
-    return form.write(found), found
+    framework = _FORMATS[name]
+    remarks = tuple(framework.remarks(plan))
+    translation = translate(plan, framework.stack, report)
+    translation = replace(translation, differences=(*translation.differences, *remarks))
+    return framework.write(translation), translation

@@ -1,4 +1,4 @@
-"""Shell scripts: the words of their commands as a shell would expand them, without running anything.
+"""Static expansion of shell scripts: the words of their commands, without running anything.
 
 Assignments, quotes, arrays, defaults, arithmetic, conditions, `case`, functions, `eval` and `bash -c` are followed. What
 depends on more than the script (its arguments, outputs of commands) stays as it is written, such as ``$1``.
@@ -39,11 +39,11 @@ _WITHOUT_INFLUENCE = {
     "ulimit",
     "module",
 }
-"""Commands that set no variable here and start no program."""
+"""Commands that set no variable and start no program."""
 _MOST_COMMANDS = 20_000
 _MOST_NESTED = 50
 _MOST_CHARACTERS = 2**20
-"""Of an expanded word; scripts that double a variable would have no end."""
+"""Limit of an expanded word, for scripts that double a variable repeatedly."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Word:
 
 @dataclass(frozen=True)
 class _Run:
-    """Characters of a word; those that a quoted expansion or quotes gave are not split at blanks."""
+    """Characters of a word; those from quotes or a quoted expansion are not split at blanks."""
 
     text: str
     line: int
@@ -82,7 +82,7 @@ class _Array:
 
 @dataclass(frozen=True)
 class _Node:
-    """A command: `kind` says how its parts are meant."""
+    """A command; `kind` determines the meaning of its parts."""
 
     kind: str
     line: int
@@ -91,13 +91,13 @@ class _Node:
 
 
 class _Exit(Exception):
-    """Raised where a script would end."""
+    """Raised when a script would exit."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a script would do: the words of every command in order, those of every variable at its end, and sentences on
-    what was not followed."""
+    """An expanded script: the words of every command in order, those of every variable at its end, and sentences on what
+    was not followed."""
 
     commands: tuple[tuple[Word, ...], ...]
     variables: tuple[tuple[Word, ...], ...]
@@ -105,7 +105,7 @@ class Script:
 
 
 def read_script(text: str, origin: str) -> Script:
-    """The script in a text.
+    """Expand the script in a text.
 
     >>> script = read_script('A="--x 1"; if [ $1 = a ]; then B=2; else B=3; fi; run $A --y $B', "here")
     >>> [word.text for word in script.commands[-1]], script.notes
@@ -135,7 +135,7 @@ def read_script(text: str, origin: str) -> Script:
 
 
 class _Parser:
-    """Reads a script into nodes."""
+    """Parser of a script into nodes."""
 
     def __init__(self, text: str, origin: str, line: int = 1) -> None:
         self._text = text.replace("\r\n", "\n")
@@ -158,7 +158,7 @@ class _Parser:
         return self._text[self._at] if self._at < len(self._text) else ""
 
     def _skip(self, newlines: bool) -> None:
-        """Over blanks, comments and continued lines."""
+        """Skip blanks, comments and continued lines."""
         while self._at < len(self._text):
             character = self._text[self._at]
             if self._text.startswith("\\\n", self._at):
@@ -183,7 +183,7 @@ class _Parser:
         self._heredocs.clear()
 
     def _list(self, until: tuple[str, ...]) -> tuple[_Node, ...]:
-        """Commands up to a reserved word, a closing bracket or the end."""
+        """Parse commands up to a reserved word, a closing bracket or the end."""
         nodes: list[_Node] = []
         while True:
             self._skip(newlines=True)
@@ -203,7 +203,7 @@ class _Parser:
         return match.group()
 
     def _and_or(self) -> _Node:
-        """Commands joined by && and ||, and pipelines, whose parts all run."""
+        """Parse commands joined by && and ||, and pipelines, whose parts all run."""
         node = self._command()
         while True:
             self._skip(newlines=False)
@@ -251,7 +251,7 @@ class _Parser:
         self._at += 1
 
     def _redirected(self, node: _Node) -> _Node:
-        """Over redirections after a block."""
+        """Skip redirections after a block."""
         self._skip(newlines=False)
         while self._peek() in ("<", ">") or re.compile(r"\d+[<>]").match(self._text, self._at):
             self._redirection()
@@ -416,7 +416,7 @@ class _Parser:
         return self._text[self._at + offset : self._at + offset + 1]
 
     def _raw(self) -> _Raw:
-        """A word with its quotes."""
+        """Parse a word with its quotes."""
         start, line = self._at, self._line
         while self._at < len(self._text) and self._text[self._at] not in _ENDS:
             character = self._text[self._at]
@@ -479,7 +479,8 @@ _RESERVED = {"while": "loop", "until": "loop", "select": "loop", "{": "block", "
 
 @dataclass
 class _Shell:
-    """Variables and functions as they are where the script has got to; `commands` and `notes` are the outcome."""
+    """Interpreter of a script, with its variables and functions at the current command; it collects `commands` and
+    `notes`."""
 
     origin: str
     variables: dict[str, _Value] = field(default_factory=dict)
@@ -490,7 +491,7 @@ class _Shell:
     count: int = 0
 
     def run(self, nodes: Sequence[_Node]) -> bool | None:
-        """Whether the last of them succeeds; None where that depends on more than the script."""
+        """Run commands and return whether the last succeeds; None if that depends on more than the script."""
         status: bool | None = True
         for node in nodes:
             self.count += 1
@@ -643,7 +644,7 @@ class _Shell:
         return None
 
     def _nested(self, text: str, line: int, words: Sequence[Word]) -> bool | None:
-        """What `eval` or `bash -c` runs, whose words keep their lines where it is one command of them."""
+        """Run the commands of `eval` or `bash -c`; words that also occur in `words` keep their lines."""
         before = len(self.commands)
         status = self.run(_Parser(text, self.origin, line).script())
         lines = {word.text: word.line for word in words}
@@ -654,7 +655,7 @@ class _Shell:
         return status
 
     def _assign(self, word: _Raw | tuple[str, _Array]) -> bool:
-        """Whether a word is an assignment, which is done then."""
+        """Perform the assignment if a word is one, and return whether it is."""
         is_array = isinstance(word, tuple)
         match = _ASSIGNMENT.match(word[0] if is_array else word.text)
         if match is None or match[2]:
@@ -675,7 +676,7 @@ class _Shell:
         return True
 
     def _fields(self, word: _Raw) -> list[_Text]:
-        """The words that a word expands to: unquoted parts are split at blanks, arrays are a word each."""
+        """Return the words that a word expands to: unquoted parts are split at blanks, elements of arrays are words."""
         if re.fullmatch(r'"?\$\{?(\w+\[[@*]\]|@)\}?"?', word.text):
             name = re.sub(r"[^\w@]", "", word.text).removesuffix("@") or "@"
             value = self.variables.get(name, [])
@@ -686,7 +687,7 @@ class _Shell:
         return _split(self._expanded(word))
 
     def _expanded(self, word: _Raw) -> _Text:
-        """A word with its quotes removed and its variables in place."""
+        """Return a word with quotes removed and variables expanded."""
         runs = tuple(self._runs(word.text, word.line, False))
         if sum(len(run.text) for run in runs) > _MOST_CHARACTERS:
             raise InputError(
@@ -726,7 +727,7 @@ class _Shell:
             yield _Run(plain, line, is_quoted)
 
     def _special(self, text: str, at: int, line: int, is_quoted: bool) -> tuple[int, list[_Run]]:
-        """Quotes or an expansion that begins at a place, and where it ends."""
+        """Return the end and the value of quotes or an expansion that begins at `at`."""
         character = text[at]
         if character == "'":
             end = text.find("'", at + 1)
@@ -757,7 +758,7 @@ class _Shell:
         return match.end(), self._value(match[1], line, is_quoted)
 
     def _value(self, inner: str, line: int, is_quoted: bool) -> list[_Run]:
-        """What ``${inner}`` is; as it is written where the script does not say."""
+        """Return the value of ``${inner}``; unchanged if the script does not determine it."""
         match = _EXPANSION.fullmatch(inner)
         as_written = [
             _Run(f"${inner}" if _NAME.fullmatch(inner) or len(inner) == 1 else f"${{{inner}}}", line, True)
@@ -791,7 +792,7 @@ class _Shell:
         return as_written
 
     def _computed(self, expression: str, line: int) -> _Run:
-        """The number of ``$((expression))``; as it is written where it is not known."""
+        """Return the number of ``$((expression))``; unchanged if it is not known."""
         text = re.sub(r"(?<![\w$}])([A-Za-z_]\w*)", r"$\1", expression)
         written = _joined(tuple(self._runs(text, line, True)))
         try:
@@ -829,7 +830,7 @@ def _word(text: _Text) -> Word:
 
 
 def _split(text: _Text) -> list[_Text]:
-    """Words of an expanded word: its unquoted runs are divided at blanks."""
+    """Return the words of an expanded word: unquoted runs are split at blanks."""
     words: list[_Text] = []
     current: list[_Run] = []
     for run in text:
@@ -860,13 +861,13 @@ def _is_test(node: _Node) -> bool:
 
 
 def _ends_script(body: Sequence[_Node]) -> bool:
-    """Whether commands leave the script, as those that refuse its arguments do."""
+    """Return whether commands exit the script, such as those that reject its arguments."""
     heads = [node.words[0] for node in body if node.kind == "simple" and node.words]
     return any(isinstance(head, _Raw) and head.text in ("exit", "return") for head in heads)
 
 
 def _matter(nodes: Sequence[_Node]) -> bool:
-    """Whether commands assign variables, or may start a program with options."""
+    """Return whether commands assign variables, or may start a program with options."""
     for node in nodes:
         if node.kind != "simple":
             return True
@@ -877,7 +878,7 @@ def _matter(nodes: Sequence[_Node]) -> bool:
 
 
 def _test(words: list[str], is_double: bool) -> bool | None:
-    """The outcome of ``[`` or ``[[``; None where it depends on more than the script.
+    """Return the outcome of ``[`` or ``[[``; None if it depends on more than the script.
 
     >>> _test(["7B", "=", "7B", "]"], False), _test(["-z", "$1", "]"], False), _test(["8", "-gt", "16", "]"], False)
     (True, None, False)
@@ -894,26 +895,26 @@ def _test(words: list[str], is_double: bool) -> bool | None:
     if words and words[0] == "!":
         inner = _test(words[1:], is_double)
         return None if inner is None else not inner
-    known = [_without_unset(word) for word in words]
-    if any("$" in word for word in known):
+    operands = [_without_unset(word) for word in words]
+    if any("$" in word for word in operands):
         return None
-    if len(known) == 1:
-        return bool(known[0])
-    if len(known) == 2 and known[0] in ("-z", "-n"):
-        return bool(known[1]) == (known[0] == "-n")
-    if len(known) != 3:
+    if len(operands) == 1:
+        return bool(operands[0])
+    if len(operands) == 2 and operands[0] in ("-z", "-n"):
+        return bool(operands[1]) == (operands[0] == "-n")
+    if len(operands) != 3:
         return None
-    left, sign, right = known
+    first, sign, right = operands
     if sign in ("=", "=="):
-        return fnmatchcase(left, right) if is_double else left == right
+        return fnmatchcase(first, right) if is_double else first == right
     if sign == "!=":
-        return not (fnmatchcase(left, right) if is_double else left == right)
+        return not (fnmatchcase(first, right) if is_double else first == right)
     compared = {"-eq": "eq", "-ne": "ne", "-lt": "lt", "-le": "le", "-gt": "gt", "-ge": "ge"}.get(sign)
-    if compared and all(re.fullmatch(r"-?\d{1,18}", side) for side in (left, right)):
-        return getattr(operator, compared)(int(left), int(right))
+    if compared and all(re.fullmatch(r"-?\d{1,18}", side) for side in (first, right)):
+        return getattr(operator, compared)(int(first), int(right))
     return None
 
 
 def _without_unset(word: str) -> str:
-    """A word in which variables that the script does not set are empty, as they are without an environment."""
+    """Return a word with variables that the script does not set removed, as in an empty environment."""
     return _UNSET.sub("", word)

@@ -1,11 +1,11 @@
-"""A plan as a small Python package for `torch.distributed.pipelining`: stages, the order of their passes, and a script.
+"""Export of a plan to a small Python package for `torch.distributed.pipelining`: stages, schedule, and a script.
 
-Stages are written out as straight-line code over PyTorch's operators, cut where the plan cuts, so that any cut between
-operators goes along; PyTorch's autograd makes the backward. Values that skip stages travel through those between, as
-PyTorch's stages send to their neighbours alone. What the package cannot do is said by `not_expressed`.
+Stages are straight-line code of PyTorch's operators, so that the plan may cut between any operators; PyTorch's autograd
+runs the backward. Values that skip stages pass through the stages between, because PyTorch's stages send to neighbours
+only. `not_translated` lists what the package omits.
 
 Source: PyTorch 2.13, torch/distributed/pipelining (`PipelineStage`, `_PipelineScheduleRuntime`). Ignores: random numbers,
-which are PyTorch's own and not those of `stagewright run`.
+which differ from those of `stagewright run`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ _WHAT_TO_DO = "plan without it, or train with `stagewright run`"
 
 @dataclass(frozen=True)
 class Package:
-    """The files of a package by name, and the names of the tensors that each stage starts with."""
+    """The files of a package by name, and the names of the tensors with initial values of each stage."""
 
     files: dict[str, str]
     tensors: tuple[tuple[str, ...], ...]
-    """Per stage, those that are not parameters come last."""
+    """Names per stage; buffers come after parameters."""
 
 
 def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
-    """`plan` of the model of `graph`, traced for a CPU.
+    """Return the package of `plan`, from the `graph` of its model, traced for a CPU.
 
     Raises:
-        InputError: what the plan has that PyTorch's pipelines have not.
+        InputError: the plan has a feature that PyTorch's pipelines lack.
     """
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         raise InputError(
-            f"torch-pipelining: stages of tp {plan.tp}, cp {plan.cp}, ep {plan.ep} hold collectives of ours: {_WHAT_TO_DO}"
+            f"torch-pipelining: stages of tp {plan.tp}, cp {plan.cp}, ep {plan.ep} contain collectives of Stagewright: "
+            f"{_WHAT_TO_DO}"
         )
     stages = split_graph(graph, list(stage_cuts(plan, graph)))
     program = stage_program(plan)
@@ -78,8 +79,8 @@ def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
     return Package(files, tensors)
 
 
-def not_expressed(plan: Plan) -> Iterator[str]:
-    """What of `plan` the package leaves out, a sentence each."""
+def not_translated(plan: Plan) -> Iterator[str]:
+    """Yield what the package omits of `plan`, a sentence each."""
     if any(policy != "keep" for policy in plan.memory_policy):
         yield (
             "stages recompute or offload under the plan, and here they keep everything: wrap layers in "
@@ -98,21 +99,24 @@ def _template(name: str) -> str:
 
 
 def _computing(program: Program) -> Program:
-    """Without recomputation, gathers and reductions."""
+    """Return the program without recomputation, gathers and reductions."""
     kept = ("F", "I", "W", "B")
-    ranks = tuple(tuple(one for one in actions if one.kind.value in kept) for actions in program.ranks)
+    ranks = tuple(
+        tuple(action for action in actions if action.kind.value in kept) for actions in program.ranks
+    )
     return Program(program.name, program.placement, program.num_microbatches, ranks)
 
 
 def _arriving(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
-    """What each stage is given by the one before, the last by nothing: what it or a later one takes of earlier ones."""
+    """Return the values each stage receives from the previous one: those that it or a later stage uses. The last entry is
+    empty."""
     arriving: list[tuple[int, ...]] = [()]
-    wanted: set[int] = set()
+    needed: set[int] = set()
     for stage in reversed(stages):
-        made = {value for node in _nodes(stage) for value in node.outputs if value is not None}
-        own = {value for transfer in stage.receives for value in transfer.values}
-        wanted = (wanted - made) | own
-        arriving.append(tuple(sorted(wanted)))
+        produced = {value for node in _nodes(stage) for value in node.outputs if value is not None}
+        received = {value for transfer in stage.receives for value in transfer.values}
+        needed = (needed - produced) | received
+        arriving.append(tuple(sorted(needed)))
     return arriving[::-1]
 
 
@@ -121,11 +125,11 @@ def _nodes(stage: Stage) -> tuple[Node, ...]:
 
 
 def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
-    """The module of a stage, as code."""
-    made = [
+    """Return the module of a stage, as code."""
+    attributes = [
         *(
-            _declared(one, f"nn.Parameter({{}}, requires_grad={one.needs_grad})")
-            for one in map(stage.value, stage.parameters)
+            _declared(parameter, f"nn.Parameter({{}}, requires_grad={parameter.needs_grad})")
+            for parameter in map(stage.value, stage.parameters)
         ),
         *(_declared(stage.value(value), "Buffer({})") for value in stage.buffers),
     ]
@@ -150,7 +154,7 @@ def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
         "",
         "    def __init__(self) -> None:",
         "        super().__init__()",
-        *(f"        {line}" for line in made),
+        *(f"        {line}" for line in attributes),
         "",
         "    def forward(self, *received, **batch):",
         *(f"        {line}" for line in body),
@@ -159,7 +163,7 @@ def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
 
 
 def _is_view(value: Value, arrives: Sequence[int]) -> bool:
-    """Whether a stage has the storage of a value from elsewhere; PyTorch detaches what a stage returns in place."""
+    """Return whether a value shares storage with another; PyTorch detaches returned values in place."""
     return value.id in arrives or value.storage != value.id
 
 
@@ -187,7 +191,7 @@ _ATTENTION = {
         "scale",
     ),
 }
-"""Arguments, by their names, of operators whose place on every device is PyTorch's own choice of kernel."""
+"""Names of the arguments of operators that become PyTorch's attention, which chooses the kernel on every device."""
 
 
 def _statement(node: Node, stage: Stage) -> str:
@@ -210,7 +214,7 @@ _SYMBOLS = {"dtype": "torch.{}", "layout": "torch.{}", "memory_format": "torch.{
 
 
 def _text(argument: Any) -> str:
-    """An argument as code.
+    """Return an argument as code.
 
     >>> _text((Ref(3), 1.5, None, Symbol("dtype", "float32"), float("-inf")))
     "[v3, 1.5, None, torch.float32, float('-inf')]"
@@ -229,9 +233,9 @@ def _text(argument: Any) -> str:
 
 
 def _readme(plan: Plan) -> str:
-    """How to run the package, and what it leaves out."""
-    left = [f"* {one}" for one in not_expressed(plan)]
-    said = ["", "What the plan has and this package has not:", "", *left] if left else []
+    """Return how to run the package, and what it omits."""
+    omitted = [f"* {sentence}" for sentence in not_translated(plan)]
+    omissions = ["", "What the plan has and this package has not:", "", *omitted] if omitted else []
     lines = [
         f"# {one_line(plan.model.name)} in {plan.num_stages} stages, for torch.distributed.pipelining",
         "",
@@ -244,6 +248,6 @@ def _readme(plan: Plan) -> str:
         "",
         "`stages.py` has the modules, `schedule.csv` the order of their passes, `stage-N.safetensors` what they start with.",
         "Batches are random in `train.py`: put your own in the place of `batches`.",
-        *said,
+        *omissions,
     ]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A plan as the TOML of torchtitan's `train.py`, with the order of passes beside it where that has no name.
+"""Export of a plan to the TOML of torchtitan's `train.py`, and to a schedule file if its schedule has no name there.
 
 Source: torchtitan v0.2.2, torchtitan/config/job_config.py, torchtitan/distributed/pipeline_parallel.py and the flavors of
 torchtitan/models. Ignores: later versions, whose configurations are Python.
@@ -14,8 +14,8 @@ from typing import Any
 
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError
-from stagewright.export.expressed import Expressed, Stack
 from stagewright.export.quoting import comments, quoted
+from stagewright.export.translation import Stack, Translation
 from stagewright.planning.plan import Plan
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.tracing.models.reference import bundled_names, resolve
@@ -24,16 +24,16 @@ SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "Interleaved1F1B", "breadth-first": "LoopedBFS",
     "interleaved-zb": "InterleavedZeroBubble", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
 }  # fmt: skip
-"""PyTorch's names of schedules."""
+"""PyTorch's names of our schedules."""
 
 ANY_ORDER = "PipelineScheduleMulti"
-"""What goes with a file that has the order of passes."""
+"""PyTorch's schedule that takes the order of passes from a file."""
 
 RUNTIME = "torch-fsdp"
 
 
 def _level(level: int, pp: int) -> int:
-    """Pipelines keep parameters gathered and reduce gradients after the last microbatch; without one, after each."""
+    """Return the ZeRO level torchtitan runs: pipelines keep parameters gathered and reduce after the last microbatch."""
     if level == 0:
         return 0
     return 1 if pp > 1 else max(level, 2)
@@ -60,24 +60,24 @@ _FLAVORS = {
     ("qwen3", 151936, 5120, 64): ("qwen3", "32B"), ("qwen3_moe", 151936, 2048, 48): ("qwen3", "30B-A3B"),
     ("qwen3_moe", 151936, 4096, 94): ("qwen3", "235B-A22B"), ("deepseek_v3", 129280, 7168, 61): ("deepseek_v3", "671B"),
 }  # fmt: skip
-"""Names of models by family, vocabulary, width and depth."""
+"""Names of models by family, vocabulary, hidden size and number of layers."""
 _FOLDERS = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3", "deepseek_v3": "deepseek_v3"}
 
 
 @cache
 def known_keys() -> Mapping[str, Mapping[str, Any]]:
-    """Sections of the configuration and their keys, with the types of these."""
+    """Return the sections of the configuration and the types of their keys."""
     file = resources.files("stagewright.export") / "formats" / "torchtitan.toml"
     return parse_toml(file.read_text(encoding="utf-8"), "torchtitan.toml")["keys"]
 
 
-def torchtitan_files(found: Expressed) -> dict[str, str]:
-    """`train.toml`, and `schedule.csv` where the order of passes has no name.
+def torchtitan_files(translation: Translation) -> dict[str, str]:
+    """Return `train.toml`, and `schedule.csv` if the order of passes has no name.
 
     Raises:
-        InputError: torchtitan has no model of this family, or does not train in the precision.
+        InputError: torchtitan has no model of this family, or does not train in this precision.
     """
-    plan = found.plan
+    plan = translation.plan
     name, flavor = _model(plan)
     model: dict[str, Any] = {"name": name, "flavor": flavor}
     if plan.job.dtype == "fp8":
@@ -88,7 +88,7 @@ def torchtitan_files(found: Expressed) -> dict[str, str]:
         "optimizer": _optimizer(plan),
         "lr_scheduler": _learning_rate(plan),
         "training": _training(plan),
-        "parallelism": _parallelism(found),
+        "parallelism": _parallelism(translation),
         "activation_checkpoint": _recomputation(plan),
         "compile": {"enable": plan.job.compiled, "components": ["model", "loss"]},
     }
@@ -97,14 +97,14 @@ def torchtitan_files(found: Expressed) -> dict[str, str]:
         f"\n[{section}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in keys.items())
         for section, keys in sections.items()
     ]
-    files = {"train.toml": comments([how, *found.notes]) + "\n" + "".join(body)}
-    if found.configuration.program is not None:
-        files["schedule.csv"] = write_torch_csv(found.configuration.program)
+    files = {"train.toml": comments([how, *translation.notes]) + "\n" + "".join(body)}
+    if translation.configuration.program is not None:
+        files["schedule.csv"] = write_torch_csv(translation.configuration.program)
     return files
 
 
 def _value(value: Any) -> str:
-    """As TOML has it, which for numbers is as JSON has it; lists of lists a line each.
+    """Return a value as TOML, with nested lists on a line each.
 
     >>> _value(3e-4), _value(["a"]), _value(True)
     ('0.0003', '["a"]', 'true')
@@ -117,28 +117,28 @@ def _value(value: Any) -> str:
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """What is to be done for it beside the files."""
+    """Yield what the user has to do in addition to the files."""
     folder, flavor = _model(plan)
-    if flavor not in {known for _, known in _FLAVORS.values()}:
-        yield f"flavor {flavor} is yours to add to torchtitan/models/{folder}/__init__.py, where none has these sizes"
+    if flavor not in {own_flavor for _, own_flavor in _FLAVORS.values()}:
+        yield f"flavor {flavor} has to be added to torchtitan/models/{folder}/__init__.py, which has none of these sizes"
 
 
 def _model(plan: Plan) -> tuple[str, str]:
-    """Name and flavor; raises `InputError` where there is no such model."""
+    """Return name and flavor; raises `InputError` if there is no such model."""
     config = {} if plan.model.is_code else plan.model.reference().config or {}
     family = str(config.get("model_type", plan.model.text))
     if plan.model.lora is not None or family not in _FOLDERS:
         what = "adapters" if plan.model.lora else f"'{family}' models"
         raise InputError(
-            f"torchtitan: it trains no {what} that are known here; known are {', '.join(_FOLDERS)}: export to "
+            f"torchtitan: it trains no {what} known here; known are {', '.join(_FOLDERS)}: export to "
             "torch-pipelining, or train with `stagewright run`"
         )
-    own = f"{plan.model.name}-changed" if plan.model.overrides else plan.model.name
-    return _FLAVORS.get(_sizes(config), (_FOLDERS[family], own))
+    own_flavor = f"{plan.model.name}-changed" if plan.model.overrides else plan.model.name
+    return _FLAVORS.get(_sizes(config), (_FOLDERS[family], own_flavor))
 
 
 def model_text(name: str, flavor: str) -> str | None:
-    """What names a model of torchtitan here: a bundled model, or one of the Hugging Face hub; None where none is known."""
+    """Return the MODEL of a torchtitan model: a bundled model, or one of the Hugging Face hub; None if none is known."""
     sizes = {key for key, model in _FLAVORS.items() if model == (name, flavor)}
     folders = {family for family, folder in _FOLDERS.items() if folder == name}
     for text in bundled_names():
@@ -149,7 +149,7 @@ def model_text(name: str, flavor: str) -> str | None:
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[str, int, int, int]:
-    """What models are told apart by."""
+    """Return what distinguishes models."""
     return config["model_type"], config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]
 
 
@@ -167,12 +167,12 @@ def _optimizer(plan: Plan) -> dict[str, Any]:
 
 def _learning_rate(plan: Plan) -> dict[str, Any]:
     job = plan.job
-    found: dict[str, Any] = {"warmup_steps": job.warmup_steps, "min_lr_factor": job.final_fraction}
+    keys: dict[str, Any] = {"warmup_steps": job.warmup_steps, "min_lr_factor": job.final_fraction}
     if job.lr_schedule == "constant":
-        return found | {"decay_ratio": 0.0}
+        return keys | {"decay_ratio": 0.0}
     if job.lr_schedule == "wsd":
-        return found | {"decay_ratio": (job.decay_steps or max(1, job.num_steps // 10)) / job.num_steps}
-    return found | {"decay_type": job.lr_schedule}
+        return keys | {"decay_ratio": (job.decay_steps or max(1, job.num_steps // 10)) / job.num_steps}
+    return keys | {"decay_type": job.lr_schedule}
 
 
 _PRECISIONS = {
@@ -196,8 +196,8 @@ def _training(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parallelism(found: Expressed) -> dict[str, Any]:
-    plan = found.plan
+def _parallelism(translation: Translation) -> dict[str, Any]:
+    plan = translation.plan
     shards = 1 if not max(plan.sharding) else (plan.shard_size or plan.num_holders) // plan.cp
     if not shards:
         raise InputError(
@@ -213,17 +213,17 @@ def _parallelism(found: Expressed) -> dict[str, Any]:
         keys |= {"expert_parallel_degree": plan.ep, "expert_tensor_parallel_degree": 1}
     if plan.pp == 1:
         return keys
-    order = found.configuration.program
+    order = translation.configuration.program
     keys["pipeline_parallel_schedule"] = ANY_ORDER if order else SCHEDULES[plan.schedule]
     if order:
         keys["pipeline_parallel_schedule_csv"] = "schedule.csv"
     keys["pipeline_parallel_microbatch_size"] = plan.microbatch_size
-    keys["module_fqns_per_model_part"] = module_names(found.configuration.layers_per_stage or ())
+    keys["module_fqns_per_model_part"] = module_names(translation.configuration.layers_per_stage or ())
     return keys
 
 
 def module_names(counts: Sequence[int]) -> list[list[str]]:
-    """Modules of stages of so many layers.
+    """Return the modules of stages of the given numbers of layers.
 
     >>> module_names((1, 0))
     [['tok_embeddings', 'layers.0'], ['norm', 'output']]

@@ -1,8 +1,8 @@
-"""What another stack makes of a plan: the nearest configuration that it runs, and what the difference costs.
+"""Translation of a plan to the nearest configuration another framework runs, and the predicted cost of the difference.
 
-A plan may be cut inside a layer, order its passes as no schedule does, and recompute other tensors on every stage. Of the
-configurations that a stack does run those next to the plan are predicted as `stagewright estimate` predicts them, and the
-fastest that fits is taken.
+A plan may be cut inside a layer, order its passes as no schedule does, and recompute different tensors on every stage. The
+configurations closest to the plan that a framework runs are predicted as by `stagewright estimate`, and the fastest one that
+fits is taken.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from stagewright.estimation.runtime import load_runtime
 from stagewright.export.differences import (
     Difference,
     Report,
-    priced,
     with_fields,
     with_job,
     with_layers,
     with_level,
     with_policy,
+    with_predicted_time,
     with_schedule,
 )
 from stagewright.graph import OperatorGraph
@@ -43,130 +43,134 @@ from stagewright.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training framework runs of what a plan may say."""
+    """A training framework, and which features of a plan it supports."""
 
     name: str
     runtime: str | None
-    """Whose execution it is, as `--runtime` has it; None: that of the plan."""
+    """Runtime of the framework, as for `--runtime`; None: the plan's."""
     schedules: tuple[str, ...]
-    """Those that it knows by name."""
+    """Schedules it knows by name."""
     recomputes: tuple[Recomputed, ...]
     level: Callable[[int, int], int]
-    """Which ZeRO level it runs in place of one, at so many pipeline ranks."""
-    widths: tuple[str, ...] = ("tp", "cp", "ep")
-    """Kinds of parallelism that it has beside pipelines and replicas."""
+    """The ZeRO level it runs for a given level and number of pipeline ranks."""
+    parallelism: tuple[str, ...] = ("tp", "cp", "ep")
+    """Supported kinds of parallelism other than pipelines and replicas."""
     reads_orders: bool = False
-    """Whether it runs any order of passes, of stages that go round the ranks."""
+    """Whether it runs any order of passes of stages that are placed round-robin."""
     cuts_freely: bool = True
     """Whether stages may have any numbers of layers."""
     shards_in_groups: bool = False
     splits_sequence: bool = False
-    """Whether ranks that share layers always split the sequence between these, too."""
+    """Whether tensor parallelism always implies sequence parallelism."""
     compiles: bool = False
-    """Whether it says that operators are compiled."""
+    """Whether its configuration can enable compilation."""
     reduces_in_half: bool = True
-    """Whether gradients may be summed in half precision."""
+    """Whether gradients may be reduced in half precision."""
 
 
 @dataclass(frozen=True)
-class Expressed:
-    """A plan as a stack runs it."""
+class Translation:
+    """A plan translated to another framework."""
 
     plan: Plan
-    """What it runs, under its runtime."""
+    """The plan of the translated configuration, under the framework's runtime."""
     configuration: Configuration
     differences: tuple[str, ...]
-    """What of the plan that was asked for is not in it, a sentence each."""
+    """Differences from the original plan, a sentence each."""
     cost: str | None
-    """What it takes in predicted time and memory, beside the plan; None where it is the plan."""
+    """Predicted time and memory relative to the original plan; None if nothing differs."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """All of it, a sentence each."""
+        """Return all differences and the cost, a sentence each."""
         return self.differences if self.cost is None else (*self.differences, self.cost)
 
 
-def expressed(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> Expressed:
-    """The configuration next to `plan` that `stack` runs.
+def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> Translation:
+    """Return `plan` in the nearest configuration that `stack` runs.
 
     Raises:
-        InputError: it has no such parallelism, or does not train in the precision.
-        PlanError: the model has changed since.
+        InputError: `stack` lacks a kind of parallelism of the plan, or does not train in its precision.
+        PlanError: the model has changed since planning.
     """
-    _check_widths(plan, stack)
+    _check_parallelism(plan, stack)
     job = _job_of(plan.job, stack.runtime or plan.job.runtime)
     graph = graph_of(plan, report)
-    ways, differences = _ways(plan, stack, graph)
-    if not differences and len(ways) == 1 and job.runtime == plan.job.runtime:
-        return Expressed(plan, ways[0], (), None)
+    candidates, differences = _candidates(plan, stack, graph)
+    if not differences and len(candidates) == 1 and job.runtime == plan.job.runtime:
+        return Translation(plan, candidates[0], (), None)
 
-    def predicted(configuration: Configuration, one: Job) -> Plan:
+    def predicted(configuration: Configuration, under: Job) -> Plan:
         report(f"predicting {configuration.schedule}")
         cluster = plan.cluster.load()
-        return estimate(plan.model.resolved(), cluster, one, report=report, **configuration.arguments())
+        return estimate(plan.model.resolved(), cluster, under, report=report, **configuration.arguments())
 
-    tried = {way: predicted(way, plan.job) for way in ways}
-    nearest = min(ways, key=lambda way: _worth(tried[way]))
-    own = tried[nearest]
-    there = own if job.runtime == plan.job.runtime else predicted(nearest, job)
+    predictions = {candidate: predicted(candidate, plan.job) for candidate in candidates}
+    nearest = min(candidates, key=lambda candidate: _preference(predictions[candidate]))
+    nearest_plan = predictions[nearest]
+    stack_plan = nearest_plan if job.runtime == plan.job.runtime else predicted(nearest, job)
     if configuration_of(plan).recompute not in stack.recomputes:
-        way = nearest.recompute or "none"
-        what = f"stages save tensors of their own choice under the plan, and there all {_DOES[way]}"
-        differences.append(Difference(what, lambda: with_policy(plan, graph, way)))
-    sentences = tuple(priced(one, plan, report) for one in differences)
-    return Expressed(there, nearest, sentences, _cost(plan, own, there, bool(differences)))
+        candidate = nearest.recompute or "none"
+        what = f"stages save tensors of their own choice under the plan, and there all {_DOES[candidate]}"
+        differences.append(Difference(what, lambda: with_policy(plan, graph, candidate)))
+    sentences = tuple(with_predicted_time(difference, plan, report) for difference in differences)
+    return Translation(
+        stack_plan, nearest, sentences, _cost(plan, nearest_plan, stack_plan, bool(differences))
+    )
 
 
 def _job_of(job: Job, runtime: str) -> Job:
-    """`job` under another runtime. Raises `InputError` where that does not train so."""
+    """Return `job` under another runtime. Raises `InputError` if that runtime does not support it."""
     compiles = job.compiled and not load_runtime(runtime).kernels
     changed = job.model_copy(update={"runtime": runtime, "compiled": compiles})
     changed.check_runtime()
     return changed
 
 
-def _check_widths(plan: Plan, stack: Stack) -> None:
+def _check_parallelism(plan: Plan, stack: Stack) -> None:
     for name in ("tp", "cp", "ep"):
         width = getattr(plan, name)
-        if width > 1 and name not in stack.widths:
+        if width > 1 and name not in stack.parallelism:
             raise InputError(
                 f"{stack.name}: {name} {width} has no counterpart in its configuration: plan with --{name} 1, or export to "
                 "another stack"
             )
 
 
-def _ways(plan: Plan, stack: Stack, graph: OperatorGraph) -> tuple[list[Configuration], list[Difference]]:
-    """Configurations next to `plan`, and what is given up in all of them."""
-    asked = configuration_of(plan)
-    differences = list(_given_up(plan, stack))
+def _candidates(
+    plan: Plan, stack: Stack, graph: OperatorGraph
+) -> tuple[list[Configuration], list[Difference]]:
+    """Return the configurations closest to `plan`, and what they all lack."""
+    planned = configuration_of(plan)
+    differences = list(_unsupported(plan, stack))
     base = replace(
-        asked,
-        zero=_level(asked, stack),
-        shard_size=asked.shard_size if stack.shards_in_groups else None,
-        recompute=asked.recompute if asked.recompute in stack.recomputes else None,
-        sequence_parallel=asked.sequence_parallel or (stack.splits_sequence and plan.tp > 1),
-        reduce_dtype=asked.reduce_dtype if stack.reduces_in_half else None,
+        planned,
+        zero=_level(planned, stack),
+        shard_size=planned.shard_size if stack.shards_in_groups else None,
+        recompute=planned.recompute if planned.recompute in stack.recomputes else None,
+        sequence_parallel=planned.sequence_parallel or (stack.splits_sequence and plan.tp > 1),
+        reduce_dtype=planned.reduce_dtype if stack.reduces_in_half else None,
     )
     level = base.zero or 0
-    if level != (asked.zero or 0):
-        what = f"replicas shard as ZeRO {level}, and under the plan as ZeRO {asked.zero or 0}"
+    if level != (planned.zero or 0):
+        what = f"replicas shard as ZeRO {level}, and under the plan as ZeRO {planned.zero or 0}"
         differences.append(Difference(what, lambda: with_level(plan, graph, level)))
     pipelines, changed = _pipelines(plan, base, stack, graph)
     kept = (base.recompute,) if base.recompute else ("none", "full")
-    found = [replace(one, recompute=way) for one, way in product(pipelines, kept)]
-    return found, [*differences, *changed]
+    candidates = [replace(pipeline, recompute=recompute) for pipeline, recompute in product(pipelines, kept)]
+    return candidates, [*differences, *changed]
 
 
-def _level(asked: Configuration, stack: Stack) -> int | None:
-    """What is sharded; sums at the end of the batch (None) stay what they are where nothing is."""
-    level = stack.level(asked.zero or 0, asked.pp or 1)
-    return level if level or asked.zero else asked.zero
+def _level(planned: Configuration, stack: Stack) -> int | None:
+    """Return the ZeRO level; None (reductions at the end of the batch) is kept if nothing is sharded."""
+    level = stack.level(planned.zero or 0, planned.pp or 1)
+    return level if level or planned.zero else planned.zero
 
 
 def _pipelines(
     plan: Plan, base: Configuration, stack: Stack, graph: OperatorGraph
 ) -> tuple[list[Configuration], list[Difference]]:
-    """Schedules and cuts next to those of `plan`, and in what they differ."""
+    """Return configurations with the schedules and cuts closest to those of `plan`, and their differences."""
     if plan.pp == 1:
         return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
     counts, moves = whole_layers(plan, graph)
@@ -187,27 +191,27 @@ def _pipelines(
     if is_whole and stack.reads_orders and is_looped(plan) and len(counts) == plan.num_stages:
         order = stage_program(plan).compute_only()
         program = order.with_ranks(
-            (one for one in actions if one.kind.value != "R") for actions in order.ranks
+            (action for action in actions if action.kind.value != "R") for actions in order.ranks
         )
         return [replace(base, layers_per_stage=counts, program=program)], differences
     num_layers = sum(counts)
     chunks = min(max(1, round(len(counts) / plan.pp)), num_layers // plan.pp)
-    found = [replace(base, schedule="1f1b", chunks=None, layers_per_stage=even_layers(graph, plan.pp))]
+    candidates = [replace(base, schedule="1f1b", chunks=None, layers_per_stage=even_layers(graph, plan.pp))]
     if chunks > 1 and plan.num_microbatches % plan.pp == 0 and "interleaved-1f1b" in stack.schedules:
         layers = even_layers(graph, plan.pp * chunks)
-        found.append(replace(base, schedule="interleaved-1f1b", chunks=chunks, layers_per_stage=layers))
+        candidates.append(replace(base, schedule="interleaved-1f1b", chunks=chunks, layers_per_stage=layers))
     if is_whole and len(counts) == plan.pp and is_looped(plan):
-        found.append(replace(found[0], layers_per_stage=counts))
-    known = f"is not among its schedules ({', '.join(stack.schedules)})"
+        candidates.append(replace(candidates[0], layers_per_stage=counts))
+    unsupported = f"is not among its schedules ({', '.join(stack.schedules)})"
     if plan.schedule in stack.schedules:
-        what = f"of the {len(counts)} stages some have no whole layer under the plan, and there every one has"
-        return found, [*differences, Difference(what)]
-    what = f"the order of passes that {plan.schedule} has {known}"
-    return found, [*differences, Difference(what, lambda: with_schedule(plan, graph, stack.schedules))]
+        what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
+        return candidates, [*differences, Difference(what)]
+    what = f"the order of passes that {plan.schedule} has {unsupported}"
+    return candidates, [*differences, Difference(what, lambda: with_schedule(plan, graph, stack.schedules))]
 
 
-def _given_up(plan: Plan, stack: Stack) -> Iterator[Difference]:
-    """What no configuration of a stack says."""
+def _unsupported(plan: Plan, stack: Stack) -> Iterator[Difference]:
+    """Yield the features of a plan that no configuration of a framework has."""
     if plan.loss_pieces > 1:
         what = f"the loss goes in {plan.loss_pieces} pieces under the plan, and there whole"
         yield Difference(what, with_fields(plan, loss_pieces=1))
@@ -240,15 +244,15 @@ def _given_up(plan: Plan, stack: Stack) -> Iterator[Difference]:
         yield Difference(what, with_fields(plan, devices=()))
 
 
-def _worth(plan: Plan) -> tuple[bool, float]:
-    """Least is best: what fits, the faster; else what lacks least."""
+def _preference(plan: Plan) -> tuple[bool, float]:
+    """Return a sort key: plans that fit come first, by step time; others by the memory they lack."""
     spare = _spare_bytes(plan)
     return (True, -spare) if spare < 0 else (False, plan.predictions.step_seconds)
 
 
 def _spare_bytes(plan: Plan) -> int:
     limits = usable_bytes(plan, plan.cluster.load())
-    return min(limits[one.rank] - one.reserved_peak_bytes for one in plan.predictions.ranks)
+    return min(limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks)
 
 
 _DOES = {
@@ -257,21 +261,22 @@ _DOES = {
 }  # fmt: skip
 
 
-def _cost(plan: Plan, own: Plan, there: Plan, differs: bool) -> str:
-    """Predicted step and memory of what runs, beside those of the plan."""
+def _cost(plan: Plan, nearest: Plan, stack_plan: Plan, differs: bool) -> str:
+    """Return predicted step time and memory of the translation, compared to the plan."""
     parts = []
     if differs:
-        asked, taken = plan.predictions, own.predictions
+        planned, predicted = plan.predictions, nearest.predictions
         parts.append(
-            f"with these a step takes {format_seconds(taken.step_seconds)} in place of {format_seconds(asked.step_seconds)} "
-            f"({taken.step_seconds / asked.step_seconds - 1:+.1%}), and {format_bytes(taken.reserved_peak_bytes)} of memory "
-            f"in place of {format_bytes(asked.reserved_peak_bytes)}"
+            f"with these a step takes {format_seconds(predicted.step_seconds)} in place of "
+            f"{format_seconds(planned.step_seconds)} ({predicted.step_seconds / planned.step_seconds - 1:+.1%}), "
+            f"and {format_bytes(predicted.reserved_peak_bytes)} of memory in place of "
+            f"{format_bytes(planned.reserved_peak_bytes)}"
         )
-    if there.job.runtime != plan.job.runtime:
+    if stack_plan.job.runtime != plan.job.runtime:
         parts.append(
-            f"as {there.job.runtime} runs it, {format_seconds(there.predictions.step_seconds)} a step and "
-            f"{format_bytes(there.predictions.reserved_peak_bytes)} are predicted"
+            f"as {stack_plan.job.runtime} runs it, {format_seconds(stack_plan.predictions.step_seconds)} a step and "
+            f"{format_bytes(stack_plan.predictions.reserved_peak_bytes)} are predicted"
         )
-    if (spare := _spare_bytes(there)) < 0:
+    if (spare := _spare_bytes(stack_plan)) < 0:
         parts.append(f"which is {format_bytes(-spare)} more than there is")
     return "; ".join(parts)
