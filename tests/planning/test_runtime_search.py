@@ -14,7 +14,7 @@ from stagewright.graph.repeat import REPEATS
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
-from stagewright.planning.candidate import Choice, Recomputed, make_candidate
+from stagewright.planning.candidate import Choice, make_candidate
 from stagewright.planning.cost import offers
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
@@ -23,7 +23,7 @@ from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.search import Request, _Search, _Waiting
 from stagewright.planning.search import plan as search
-from stagewright.planning.space import Space
+from stagewright.planning.space import Recomputed, Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -157,9 +157,7 @@ def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: 
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
     whole = body_costs(graph, CLUSTER, JOB)
-    candidate = make_candidate(
-        whole, Choice(1, 1, 1, 1, "1f1b", recompute=how == "full", selective=how == "selective"), CLUSTER, JOB
-    )
+    candidate = make_candidate(whole, Choice(1, 1, 1, 1, "1f1b", recompute=how), CLUSTER, JOB)
     stage = candidate.line.summaries[0]
     costs = Layers(graph, CLUSTER, JOB).costs(CLUSTER.device, how)
     assert costs.num_layers == 8
@@ -284,7 +282,7 @@ def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
     def ways(runtime: str) -> set[bool]:
         job = Job(global_batch=16, sequence_length=512, dtype="fp16", runtime=runtime)
         found = searched(Space(tp=1, cp=1, microbatch=1), "8x-a100-80", job)[1]
-        return {one.choice.selective for _, one in found}
+        return {one.choice.recompute == "selective" for _, one in found}
 
     assert ways("megatron-deepspeed") == {False, True}
     assert ways("megatron-core+te") == {False}

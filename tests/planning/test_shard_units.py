@@ -19,6 +19,7 @@ from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.search import plan
+from stagewright.planning.space import Recomputed
 from stagewright.schedule import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -90,10 +91,10 @@ def test_less_memory_makes_smaller_units() -> None:
 
 
 @pytest.mark.parametrize("zero", [None, 2, 3])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("chunks", [None, 2, 3])
 def test_a_long_batch_in_units_is_replayed_in_few_microbatches(
-    zero: int | None, recompute: bool, chunks: int | None
+    zero: int | None, recompute: Recomputed, chunks: int | None
 ) -> None:
     body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
     schedule, units = ("interleaved-1f1b" if chunks else "1f1b"), 3 if zero else None

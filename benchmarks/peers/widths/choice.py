@@ -170,9 +170,10 @@ def _told(plan: Plan, cluster: Cluster, layers: dict[Sizes, Layers]) -> tuple[Ch
         layers[sizes] = Layers(graph, cluster, plan.job)
     choice = Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, plan.schedule,
-        recompute="layers" in plan.memory_policy, selective="selective" in plan.memory_policy, tp=plan.tp,
+        recompute="full" if "layers" in plan.memory_policy else "selective" if "selective" in plan.memory_policy else "none",
+        tp=plan.tp,
         sequence_parallel=plan.sequence_parallel, layers_per_stage=layers_per_stage(plan),
     )  # fmt: skip
     device = cluster.nodes[0].device
-    costs, plain = (layers[sizes].costs(device, how) for how in (choice.recomputed, "none"))
+    costs, plain = (layers[sizes].costs(device, how) for how in (choice.recomputed_alike, "none"))
     return choice, Account(choice, costs, plain, cluster, plan.job)

@@ -34,7 +34,7 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     return PlanError(
         f"no configuration fits: the best ({best.choice}) needs {format_bytes(needed)} on rank "
         f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
-        f"It would fit with {ways}{_REGIONS if best.choice.as_model else ''}"
+        f"It would fit with {ways}{_REGIONS if best.choice.recompute == 'model' else ''}"
     )
 
 

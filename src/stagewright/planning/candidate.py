@@ -43,14 +43,13 @@ from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
+from stagewright.planning.space import Recomputed
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
-
-Recomputed = Literal["none", "selective", "full"]
 
 SLACKS = (0.0, 0.02, 0.1)
 """How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
@@ -83,8 +82,7 @@ class Choice:
     microbatch_size: int
     num_microbatches: int
     schedule: str
-    recompute: bool = False
-    """Whether every stage keeps what enters each layer alone and recomputes the rest."""
+    recompute: Recomputed = "none"
     zero: int | None = None
     """What replicas share out, 0 to 3; None leaves the sums of their gradients to the end of the batch."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
@@ -99,8 +97,6 @@ class Choice:
     """Whether the state of the optimizer is on the host, on every rank that has no room for it."""
     shard_units: int | None = None
     """Pieces in which replicas gather and reduce a stage, where they share out gradients; None is what is fastest."""
-    as_model: bool = False
-    """Whether stages recompute what the model's own code checkpoints."""
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other."""
 
@@ -112,8 +108,6 @@ class Choice:
     """Stages per rank, where the schedule places several; None is the schedule's own number."""
     layers_per_stage: tuple[int, ...] | None = None
     """Numbered layers of every stage; None lets a partition be found."""
-    selective: bool = False
-    """Whether stages recompute the part that `stagewright.planning.prediction.regions.selective_policy` says."""
     headroom: int = 0
     """Bytes that every device leaves free, for what its allocator loses."""
 
@@ -129,9 +123,9 @@ class Choice:
         return max(size for size in range(1, self.most_sharing + 1) if self.num_holders % size == 0)
 
     @property
-    def recomputed(self) -> Recomputed:
-        """How much of every layer is."""
-        return "full" if self.recompute else "selective" if self.selective else "none"
+    def recomputed_alike(self) -> Recomputed:
+        """How much every layer recomputes alike: nothing where the model's own code says what."""
+        return "none" if self.recompute == "model" else self.recompute
 
     @property
     def num_stages(self) -> int:
@@ -156,8 +150,8 @@ class Choice:
         return kept / precision.bytes_per_parameter
 
     def __str__(self) -> str:
-        how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
-        how += ", recomputed as the model says" if self.as_model else ""
+        how = f"{self.schedule}, recomputed" if self.recompute == "full" else self.schedule
+        how += ", recomputed as the model says" if self.recompute == "model" else ""
         how += f", zero {self.level}" if self.level else ""
         how += ", optimizer on the host" if self.host_optimizer else ""
         how += f" within {self.shard_size}" if self.shard_size else ""
@@ -197,7 +191,7 @@ class Candidate:
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
     program = built(choice.schedule, choice.pp, choice.num_microbatches, choice.num_chunks)
-    if not choice.recompute:
+    if choice.recompute != "full":
         return program
     return insert_recomputation(program, range(program.num_stages))
 
@@ -205,7 +199,7 @@ def make_program(choice: Choice) -> Program:
 def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Policy]:
     """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    if choice.selective:
+    if choice.recompute == "selective":
         return [selective_policy(graph)] * program.num_stages
     kept = kept_policy(graph)
     again = layers_policy(graph) if recomputed else kept
@@ -337,7 +331,7 @@ def is_cut_between_layers(choice: Choice, job: Job) -> bool:
 
 def under_order(body: RangeCosts, choice: Choice, order: Program, cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the forwards and backwards of `order` in place of those of its schedule, cut between layers."""
-    program = insert_recomputation(order, range(order.num_stages)) if choice.recompute else order
+    program = insert_recomputation(order, range(order.num_stages)) if choice.recompute == "full" else order
     return with_cuts(body, choice, _cuts_between_layers(body.graph, choice, order), cluster, job, program)
 
 
@@ -400,11 +394,11 @@ def with_program(
 def _split_model(
     body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
-    if choice.as_model:
+    if choice.recompute == "model":
         return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.num_holders), choice)
     chosen = policies(choice, program, body.graph)
     line = pipeline(body, cuts, program, cluster, job, choice.num_holders, chosen)
-    if not choice.recompute and any(policy.recomputes for policy in chosen):
+    if choice.recompute != "full" and any(policy.recomputes for policy in chosen):
         line = with_recomputation(line, program)
     return _as_chosen(line, choice)
 
@@ -485,7 +479,9 @@ def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: 
     ends = [*cuts, line.stages[-1].stop]
     numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
     divided = subdivided(program, [numbers[stage] for stage in range(program.num_stages)])
-    changed = with_recomputation(line, divided) if choice.as_model else replace(line, program=divided)
+    changed = (
+        with_recomputation(line, divided) if choice.recompute == "model" else replace(line, program=divided)
+    )
     return _as_chosen(changed, choice)
 
 
@@ -519,11 +515,11 @@ def _named(
     choice: Choice, line: Pipeline
 ) -> tuple[Literal["keep", "layers", "selective"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
-    if choice.as_model:
+    if choice.recompute == "model":
         return tuple(named_policy(stage) for stage in line.stages)
-    if choice.selective:
+    if choice.recompute == "selective":
         return ("selective",) * line.program.num_stages
-    if not choice.recompute:  # what the runtime always makes again is no policy
+    if choice.recompute != "full":  # what the runtime always makes again is no policy
         return ("keep",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))

@@ -11,10 +11,9 @@ from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layer_begins, layer_end
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage, stage_cuts
+from stagewright.planning.space import Recomputed
 from stagewright.schedule import Program
 from stagewright.schedule.placement import loop, v
-
-Recomputed = Literal["none", "selective", "full", "model"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -27,7 +27,7 @@ from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
-from stagewright.planning.space import LossPieces, Recompute
+from stagewright.planning.space import LossPieces, Recomputed
 from stagewright.schedule import Program
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -51,7 +51,7 @@ def estimate(
     schedule: str = "1f1b",
     chunks: int | None = None,
     layers_per_stage: Sequence[int] | None = None,
-    recompute: Literal["none", "selective", "full", "model"] | None = None,
+    recompute: Recomputed | None = None,
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
@@ -121,7 +121,7 @@ def estimate(
     layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
     traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
-    choice = replace(choice, **_recomputation(recompute, body.graph, job))
+    choice = replace(choice, recompute=_recomputed(recompute, body.graph, job))
     if program is None:
         candidate = make_candidate(body, choice, cluster, job)
     else:
@@ -251,8 +251,8 @@ def _trace(
     return trace(reference, size, report=report, **traced)
 
 
-def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[str, bool]:
-    """What of a `Choice` says so; raises `InputError` for a model that has nothing of it."""
+def _recomputed(asked: Recomputed | None, graph: OperatorGraph, job: Job) -> Recomputed:
+    """What stages recompute; raises `InputError` for a model that has nothing of it."""
     if asked == "selective":
         if job.runtime == STAGEWRIGHT:
             raise InputError(
@@ -267,9 +267,9 @@ def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[st
             raise InputError(
                 "recompute 'selective' is of numbered layers, and this model has none: give none or full"
             )
-        return {"selective": True}
-    meant = recompute_of(cast("Recompute | None", asked), graph)
-    return {"recompute": meant == "full", "as_model": meant == "model"}
+        return "selective"
+    meant = recompute_of(asked, graph)
+    return "none" if meant == "auto" else meant
 
 
 def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluster, asked: LossPieces) -> int:

@@ -416,7 +416,7 @@ class _Search:
                 for zero in self._levels(left.dp * one.cp):
                     yield Choice(
                         left.dp, left.pp, one.microbatch_size, left.num_microbatches, schedule,
-                        recompute=recompute == "full", selective=recompute == "selective", as_model=recompute == "model",
+                        recompute="none" if recompute == "auto" else recompute,
                         zero=zero, reduce_dtype=space.reduce_dtype, tp=one.tp, sequence_parallel=one.sequence_parallel,
                         most_sharing=space.shard_size, host_optimizer=space.host_optimizer == "always",
                         shard_units=space.shard_units if (zero or 0) >= 2 else None, loss_pieces=one.loss_pieces,
@@ -1077,7 +1077,12 @@ def _room(one: _Waiting, num_stages: int) -> tuple[object, ...]:
 def _shape(one: _Waiting) -> Choice:
     """The same for all that differ by the order of passes, what is shared out and how the loss is evaluated."""
     return replace(
-        _alike(one.choice), schedule="", num_chunks=None, zero=None, recompute=False, loss_pieces=1
+        _alike(one.choice),
+        schedule="",
+        num_chunks=None,
+        zero=None,
+        loss_pieces=1,
+        recompute="none" if one.choice.recompute == "full" else one.choice.recompute,
     )
 
 

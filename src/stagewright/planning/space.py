@@ -18,7 +18,10 @@ from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.schedule import FAMILIES
 
-Recompute = Literal["auto", "model", "none", "selective", "full"]
+Recomputed = Literal["model", "none", "selective", "full"]
+"""What stages recompute: what the model's own code checkpoints, nothing, the part of every layer that
+`stagewright.planning.prediction.regions.selective_policy` says, or all but what enters each layer."""
+Recompute = Literal["auto", Recomputed]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 HostOptimizer = Literal["auto", "never", "always"]

@@ -22,14 +22,14 @@ from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.device_order import devices_of_ranks, usable_bytes_of_ranks
 from stagewright.planning.bounds.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums
-from stagewright.planning.candidate import OF_STATE, Choice, Recomputed, network_seconds
+from stagewright.planning.candidate import OF_STATE, Choice, network_seconds
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.plan import shared_layers
 from stagewright.planning.prediction.predict import host_of, host_step_seconds, optimizer_step_seconds
 from stagewright.planning.prediction.sharding import NUM_BUFFERS
 from stagewright.planning.prediction.shortening import built
-from stagewright.planning.space import Sizes
+from stagewright.planning.space import Recomputed, Sizes
 from stagewright.schedule.in_flight import changes
 from stagewright.tracing.models.reference import ModelReference
 
@@ -113,7 +113,7 @@ class Coarse:
         self, choice: Choice, one: Sizes, cluster: Cluster, recompute: Recomputed | None = None
     ) -> list[LayerCosts]:
         """Of every stage: the costs of all layers on the slowest of its devices, recomputed as `choice` says or as asked."""
-        how = recompute or choice.recomputed
+        how = recompute or choice.recomputed_alike
         own = [self._slowest(one, devices, how) for devices in devices_of_ranks(cluster, choice.pp)]
         return own * (choice.num_chunks or 1)
 
@@ -130,7 +130,7 @@ class Coarse:
             return None
         if most:
             return balanced_layers([each.seconds for each in columns], most)
-        key = one, choice.pp, choice.num_chunks, choice.recomputed, cluster
+        key = one, choice.pp, choice.num_chunks, choice.recomputed_alike, cluster
         if key not in self._splits:
             self._splits[key] = balanced_layers([each.seconds for each in columns])
         return self._splits[key]

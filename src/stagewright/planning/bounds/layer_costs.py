@@ -19,10 +19,10 @@ from stagewright.graph.repeat import REPEATS
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
-from stagewright.planning.candidate import Recomputed
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.space import Recomputed
 
 
 @dataclass(frozen=True)

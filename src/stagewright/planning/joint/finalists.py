@@ -123,9 +123,14 @@ def joint_plans(
 def _joint(choice: Choice, known: Plan) -> Choice:
     """`choice`, of which `known` was made, its schedule to be found."""
     return replace(
-        choice, schedule=JOINT, recompute=False, num_chunks=None, layers_per_stage=None, headroom=0,
+        choice,
+        schedule=JOINT,
+        recompute="none" if choice.recompute == "full" else choice.recompute,
+        num_chunks=None,
+        layers_per_stage=None,
+        headroom=0,
         host_optimizer=bool(known.host_optimizer),
-    )  # fmt: skip
+    )
 
 
 def _joint_plan(

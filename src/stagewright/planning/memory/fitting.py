@@ -223,7 +223,7 @@ class Fitting:
         if one.saves:
             if (found := self.refined(one)) is not None:
                 return found
-            one = replace(one, choice=replace(one.choice, recompute=True))
+            one = replace(one, choice=replace(one.choice, recompute="full"))
         start, _ = fastest_partition(one.body, one.choice, one.cluster)
         return self.plan(replace(one, cuts=start), saves=False, tight=True)
 
@@ -244,7 +244,7 @@ class Fitting:
         choice, body = one.choice, one.body
         program = make_program(choice)
         counts = saved_counts(program, body)
-        if choice.as_model or (not kept and (one.saves or choice.recompute)):
+        if choice.recompute == "model" or (not kept and (one.saves or choice.recompute == "full")):
             counts = [0.0] * len(counts)
         share = choice.state_share(self.job.precision)
         limits = usable_bytes_of_ranks(self.job, one.cluster, choice.pp)
