@@ -64,11 +64,16 @@ _DROPOUT = re.compile(
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
     """A config with its sizes made small, in its parts, too."""
-    small = dict(config)
+    small = {key: value for key, value in config.items() if key != "per_layer_config"}
+    layers = config.get("num_hidden_layers")
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):
             small[key] = tiny(value)
-        elif isinstance(value, list) and key in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        elif (
+            isinstance(value, list)
+            and value
+            and (len(value) == layers or key.endswith(("layer_types", "block_type")))
+        ):
             small[key] = (value * NUM_LAYERS)[:NUM_LAYERS]
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -78,6 +83,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
             small[key] = min(value, VOCABULARY - 1)
         else:
             small[key] = next((size for name, size in SIZES if re.fullmatch(name, key)), value)
+    if "kv_lora_rank" in config and "num_key_value_heads" in config:  # latent attention has a key per head
+        small["num_key_value_heads"] = small["num_attention_heads"]
     return small
 
 

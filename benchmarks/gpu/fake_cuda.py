@@ -125,7 +125,7 @@ from stagewright.tracing.cache import trace  # noqa: E402
 from stagewright.tracing.capture import fake_twin  # noqa: E402
 from stagewright.tracing.models.reference import bundled_names  # noqa: E402
 from stagewright.tracing.private import converting_in_place  # noqa: E402
-from stagewright.tracing.rules import Rules  # noqa: E402
+from stagewright.tracing.rules import OperatorRules  # noqa: E402
 from stagewright.tracing.trace import trace_module  # noqa: E402
 
 joint.contents = lambda tensor: b""  # which nobody knows of a fake tensor on a GPU
@@ -241,7 +241,7 @@ def _first_difference(planned: Sequence[str], run: Sequence[str]) -> str | None:
 
 def _wrong_kernel(graph: OperatorGraph) -> str | None:
     """What is wrong with the kernels that attention has on the device: their arguments, or the layouts of their results."""
-    rules = Rules(FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), "cuda")
+    rules = OperatorRules(FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), "cuda")
     for node in {
         node.signature: node for node in graph.nodes if node.op.startswith("stagewright.attention")
     }.values():

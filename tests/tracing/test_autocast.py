@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from in_turn import Pipeline, assert_equal, run_plain
 from stagewright.graph import Part
 from stagewright.tracing import private
-from stagewright.tracing.autocast import CUDA_RULES, Policy, autocast_of
+from stagewright.tracing.autocast import CUDA_RULES, CastPolicy, autocast_of
 from stagewright.tracing.trace import trace_module
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -181,4 +181,4 @@ def test_operators_made_of_others_are_cast_as_in_eager_execution(call: str) -> N
 
 
 def test_every_policy_is_used() -> None:
-    assert set(CUDA_RULES.values()) == set(Policy)
+    assert set(CUDA_RULES.values()) == set(CastPolicy)

@@ -38,7 +38,6 @@ def call(op: str, *args: Any) -> Node:
         (call("add.Tensor", Ref(0), 1e-5), torch.add),
         (call("transpose.int", Ref(0), 0, 1), torch.transpose),
         (call("mul.Scalar", Ref(0), 2.0), operator("aten.mul.Scalar")),  # torch.mul calls mul.Tensor
-        (call("_unsafe_view.default", Ref(0), (16,)), operator("aten._unsafe_view.default")),
     ],
 )  # fmt: skip
 def test_an_operator_has_the_binding_of_its_overload(node: Node, function: Callable[..., Any]) -> None:
@@ -49,6 +48,14 @@ def test_integers_of_a_view_are_given_one_by_one() -> None:
     binding = binding_of(call("view.default", Ref(0), (2, 8)), value)
     assert binding.is_spread
     assert binding.function(torch.ones(4, 4), *binding.arranged((0, (2, 8)))[1:]).shape == (2, 8)
+
+
+@pytest.mark.parametrize("name", ["view.default", "_unsafe_view.default"])
+def test_a_view_copies_where_a_kernel_laid_its_argument_out_differently(name: str) -> None:
+    binding = binding_of(call(name, Ref(0), (16,)), value)
+    whole, turned = torch.rand(4, 4), torch.rand(4, 4).t()
+    assert binding.function(whole, *binding.arranged((0, (16,)))[1:]).data_ptr() == whole.data_ptr()
+    assert binding.function(turned, *binding.arranged((0, (16,)))[1:]).equal(turned.flatten())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from stagewright.errors import InputError, TraceError
 from stagewright.tracing.cache import trace
-from stagewright.tracing.models.build import Job, build
+from stagewright.tracing.models.build import MicrobatchShape, build
 from stagewright.tracing.models.grouped_mm import allow_tracing
 from stagewright.tracing.models.reference import bundled_names, resolve
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
@@ -529,9 +529,9 @@ def test_overrides_that_cannot_be(name, overrides, message):
 
 def test_jobs_that_cannot_be():
     with pytest.raises(InputError, match=r"'float23' \(did you mean 'float32'\?\)"):
-        Job(1, 8, "float23")
+        MicrobatchShape(1, 8, "float23")
     with pytest.raises(InputError, match="microbatch_size is 0"):
-        Job(0, 8)
+        MicrobatchShape(0, 8)
     with pytest.raises(InputError, match="600 exceeds the 512 learned positions"):
         build(resolve("tiny-gpt2"), 1, 600, fake=True)
     with pytest.raises(InputError, match="no float64 kernel"):

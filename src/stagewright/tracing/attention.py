@@ -140,7 +140,7 @@ def _fused(cp: int) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """The arguments of one call of the logical operator, of four dimensions each."""
 
     query: Tensor
@@ -172,7 +172,7 @@ class _FlashOnCpu:
     """The CPU's fused kernel."""
 
     @staticmethod
-    def forward(call: _Call) -> _Saved:
+    def forward(call: _AttentionCall) -> _Saved:
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             call.query, call.key, call.value, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
@@ -180,7 +180,7 @@ class _FlashOnCpu:
 
     @staticmethod
     def backward(
-        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+        call: _AttentionCall, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             cotangent, call.query, call.key, call.value, saved.out, saved.sums, 0.0, call.is_causal,
@@ -193,7 +193,7 @@ class _Flash:
     """FlashAttention, of one width: narrower queries, keys or values are padded by zeros, which change nothing."""
 
     @staticmethod
-    def forward(call: _Call) -> _Saved:
+    def forward(call: _AttentionCall) -> _Saved:
         out, sums, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             *_of_one_width(call), call.dropout_p, call.is_causal, scale=call.scale
         )
@@ -203,7 +203,7 @@ class _Flash:
 
     @staticmethod
     def backward(
-        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+        call: _AttentionCall, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         query, key, value = _of_one_width(call)
         width = value.shape[-1]
@@ -226,7 +226,7 @@ class _Efficient:
     """The memory-efficient kernel, which takes a bias, values of another width, and float32."""
 
     @staticmethod
-    def forward(call: _Call) -> _Saved:
+    def forward(call: _AttentionCall) -> _Saved:
         out, sums, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             *_aligned(call), _aligned_bias(call), True, call.dropout_p, call.is_causal, scale=call.scale
         )
@@ -237,7 +237,7 @@ class _Efficient:
 
     @staticmethod
     def backward(
-        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+        call: _AttentionCall, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         query, key, value = _aligned(call)
         state = torch.zeros(2, dtype=torch.int64) if saved.state is None else saved.state
@@ -266,7 +266,7 @@ class _Math:
     """Scores, their softmax and its dropout, one after the other; the backward computes them again."""
 
     @staticmethod
-    def forward(call: _Call) -> _Saved:
+    def forward(call: _AttentionCall) -> _Saved:
         state = None
         if call.dropout_p:
             seed = _generator(call.query.device).initial_seed()
@@ -277,7 +277,7 @@ class _Math:
 
     @staticmethod
     def backward(
-        call: _Call, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
+        call: _AttentionCall, saved: _Saved, cotangent: Tensor, wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         if saved.state is not None:
             _generator(call.query.device).manual_seed(int(saved.state[0]))
@@ -287,7 +287,8 @@ class _Math:
                 tensor.detach().requires_grad_(is_wanted) if tensor is not None else None
                 for tensor, is_wanted in zip(given, wanted, strict=True)
             ]
-            out = _Math._compute(_Call(*leaves, call.dropout_p, call.is_causal, call.scale, call.is_trained))  # type: ignore[arg-type]
+            tracked = _AttentionCall(*leaves, call.dropout_p, call.is_causal, call.scale, call.is_trained)  # type: ignore[arg-type]
+            out = _Math._compute(tracked)
         inputs = [
             leaf for leaf, is_wanted in zip(leaves, wanted, strict=True) if is_wanted and leaf is not None
         ]
@@ -295,7 +296,7 @@ class _Math:
         return [next(gradients) if is_wanted else None for is_wanted in wanted]
 
     @staticmethod
-    def _compute(call: _Call) -> Tensor:
+    def _compute(call: _AttentionCall) -> Tensor:
         return torch.ops.aten._scaled_dot_product_attention_math.default(
             call.query, call.key, call.value, call.bias, call.dropout_p, call.is_causal, scale=call.scale,
             enable_gqa=call.repeats > 1,
@@ -305,7 +306,7 @@ class _Math:
 _Kernel = type[_FlashOnCpu] | type[_Flash] | type[_Efficient] | type[_Math]
 
 
-def _kernel(call: _Call) -> _Kernel:
+def _kernel(call: _AttentionCall) -> _Kernel:
     """The kernel for a call on its device: on a CPU that of PyTorch itself; on a GPU FlashAttention, the memory-efficient
     kernel or single operators, the first that takes it. cuDNN's is none of them: it is chosen on some devices only, and
     its saved values are others."""
@@ -336,7 +337,7 @@ _ON_GPU: dict[Any, _Kernel] = {}
 """Kernels by the layouts of what they are given."""
 
 
-def _kernel_on_gpu(call: _Call) -> _Kernel:
+def _kernel_on_gpu(call: _AttentionCall) -> _Kernel:
     cuda = torch.backends.cuda
     if call.bias is None:
         # Some devices lack the backward of some widths: it is asked of what needs gradients.
@@ -362,12 +363,12 @@ def _rounded(width: int, tensor: Tensor) -> int:
     return -(-width // multiple) * multiple
 
 
-def _of_one_width(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _of_one_width(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     width = _rounded(max(call.query.shape[-1], call.value.shape[-1]), call.query)
     return _padded(call.query, width), _padded(call.key, width), _padded(call.value, width)
 
 
-def _aligned(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _aligned(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values with as many heads each."""
     of_keys, of_values = (_rounded(tensor.shape[-1], tensor) for tensor in (call.key, call.value))
     key, value = _padded(call.key, of_keys), _padded(call.value, of_values)
@@ -383,7 +384,7 @@ _BIAS_ALIGNMENT = 16
 """Elements after which rows of a bias begin. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
 
 
-def _aligned_bias(call: _Call) -> Tensor | None:
+def _aligned_bias(call: _AttentionCall) -> Tensor | None:
     """The bias of every head, its rows at aligned places."""
     if call.bias is None:
         return None
@@ -435,7 +436,7 @@ def _lay_out(
 
 
 def _run(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _Call(*given)
+    call = _AttentionCall(*given)
     saved = _kernel(call).forward(call)
     state = (
         torch.empty(0, dtype=torch.int64, device=call.query.device) if saved.state is None else saved.state
@@ -459,7 +460,7 @@ def _backward(ctx: Any, cotangent: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _run_backward(cotangent: Tensor, *given: Any) -> tuple[Tensor, ...]:
     query, key, value, bias, out, sums, state, *settings, output_mask = given
-    call = _Call(query, key, value, bias, *settings)
+    call = _AttentionCall(query, key, value, bias, *settings)
     gradients = _kernel(call).backward(call, _Saved(out, sums, state), cotangent, output_mask)
     widths = [tensor.shape[-1] for tensor in (query, key, value)]
     of_inputs = [

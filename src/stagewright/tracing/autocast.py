@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from stagewright.tracing.private import has_autocast_kernel, operator_names, run_parts, without_cpu_autocast
 
 
-class Policy(Enum):
+class CastPolicy(Enum):
     """What autocast does to the floating-point inputs of an operator; float64 is left alone by all."""
 
     LOWER = auto()  # to the element type of autocast
@@ -65,12 +65,12 @@ upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec upsample_trilinear3d.vec ups
 _upsample_bicubic2d_aa.vec
 """
 
-CUDA_RULES: dict[str, Policy] = {
-    **dict.fromkeys(_LOWER.split(), Policy.LOWER),
-    **dict.fromkeys(_FLOAT32.split(), Policy.FLOAT32),
-    **dict.fromkeys(_FLOAT32_RESULT.split(), Policy.FLOAT32_RESULT),
-    **dict.fromkeys(_WIDEST.split(), Policy.WIDEST),
-    "binary_cross_entropy": Policy.BANNED,
+CUDA_RULES: dict[str, CastPolicy] = {
+    **dict.fromkeys(_LOWER.split(), CastPolicy.LOWER),
+    **dict.fromkeys(_FLOAT32.split(), CastPolicy.FLOAT32),
+    **dict.fromkeys(_FLOAT32_RESULT.split(), CastPolicy.FLOAT32_RESULT),
+    **dict.fromkeys(_WIDEST.split(), CastPolicy.WIDEST),
+    "binary_cross_entropy": CastPolicy.BANNED,
 }
 """Operator and overload (as ``aten`` names them) to what CUDA's autocast does."""
 
@@ -116,7 +116,7 @@ def _in_parts(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _kernel(name: str, policy: Policy) -> Callable[..., Any]:
+def _kernel(name: str, policy: CastPolicy) -> Callable[..., Any]:
     operator = _operator(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -128,22 +128,22 @@ def _kernel(name: str, policy: Policy) -> Callable[..., Any]:
 
 
 def _cast(
-    name: str, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, policy: CastPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     lower = torch.get_autocast_dtype("cpu")
     match policy:
-        case Policy.LOWER:
+        case CastPolicy.LOWER:
             dtype = lower
-        case Policy.FLOAT32:
+        case CastPolicy.FLOAT32:
             dtype = torch.float32
-        case Policy.FLOAT32_RESULT:
+        case CastPolicy.FLOAT32_RESULT:
             return _with_float32_result(name, args, kwargs)
-        case Policy.WIDEST:
+        case CastPolicy.WIDEST:
             widest = any(
                 _is_cast(leaf) and leaf.dtype is torch.float32 for leaf in tree_leaves((args, kwargs))
             )
             dtype = torch.float32 if widest else lower
-        case Policy.BANNED:
+        case CastPolicy.BANNED:
             raise RuntimeError(
                 f"{name} is unsafe under autocast: use binary_cross_entropy_with_logits, which takes the logits"
             )

@@ -8,7 +8,7 @@ overload only where the dispatcher is seen to get the same operator with the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,26 @@ def binding_of(node: Node, value: Lookup) -> Binding:
     if kind not in _BINDINGS:
         overload = Binding(operator(node.op))
         same = (binding for binding in _candidates(node) if _does_the_same(binding, overload, node, value))
-        _BINDINGS[kind] = next(same, overload)
+        binding = next(same, overload)
+        _BINDINGS[kind] = _copying(binding) if node.op in _VIEWS else binding
     return _BINDINGS[kind]
+
+
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+
+
+def _copying(binding: Binding) -> Binding:
+    """A view that copies where a kernel laid out its argument differently than its shape function says, as batch norm does
+    with a transposed input."""
+    view = binding.function
+
+    def view_or_copy(tensor: torch.Tensor, *shape: Any) -> torch.Tensor:
+        try:
+            return view(tensor, *shape)
+        except RuntimeError:
+            return tensor.reshape(*shape)
+
+    return replace(binding, function=view_or_copy)
 
 
 _BINDINGS: dict[Any, Binding] = {}
@@ -113,14 +131,14 @@ class _Dispatched:
 
 
 def _dispatched(binding: Binding, args: Args, kwargs: dict[str, Any]) -> list[_Dispatched]:
-    with without_modes(), torch.no_grad(), _Recorder() as recorder:
+    with without_modes(), torch.no_grad(), _DispatchRecorder() as recorder:
         result = binding.function(*binding.arranged(args), **kwargs)
     layouts = [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in tree_leaves(result)]
     is_single = isinstance(result, torch.Tensor)
     return [_Dispatched(call.op, call.arguments, (is_single, layouts)) for call in recorder.calls]
 
 
-class _Recorder(TorchDispatchMode):
+class _DispatchRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Dispatched] = []

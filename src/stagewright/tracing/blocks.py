@@ -33,7 +33,7 @@ _OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """A kind of block: how its blocks are called and what they return."""
 
     key: str
@@ -65,21 +65,23 @@ class Kind:
 
 
 @dataclass
-class Blocks:
+class RepeatedBlocks:
     """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
 
     candidates: tuple[str, ...]
-    kinds: dict[Any, Kind] = field(default_factory=dict)  # by signature of the call
+    kinds: dict[Any, BlockKind] = field(default_factory=dict)  # by signature of the call
     numbered: set[Any] = field(default_factory=set)  # signatures of calls that read a numbering attribute
     unruly: dict[str, str] = field(default_factory=dict)  # paths of blocks that are of no kind, and why
     shared: set[str] = field(
         default_factory=set
     )  # paths of blocks that have tensors in common with another module
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
-    calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
+    calls: dict[str, list[BlockKind]] = field(
+        default_factory=dict
+    )  # path -> the kinds of its calls, in order
 
 
-def find_blocks(model: torch.nn.Module) -> Blocks:
+def find_blocks(model: torch.nn.Module) -> RepeatedBlocks:
     """Candidates: members of a ModuleList or Sequential of which at least three have an equal fingerprint."""
     candidates: dict[str, None] = {}
     for path, container in model.named_modules():
@@ -95,7 +97,7 @@ def find_blocks(model: torch.nn.Module) -> Blocks:
         for fingerprint, members in groups.items():
             if len(members) >= 3 and fingerprint is not None:
                 candidates.update(dict.fromkeys(members))
-    return Blocks(tuple(candidates))
+    return RepeatedBlocks(tuple(candidates))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -210,7 +212,7 @@ def _described(value: Any, contents: dict[int, Any]) -> Any:
 
 
 @contextmanager
-def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
+def rehearsing(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
     """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
     watch = BlockWatch(model, blocks.candidates)
 
@@ -279,7 +281,7 @@ class _Stub(torch.nn.Module):
     order.
     """
 
-    def __init__(self, path: str, block: torch.nn.Module, kinds: list[Kind]) -> None:
+    def __init__(self, path: str, block: torch.nn.Module, kinds: list[BlockKind]) -> None:
         super().__init__()
         self.__dict__["_stub"] = (path, block, iter(kinds))
         self.train(block.training)
@@ -305,7 +307,7 @@ class _Stub(torch.nn.Module):
 
 
 @contextmanager
-def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
+def stubbed(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
     """Inside, every block whose kind has several members is one call of the operator ``stagewright::block``."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
     repeated = {path for paths in blocks.members.values() if len(paths) > 1 for path in paths}
@@ -325,7 +327,9 @@ def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_forwards(model: torch.nn.Module, blocks: Blocks, wrap: Callable[..., Any]) -> Iterator[None]:
+def _replaced_forwards(
+    model: torch.nn.Module, blocks: RepeatedBlocks, wrap: Callable[..., Any]
+) -> Iterator[None]:
     changed = []
     try:
         for path in blocks.candidates:
@@ -370,7 +374,7 @@ def _autocast_as(
     return torch.autocast(around[0], enabled=False) if wanted is None and around else torch.autocast(*wanted)  # type: ignore[misc]
 
 
-def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
+def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> BlockKind:
     output_leaves, output_spec = pytree.tree_flatten(result)
     tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     places = {id(leaves[index]): index for index in reversed(tensors)}
@@ -379,7 +383,7 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
         (index, places[id(output_leaves[index])]) for index in returned if id(output_leaves[index]) in places
     )
     produced = tuple(index for index in returned if id(output_leaves[index]) not in places)
-    return Kind(
+    return BlockKind(
         key=key,
         spec=spec,
         leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
@@ -395,7 +399,7 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
     )
 
 
-def _rebuild(kind: Kind, tensors: list[torch.Tensor], given: list[Any]) -> Any:
+def _rebuild(kind: BlockKind, tensors: list[torch.Tensor], given: list[Any]) -> Any:
     """The result of a call with the leaves `given` that makes `tensors`."""
     leaves = list(kind.output_leaves)
     for index, tensor in zip(kind.output_tensors, tensors, strict=True):
@@ -405,7 +409,7 @@ def _rebuild(kind: Kind, tensors: list[torch.Tensor], given: list[Any]) -> Any:
     return pytree.tree_unflatten(leaves, kind.output_spec)
 
 
-def empty_outputs(kind: Kind, given: list[Any]) -> list[torch.Tensor]:
+def empty_outputs(kind: BlockKind, given: list[Any]) -> list[torch.Tensor]:
     """Tensors of the layouts that a call with the leaves `given` makes; they can be written to, as no leaves of autograd."""
     device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
     tensors = [empty(meta, device) for meta in kind.outputs]
@@ -421,7 +425,7 @@ def empty_outputs(kind: Kind, given: list[Any]) -> list[torch.Tensor]:
 class BlockBody(torch.nn.Module):
     """One block as a model of its own: flat tensors in, flat tensors out."""
 
-    def __init__(self, block: torch.nn.Module, kind: Kind) -> None:
+    def __init__(self, block: torch.nn.Module, kind: BlockKind) -> None:
         super().__init__()
         self.block = block
         self._kind = kind
@@ -436,7 +440,7 @@ class BlockBody(torch.nn.Module):
         return [result[index] for index in self._kind.output_tensors]
 
 
-_ACTIVE: dict[str, Kind] = {}
+_ACTIVE: dict[str, BlockKind] = {}
 _LIBRARY = torch.library.Library("stagewright", "DEF")
 _LIBRARY.define("block(str key, Tensor[] tensors) -> Tensor[]")
 

@@ -30,7 +30,7 @@ from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, g
 from stagewright.graph.repeat import expanded
 from stagewright.graph.resize import Unlike, at_degree, at_samples
 from stagewright.text import say
-from stagewright.tracing.dependencies import FACT, Dependencies, Watch
+from stagewright.tracing.dependencies import FACT, Dependencies, FileWatch
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import factory_file, split_factory
 from stagewright.version import __version__
@@ -125,7 +125,7 @@ def _watched(reference: ModelReference, trace_it: Callable[[], OperatorGraph]) -
     """The graph of a factory with what it depends on among its facts, and whether that can be compared later."""
     from stagewright.tracing.models.factories import load_module
 
-    with Watch().noting() as watch:
+    with FileWatch().noting() as watch:
         graph = trace_it()
     name = split_factory(reference.text)
     assert name is not None

@@ -24,9 +24,9 @@ from stagewright.tracing.autograd_functions import FUNCTION, FunctionCall, Funct
 from stagewright.tracing.blocks import (
     BLOCK,
     BlockBody,
-    Blocks,
+    BlockKind,
     CalledDifferently,
-    Kind,
+    RepeatedBlocks,
     find_blocks,
     rehearsing,
     stubbed,
@@ -110,14 +110,14 @@ def capture(
     try:
         return _captured(model, inputs, mode, blocks, report, whole)
     except CalledDifferently:
-        return _captured(model, inputs, mode, Blocks(()), report, whole)
+        return _captured(model, inputs, mode, RepeatedBlocks(()), report, whole)
 
 
 def _captured(
     model: torch.nn.Module,
     inputs: dict[str, torch.Tensor],
     mode: FakeTensorMode,
-    blocks: Blocks,
+    blocks: RepeatedBlocks,
     report: Callable[[str], None],
     whole: bool,
 ) -> Captured:
@@ -137,8 +137,10 @@ def _captured(
     return replace(flattener.run(outer), repeats=repeats)
 
 
-def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
-    def run(blocks: Blocks) -> Blocks:
+def _rehearsed(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode
+) -> RepeatedBlocks:
+    def run(blocks: RepeatedBlocks) -> RepeatedBlocks:
         with (
             tracing_errors(model),
             mode,
@@ -154,7 +156,7 @@ def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: Fa
         _require_scalar(loss)
         return blocks
 
-    with without_effects(model, lambda: run(Blocks(()))):
+    with without_effects(model, lambda: run(RepeatedBlocks(()))):
         return run(find_blocks(model))
 
 
@@ -193,7 +195,7 @@ class _Bodies:
     def __init__(
         self,
         model: torch.nn.Module,
-        blocks: Blocks,
+        blocks: RepeatedBlocks,
         mode: FakeTensorMode,
         marks: _Marks,
         report: Callable[[str], None],
@@ -211,7 +213,7 @@ class _Bodies:
             self.exported[key] = self._export(self.kinds[key], self.members[key])
         return self.exported[key]
 
-    def _export(self, kind: Kind, paths: list[str]) -> ExportedProgram:
+    def _export(self, kind: BlockKind, paths: list[str]) -> ExportedProgram:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
         # A block of a transformers model on its own must be traced under the patches its model would enter.

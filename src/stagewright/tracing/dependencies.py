@@ -186,7 +186,7 @@ def _package(path: str) -> str | None:
 
 
 @dataclass(eq=False)
-class Watch:
+class FileWatch:
     """What a factory's code uses while this is open, on the thread that opened it."""
 
     read: dict[str, str] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Watch:
         self._thread, self._is_busy = get_ident(), False
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[Watch]:
+    def noting(self) -> Iterator[FileWatch]:
         """Inside, what is used is noted here, and nowhere else."""
         _install_hook()
         _WATCHES.append(self)
@@ -281,7 +281,7 @@ _OUTSIDE = {
     "sqlite3.connect": "it reads a database",
 }
 _EVENTS = frozenset({"environ", "open", "os.listdir", "os.scandir", "ctypes.dlopen", *_OUTSIDE})
-_WATCHES: list[Watch] = []
+_WATCHES: list[FileWatch] = []
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
@@ -338,7 +338,7 @@ class _Loaded:
     """How the files of modules were when this process imported them; `watches` have what factories' modules used then."""
 
     def __init__(self) -> None:
-        self.watches: dict[str, Watch] = {}
+        self.watches: dict[str, FileWatch] = {}
         self._states: dict[str, tuple[ModuleType, str]] = {}  # with the state of the module's file
 
     @contextlib.contextmanager
@@ -347,7 +347,7 @@ class _Loaded:
         if name in sys.modules:
             yield
             return
-        watch = Watch()
+        watch = FileWatch()
         with watch.noting():
             yield
         self.watches[name] = watch

@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from stagewright.graph.repeat import AFTER, BEFORE, Repeat
-from stagewright.tracing.blocks import BLOCK, Blocks
+from stagewright.tracing.blocks import BLOCK, RepeatedBlocks
 from stagewright.tracing.regions import BEGIN, END
 
 _Node: TypeAlias = torch.fx.Node
@@ -24,7 +24,7 @@ _GETITEM = "<built-in function getitem>"
 
 def left_out(
     model: torch.nn.Module,
-    blocks: Blocks,
+    blocks: RepeatedBlocks,
     program: ExportedProgram,
     surroundings: Callable[[_Node], Hashable],
     is_check: Callable[[_Node], bool],

@@ -8,7 +8,7 @@ from typing import Any
 
 from stagewright.graph import Node, Origin, Part, TensorMeta, renumbered
 from stagewright.tracing.capture import CapturedCall
-from stagewright.tracing.rules import Call, Outcome
+from stagewright.tracing.rules import OperatorCall, Outcome
 
 
 @dataclass(slots=True)
@@ -28,12 +28,12 @@ class Draft:
         self.values: list[DraftValue] = []
         self.nodes: list[Node] = []
         self.num_draws = 0
-        self._signatures: dict[Call, int] = {}
+        self._signatures: dict[OperatorCall, int] = {}
         self._ordinals: dict[str, int] = {}
 
     def call(
         self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...] = ()
-    ) -> tuple[Call, tuple[int, ...]]:
+    ) -> tuple[OperatorCall, tuple[int, ...]]:
         """The call with its tensors numbered by appearance, and the value that each of these numbers is."""
         values: list[int] = []
 
@@ -43,7 +43,7 @@ class Draft:
 
         placed, placed_kwargs = renumbered((args, kwargs), place)
         metas = tuple(self.values[value].meta for value in values)
-        return Call(op, placed, placed_kwargs, metas), tuple(values)
+        return OperatorCall(op, placed, placed_kwargs, metas), tuple(values)
 
     def add_value(
         self,
@@ -63,7 +63,7 @@ class Draft:
 
     def add(
         self,
-        call: Call,
+        call: OperatorCall,
         inputs: tuple[int, ...],
         outcomes: Sequence[Outcome | None],
         part: Part,

@@ -22,11 +22,11 @@ from stagewright.tracing.draft import Draft
 from stagewright.tracing.effects import TensorHook
 from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
-from stagewright.tracing.recipes import BackwardRecipe, FunctionRecipe, Recipe, Step, without_marks
-from stagewright.tracing.rules import Call, Outcome, Rules
+from stagewright.tracing.recipes import BackwardRecipe, FunctionRecipe, Recipe, RecipeStep, without_marks
+from stagewright.tracing.rules import OperatorCall, OperatorRules, Outcome
 
 
-def build_joint(name: str, captured: Captured, rules: Rules, facts: dict[str, Any]) -> OperatorGraph:
+def build_joint(name: str, captured: Captured, rules: OperatorRules, facts: dict[str, Any]) -> OperatorGraph:
     """The operator graph of a captured model.
 
     Raises:
@@ -95,12 +95,12 @@ class ForwardPass:
     * `functions`: of the last node of every call of a custom function that call.
     """
 
-    def __init__(self, captured: Captured, draft: Draft, rules: Rules) -> None:
+    def __init__(self, captured: Captured, draft: Draft, rules: OperatorRules) -> None:
         self.captured = captured
         self.draft = draft
         self.rules = rules
         self.number: dict[int, int] = {}
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, OperatorCall] = {}
         self.functions: dict[int, FunctionUse] = {}
 
     def run(self) -> None:
@@ -202,7 +202,7 @@ class ForwardPass:
             )
         return tuple(None if number is None else local[number] for number in recipe.results)
 
-    def _can_view(self, call: Call, needs: tuple[bool, ...]) -> bool:
+    def _can_view(self, call: OperatorCall, needs: tuple[bool, ...]) -> bool:
         """Whether a view is possible on the layouts of this graph.
 
         An exported graph lacks the copies that the layouts seen during its export made needless. A kernel chosen because
@@ -237,7 +237,7 @@ class ForwardPass:
             self.draft.put_in_region(captured.region, is_kept=self._is_kept(captured, call))
         return outputs
 
-    def _is_kept(self, captured: CapturedCall, call: Call) -> bool:
+    def _is_kept(self, captured: CapturedCall, call: OperatorCall) -> bool:
         """Whether selective checkpointing keeps what the call makes; every policy is asked, as some count."""
         if not captured.keeps:
             return False
@@ -292,12 +292,12 @@ class FunctionUse:
     inputs: tuple[int, ...]
     activations: tuple[int, ...]
     weights: tuple[int, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RecipeStep, ...] = ()
     values: Mapping[int, int] = field(default_factory=dict)
     outputs: tuple[int | None, ...] = ()
 
     def recipe(
-        self, draft: Draft, rules: Rules, cotangents: tuple[tuple[int, TensorMeta], ...] | None = None
+        self, draft: Draft, rules: OperatorRules, cotangents: tuple[tuple[int, TensorMeta], ...] | None = None
     ) -> FunctionRecipe:
         """For `cotangents` of the outputs so numbered, or of all that pass a gradient."""
         metas = tuple(draft.values[value].meta for value in self.inputs)
@@ -330,8 +330,8 @@ class BackwardPass:
     def __init__(
         self,
         draft: Draft,
-        calls: Mapping[int, Call],
-        rules: Rules,
+        calls: Mapping[int, OperatorCall],
+        rules: OperatorRules,
         functions: Mapping[int, FunctionUse],
         hooks: Mapping[int, tuple[TensorHook, ...]],
     ) -> None:
@@ -457,7 +457,7 @@ class BackwardPass:
                 f"{first_line(error)}"
             ) from error
 
-    def _add_step(self, node: Node, step: Step, part: Part, local: dict[int, int]) -> None:
+    def _add_step(self, node: Node, step: RecipeStep, part: Part, local: dict[int, int]) -> None:
         arguments = renumbered((step.args, step.kwargs), local.__getitem__)
         call, refs = self.draft.call(step.op, *arguments)
         outcomes = self.rules.evaluate(call, (False,) * len(refs))

@@ -28,7 +28,7 @@ def without_marks(op: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecipeStep:
     """One operator of a recipe. Values are numbered: arguments first, then outputs in order of production."""
 
     op: str
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    steps: tuple[Step, ...]
+    steps: tuple[RecipeStep, ...]
     results: tuple[int | None, ...]
 
 
@@ -47,8 +47,8 @@ class Recipe:
 class BackwardRecipe:
     """Steps from (arguments, outputs, cotangents) to one gradient per argument (None: no gradient flows)."""
 
-    input_grad: tuple[Step, ...]
-    weight_grad: tuple[Step, ...]
+    input_grad: tuple[RecipeStep, ...]
+    weight_grad: tuple[RecipeStep, ...]
     gradients: tuple[int | None, ...]
 
 
@@ -66,7 +66,7 @@ class FunctionRecipe:
     backward: BackwardRecipe
 
 
-class _Recorder(TorchDispatchMode):
+class _GraphRecorder(TorchDispatchMode):
     """Notes the operators that run while it is open in a graph, as torch's `make_fx` does in several times the time."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
 
 def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor]) -> torch.fx.Graph:
     """The operators that `function` dispatches below autograd, from `inputs` to what it returns."""
-    with _Recorder(inputs) as recorder:
+    with _GraphRecorder(inputs) as recorder:
         results = function(*inputs)
     recorder.graph.output(tree_map_only(torch.Tensor, recorder.node, results))
     return recorder.graph
@@ -149,13 +149,13 @@ def backward_recipe(
     for_inputs = _needed(steps, gradients[: len(activations)], places)
     for_weights = _needed(steps, gradients[len(activations) :], places) - for_inputs
     following = itertools.count(sum(counts))
-    parts: dict[bool, list[Step]] = {True: [], False: []}
+    parts: dict[bool, list[RecipeStep]] = {True: [], False: []}
     for index in sorted(for_inputs | for_weights):
         step = steps[index]
         args, kwargs = renumbered((step.args, step.kwargs), places.__getitem__)
         places.update((number, next(following)) for number in step.outputs if number is not None)
         outputs_there = tuple(None if number is None else places[number] for number in step.outputs)
-        parts[index in for_inputs].append(Step(step.op, args, kwargs, outputs_there))
+        parts[index in for_inputs].append(RecipeStep(step.op, args, kwargs, outputs_there))
     by_argument: list[int | None] = [None] * num_arguments
     for index, number in zip(activations + weights, gradients, strict=True):
         by_argument[index] = None if number is None else places[number]
@@ -188,9 +188,9 @@ def function_recipe(
         is_cotangent = number < num_arguments + num_cotangents
         return number + (end - num_arguments - num_cotangents if is_cotangent else -num_cotangents)
 
-    def placed(step: Step) -> Step:
+    def placed(step: RecipeStep) -> RecipeStep:
         args, kwargs = renumbered((step.args, step.kwargs), place)
-        return Step(step.op, args, kwargs, _placed(step.outputs))
+        return RecipeStep(step.op, args, kwargs, _placed(step.outputs))
 
     def _placed(numbers: Sequence[int | None]) -> tuple[int | None, ...]:
         return tuple(None if number is None else place(number) for number in numbers)
@@ -215,11 +215,11 @@ def function_recipe(
     )
 
 
-def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[Step, ...], tuple[int | None, ...]]:
+def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[RecipeStep, ...], tuple[int | None, ...]]:
     """Steps of an fx graph whose placeholders are numbered first, and the numbers of its results; getitem nodes become
     outputs of their producer."""
     numbers: dict[torch.fx.Node, int] = {}
-    steps: list[Step] = []
+    steps: list[RecipeStep] = []
     results: tuple[int | None, ...] = ()
     placeholders, following = itertools.count(), itertools.count(num_inputs)
     for node in graph.nodes:
@@ -237,7 +237,7 @@ def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[Step, ...], tu
             args = encode(node.args, lambda ref: Ref(numbers[ref]))
             kwargs = encode_keywords(node.kwargs, lambda ref: Ref(numbers[ref]))
             outputs = _number_outputs(node, numbers, following)
-            steps.append(Step(without_marks(str(node.target)), args, kwargs, outputs))
+            steps.append(RecipeStep(without_marks(str(node.target)), args, kwargs, outputs))
     return tuple(steps), results
 
 
@@ -258,7 +258,7 @@ def _number_outputs(
 
 
 def _places(
-    steps: Sequence[Step], op: str, outputs: Sequence[int | None], counts: tuple[int, int, int]
+    steps: Sequence[RecipeStep], op: str, outputs: Sequence[int | None], counts: tuple[int, int, int]
 ) -> dict[int, int]:
     """The numbers in a backward recipe of what is there before: of arguments, cotangents, and what the forward makes,
     which is whatever `op` makes that the outputs depend on."""
@@ -276,7 +276,7 @@ def _places(
     return places
 
 
-def _needed(steps: Sequence[Step], targets: Iterable[int | None], given: Container[int]) -> set[int]:
+def _needed(steps: Sequence[RecipeStep], targets: Iterable[int | None], given: Container[int]) -> set[int]:
     """Places of the steps that make `targets`, directly or through each other, from what is `given`."""
     producers = {number: place for place, step in enumerate(steps) for number in step.outputs}
     needed: set[int] = set()
@@ -291,16 +291,16 @@ def _needed(steps: Sequence[Step], targets: Iterable[int | None], given: Contain
     return needed
 
 
-def _merge_equal(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], dict[int, int]]:
+def _merge_equal(steps: tuple[RecipeStep, ...]) -> tuple[tuple[RecipeStep, ...], dict[int, int]]:
     """Drop steps that repeat an earlier one; the second map sends their outputs to the earlier outputs."""
     seen: dict[Any, int] = {}
     replaced: dict[int, int] = {}
-    kept: list[Step] = []
+    kept: list[RecipeStep] = []
     for step in steps:
         args, kwargs = renumbered((step.args, step.kwargs), lambda number: replaced.get(number, number))
         place = seen.setdefault((step.op, args, kwargs), len(kept))
         if place == len(kept):
-            kept.append(Step(step.op, args, kwargs, step.outputs))
+            kept.append(RecipeStep(step.op, args, kwargs, step.outputs))
             continue
         outputs = list(kept[place].outputs)
         for index, (number, earlier) in enumerate(zip(step.outputs, outputs, strict=True)):

@@ -53,7 +53,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """An operator call with layouts in place of tensors: arguments hold ``Ref(i)`` to `metas[i]`."""
 
     op: str
@@ -84,7 +84,7 @@ _HALF = ("bfloat16", "float16")
 _IDENTITIES = {ENTER}
 
 
-class Rules:
+class OperatorRules:
     """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under, on tensors of
     a `device`; layouts are those on devices of type `target`."""
 
@@ -99,7 +99,7 @@ class Rules:
         self._hooks: dict[Any, Recipe] = {}
         self._composite: dict[str, bool] = {}
 
-    def lower(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe | None:
+    def lower(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> Recipe | None:
         """The recipe of a composite operator, or None for one that has its own derivative."""
         if call.op not in self._composite:
             self._composite[call.op] = call.op in _LOWERINGS or is_composite(operator(call.op))
@@ -110,7 +110,7 @@ class Rules:
             self._lowered[key] = self._trace_lowering(call, needs_grad)
         return self._lowered[key]
 
-    def evaluate(self, call: Call, needs_grad: tuple[bool, ...]) -> tuple[Outcome | None, ...]:
+    def evaluate(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> tuple[Outcome | None, ...]:
         key = (call, needs_grad)
         if key not in self._outcomes:
             self._outcomes[key] = self._run_fake(call, needs_grad)
@@ -118,7 +118,7 @@ class Rules:
 
     def backward(
         self,
-        call: Call,
+        call: OperatorCall,
         activations: tuple[int, ...],
         weights: tuple[int, ...],
         cotangents: tuple[int, ...],
@@ -175,7 +175,7 @@ class Rules:
             self._hooks[key] = Recipe(tuple(step for step in steps if step.op != BEGIN), results)
         return self._hooks[key]
 
-    def run(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def run(self, call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Arguments, keyword arguments and the result of a call, with fake tensors."""
         tensors = self._fakes(call, (False,) * len(call.metas))
         args, kwargs = self._arguments(call, tensors)
@@ -191,20 +191,22 @@ class Rules:
         storage = torch.empty(meta.offset + meta.extent, dtype=DTYPES[meta.dtype], device=self.device)
         return storage.as_strided(meta.shape, meta.stride, meta.offset).requires_grad_(needs_grad)
 
-    def _fakes(self, call: Call, needs_grad: tuple[bool, ...]) -> list[torch.Tensor]:
+    def _fakes(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> list[torch.Tensor]:
         with self.mode:
             return [self.fake(meta, needs) for meta, needs in zip(call.metas, needs_grad, strict=True)]
 
-    def _arguments(self, call: Call, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(
+        self, call: OperatorCall, tensors: list[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = decode(call.args, tensors.__getitem__, self.device)
         kwargs = {name: decode(value, tensors.__getitem__, self.device) for name, value in call.kwargs}
         return tuple(args), kwargs
 
-    def _apply(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+    def _apply(self, call: OperatorCall, tensors: list[torch.Tensor]) -> Any:
         args, kwargs = self._arguments(call, tensors)
         return operator(call.op)(*args, **kwargs)
 
-    def _run_fake(self, call: Call, needs_grad: tuple[bool, ...]) -> tuple[Outcome | None, ...]:
+    def _run_fake(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> tuple[Outcome | None, ...]:
         tensors = self._fakes(call, needs_grad)
         with self.mode, torch.enable_grad():
             result = self._apply(call, tensors)
@@ -223,7 +225,7 @@ class Rules:
             for index, (item, is_wanted) in enumerate(zip(items, wanted, strict=True))
         )
 
-    def _as_run(self, call: Call, index: int, meta: TensorMeta) -> TensorMeta:
+    def _as_run(self, call: OperatorCall, index: int, meta: TensorMeta) -> TensorMeta:
         """The layout of an output as its kernel makes it, where the shape function errs or is of another device."""
         if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
             return replace(meta, dtype="float64")
@@ -256,7 +258,7 @@ class Rules:
                 graph.erase_node(node)
         return graph
 
-    def _trace_lowering(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe:
+    def _trace_lowering(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> Recipe:
         tensors = self._fakes(call, needs_grad)
 
         def forward(*inputs: torch.Tensor) -> list[Any]:
@@ -268,7 +270,7 @@ class Rules:
 
     def _trace_backward(
         self,
-        call: Call,
+        call: OperatorCall,
         activations: tuple[int, ...],
         weights: tuple[int, ...],
         cotangents: tuple[int, ...],

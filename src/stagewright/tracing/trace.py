@@ -31,7 +31,7 @@ from stagewright.tracing.models.losses import LanguageModel, cross_entropy_as_lo
 from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode, converting_in_place
-from stagewright.tracing.rules import Rules
+from stagewright.tracing.rules import OperatorRules
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 
@@ -163,7 +163,7 @@ def _traced(
         with torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext():
             captured = capture(twin, fake_inputs, mode, report, whole)
         report("differentiating operator by operator")
-        graph = with_late_loss(build_joint(name, captured, Rules(mode, device, target), facts))
+        graph = with_late_loss(build_joint(name, captured, OperatorRules(mode, device, target), facts))
     if captured.repeats and not is_pattern(graph):
         return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)

@@ -32,7 +32,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 
 
 @dataclass(frozen=True)
-class Job:
+class MicrobatchShape:
     """Shape and precision of one microbatch: samples, tokens per sample, and the type of parameters; and what a model is
     given beside the inputs that it needs."""
 
@@ -89,17 +89,17 @@ def build(
     tensors. A causal language model takes `further_inputs`, as `stagewright.tracing.cache.trace` says. Raises `InputError`
     for what the model class or factory refuses.
     """
-    job = Job(microbatch_size, sequence_length, dtype, further_inputs)
+    microbatch = MicrobatchShape(microbatch_size, sequence_length, dtype, further_inputs)
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode = DrawingByPlace(_reseeding(seed)) if fake_mode is None else fake_mode
     try:
-        return _build(reference, job, mode, fake_mode is None, seed)
+        return _build(reference, microbatch, mode, fake_mode is None, seed)
     except InputError as error:
         if fake_mode is None or not depends_on_data(error.__cause__):
             raise
     # Its initialisation looks at values.
-    whole = _build(reference, job, DrawingByPlace(_reseeding(seed)), True, seed)
+    whole = _build(reference, microbatch, DrawingByPlace(_reseeding(seed)), True, seed)
     inputs: dict[str, Tensor] = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
     return BuiltModel(fake_twin(whole.module, fake_mode), inputs, whole.num_tokens)
 
@@ -132,12 +132,12 @@ class DeferredModel:
         dtype: str = "float32",
         seed: int = 0,
     ) -> None:
-        self._job = Job(microbatch_size, sequence_length, dtype)
+        self._microbatch = MicrobatchShape(microbatch_size, sequence_length, dtype)
         self._whole = functools.cache(lambda: build(reference, microbatch_size, sequence_length, dtype, seed))
         self._tape: Tape | None = Tape(_reseeding(seed))
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
-                built = _build(reference, self._job, self._tape, True, seed)
+                built = _build(reference, self._microbatch, self._tape, True, seed)
         except Exception:  # such as initialisation that looks at values; a faulty model fails again, unfaked
             self._tape, built = None, self._whole()
         self.module = built.module
@@ -158,12 +158,12 @@ class DeferredModel:
         return {name: tensors[name].detach() for name in wanted}
 
 
-def _add_adapters(module: nn.Module, reference: ModelReference, job: Job) -> None:
+def _add_adapters(module: nn.Module, reference: ModelReference, microbatch: MicrobatchShape) -> None:
     from stagewright.tracing.models.adapters import add_adapters
 
     assert reference.lora is not None and isinstance(module.net, nn.Module)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(job.torch_dtype)
+    torch.set_default_dtype(microbatch.torch_dtype)
     try:
         add_adapters(module.net, reference.lora, reference.name)
     finally:
@@ -203,7 +203,7 @@ _BUILDING = 2**62
 
 def _build(
     reference: ModelReference,
-    job: Job,
+    microbatch: MicrobatchShape,
     mode: contextlib.AbstractContextManager[Any],
     initialise: bool,
     seed: int,
@@ -215,7 +215,7 @@ def _build(
         with without_modes(), seeded(0):  # whichever build imports it, and real tensors as the module's own
             function_of(reference.text)
     with seeded(seed), mode, converting_in_place():
-        if reference.kind == "factory" and job.further_inputs:
+        if reference.kind == "factory" and microbatch.further_inputs:
             raise InputError(
                 f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "
                 "documents_apart, and let it return position_ids and labels among them, which are then given"
@@ -223,13 +223,13 @@ def _build(
         if reference.kind == "factory":
             from stagewright.tracing.models.factories import build_from_factory
 
-            module, inputs, num_tokens = build_from_factory(reference, job)
+            module, inputs, num_tokens = build_from_factory(reference, microbatch)
         else:
             from stagewright.tracing.models.from_config import build_from_config
 
-            module, inputs, num_tokens = build_from_config(reference, job, initialise)
+            module, inputs, num_tokens = build_from_config(reference, microbatch, initialise)
             if reference.lora is not None:
-                _add_adapters(module, reference, job)
+                _add_adapters(module, reference, microbatch)
     count = sum(parameter.numel() for parameter in module.parameters())
     if count > MOST_PARAMETERS:
         raise InputError(

@@ -72,7 +72,7 @@ def _state_of(generator: torch.Generator | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _StorageLayout:
     """Where a fake tensor lay when an operator met it; `storage` identifies its storage."""
 
     storage: int
@@ -82,7 +82,7 @@ class _Layout:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
+    def of(cls, tensor: Tensor) -> _StorageLayout:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return cls(storage_key(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
@@ -92,11 +92,11 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TapeCall:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[_Layout | None, ...]
+    outputs: tuple[_StorageLayout | None, ...]
     draw: int | None
     state: Tensor | None
     """Of the generator, where what it draws is not said by the place of the call."""
@@ -106,7 +106,9 @@ class _Call:
     @property
     def met(self) -> set[int]:
         """Storages of the arguments."""
-        return {leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Layout)}
+        return {
+            leaf.storage for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _StorageLayout)
+        }
 
 
 class NotOnTape(Exception):
@@ -118,7 +120,7 @@ class Tape(TorchDispatchMode):
     """Notes the operators run while it is open, under a fake tensor mode."""
 
     reseed: Callable[[int], None]
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_TapeCall] = field(default_factory=list)
     num_draws: int = 0
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, list | tuple) else (result,)
         outputs = tuple(self._note(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves)
-        call = _Call(func, met[0], met[1], outputs, draw, state, torch.get_default_dtype())
+        call = _TapeCall(func, met[0], met[1], outputs, draw, state, torch.get_default_dtype())
         for storage in {layout.storage for layout in outputs if layout} | _changed(func, *met):
             self.writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
@@ -151,7 +153,7 @@ class Tape(TorchDispatchMode):
     def _note(self, leaf: Any) -> Any:
         """A fake tensor as its layout, a real one as a copy, anything else as it is."""
         if isinstance(leaf, FakeTensor):
-            layout = _Layout.of(leaf)
+            layout = _StorageLayout.of(leaf)
             self.alive[layout.storage] = leaf.untyped_storage()
             return layout
         if not isinstance(leaf, Tensor):
@@ -168,7 +170,7 @@ class Tape(TorchDispatchMode):
         tensors: dict[str, Tensor] = {}
         storages: dict[int, torch.UntypedStorage] = {}
         for name, tensor in wanted.items():
-            layout = _Layout.of(tensor.detach())
+            layout = _StorageLayout.of(tensor.detach())
             if layout.storage not in storages:
                 storages[layout.storage] = self._make(layout.storage)
             tensors[name] = layout.on(storages[layout.storage])
@@ -201,16 +203,16 @@ class Tape(TorchDispatchMode):
                 waiting += fresh
         return sorted(calls)
 
-    def _run(self, call: _Call, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, call: _TapeCall, storages: dict[int, torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, _Layout):
+            if isinstance(leaf, _StorageLayout):
                 if leaf.storage not in storages:
                     raise NotOnTape
                 return leaf.on(storages[leaf.storage])
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         args, kwargs = tree_map(
-            real, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _Layout)
+            real, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, _StorageLayout)
         )
         if call.state is not None:
             args, kwargs = _with_state(args, kwargs, call.state)
@@ -260,4 +262,6 @@ def _with_state(args: Any, kwargs: Any, state: Tensor) -> tuple[Any, Any]:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Storages an operator writes to."""
-    return {leaf.storage for leaf in written_arguments(func, args, kwargs) if isinstance(leaf, _Layout)}
+    return {
+        leaf.storage for leaf in written_arguments(func, args, kwargs) if isinstance(leaf, _StorageLayout)
+    }

@@ -25,24 +25,26 @@ from stagewright.tracing.models.source import FactoryName, search_last, split_fa
 from stagewright.tracing.private import storage_key
 
 if TYPE_CHECKING:
-    from stagewright.tracing.models.build import Job
+    from stagewright.tracing.models.build import MicrobatchShape
 
 _SHAPE = (
     "return (module, inputs) or (module, inputs, loss_fn), inputs a tuple or dict of tensors, batch first"
 )
 
 
-def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, dict[str, Tensor], int]:
+def build_from_factory(
+    reference: ModelReference, microbatch: MicrobatchShape
+) -> tuple[nn.Module, dict[str, Tensor], int]:
     """Module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
 
     The factory is called with the overrides and with those of `microbatch_size`, `sequence_length` and
-    `dtype` (a `torch.dtype`) that it has parameters for; torch's default dtype is the job's meanwhile. Inputs
+    `dtype` (a `torch.dtype`) that it has parameters for; torch's default dtype is the microbatch's meanwhile. Inputs
     of another batch size are repeated or cut to size. Raises `InputError` naming the line that failed.
     """
     factory = function_of(reference.text)
-    arguments = _arguments(factory, reference, job)
+    arguments = _arguments(factory, reference, microbatch)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(job.torch_dtype)
+    torch.set_default_dtype(microbatch.torch_dtype)
     try:
         result = factory(**arguments)
     except StagewrightError:
@@ -55,10 +57,10 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     _keep_as_buffers(net)
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
     if "microbatch_size" not in arguments:
-        size = job.microbatch_size
+        size = microbatch.microbatch_size
         named = {key: _resize(value, size, key, reference.text) for key, value in named.items()}
-    per_sample = job.sequence_length if "sequence_length" in arguments else 1
-    return FactoryModel(net, taken, loss_fn, reference.text), named, job.microbatch_size * per_sample
+    per_sample = microbatch.sequence_length if "sequence_length" in arguments else 1
+    return FactoryModel(net, taken, loss_fn, reference.text), named, microbatch.microbatch_size * per_sample
 
 
 def function_of(text: str) -> Callable[..., Any]:
@@ -130,7 +132,9 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _arguments(factory: Callable[..., Any], reference: ModelReference, job: Job) -> dict[str, Any]:
+def _arguments(
+    factory: Callable[..., Any], reference: ModelReference, microbatch: MicrobatchShape
+) -> dict[str, Any]:
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in reference.overrides:
@@ -140,9 +144,9 @@ def _arguments(factory: Callable[..., Any], reference: ModelReference, job: Job)
                 f"factory '{reference.text}' takes no '{key}'{nearest(key, parameters)}: it takes {takes}"
             )
     offered = {
-        "microbatch_size": job.microbatch_size,
-        "sequence_length": job.sequence_length,
-        "dtype": job.torch_dtype,
+        "microbatch_size": microbatch.microbatch_size,
+        "sequence_length": microbatch.sequence_length,
+        "dtype": microbatch.torch_dtype,
     }
     return {key: value for key, value in offered.items() if key in parameters} | dict(reference.overrides)
 

@@ -21,7 +21,7 @@ from stagewright.tracing.models.overrides import DROPOUT
 from stagewright.tracing.models.reference import ModelReference
 
 if TYPE_CHECKING:
-    from stagewright.tracing.models.build import Job
+    from stagewright.tracing.models.build import MicrobatchShape
 
 # In the order in which they are tried when a config names no architecture: BERT has both language models.
 _KINDS = {
@@ -51,7 +51,7 @@ _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions
 
 
 def build_from_config(
-    reference: ModelReference, job: Job, initialise: bool
+    reference: ModelReference, microbatch: MicrobatchShape, initialise: bool
 ) -> tuple[nn.Module, dict[str, Tensor], int]:
     """Module with loss, example inputs and tokens per microbatch of a reference of kind "config".
 
@@ -61,7 +61,7 @@ def build_from_config(
     kind, auto_class = _kind(reference, config)
     with contextlib.nullcontext() if initialise else no_init_weights():
         try:
-            net = auto_class.from_config(config, dtype=job.torch_dtype)
+            net = auto_class.from_config(config, dtype=microbatch.torch_dtype)
         except Exception as error:  # models, too, raise many types over the values given
             raise InputError(
                 f"transformers cannot build '{reference.name}' from its config ({_one_line(error)}): "
@@ -69,20 +69,24 @@ def build_from_config(
             ) from error
     if not initialise:
         net.tie_weights()  # left out together with the initialisation
-    _check(reference, config, net, job)
+    _check(reference, config, net, microbatch)
     _check_needs_no_images(reference, kind, net)
     if kind == "image":
-        return losses.Classifier(net), _image_inputs(reference, config, job), job.microbatch_size
-    num_tokens = job.microbatch_size * job.sequence_length
-    tokens = _tokens(config, job)
-    if job.further_inputs and kind in ("masked", "seq2seq", "classification"):
+        return (
+            losses.Classifier(net),
+            _image_inputs(reference, config, microbatch),
+            microbatch.microbatch_size,
+        )
+    num_tokens = microbatch.microbatch_size * microbatch.sequence_length
+    tokens = _tokens(config, microbatch)
+    if microbatch.further_inputs and kind in ("masked", "seq2seq", "classification"):
         raise InputError(
-            f"'{reference.name}' takes no further {', '.join(job.further_inputs)}: it has its own labels"
+            f"'{reference.name}' takes no further {', '.join(microbatch.further_inputs)}: it has its own labels"
         )
     if kind == "classification":
         return (
             losses.Classifier(net),
-            {"input_ids": tokens, "labels": _classes(reference, config, job)},
+            {"input_ids": tokens, "labels": _classes(reference, config, microbatch)},
             num_tokens,
         )
     if kind == "masked":
@@ -90,11 +94,13 @@ def build_from_config(
     if kind == "seq2seq":
         start = getattr(config, "decoder_start_token_id", None)
         module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
-        return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
-    further = {name: _tokens(config, job) for name in job.further_inputs}
+        return module, {"input_ids": tokens, "labels": _tokens(config, microbatch)}, 2 * num_tokens
+    further = {name: _tokens(config, microbatch) for name in microbatch.further_inputs}
     if "position_ids" in further:
         _check_keeps_apart(reference, net)
-        further["position_ids"] = torch.arange(job.sequence_length).repeat(job.microbatch_size, 1)
+        further["position_ids"] = torch.arange(microbatch.sequence_length).repeat(
+            microbatch.microbatch_size, 1
+        )
     return losses.CausalLanguageModel(net), {"input_ids": tokens, **further}, num_tokens
 
 
@@ -170,14 +176,16 @@ def _class_names(mapping: Mapping[str, Any], config: PretrainedConfig) -> tuple[
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, job: Job) -> None:
-    if job.dtype == "float64" and any(hasattr(module, "is_transposed") for module in net.modules()):
+def _check(
+    reference: ModelReference, config: PretrainedConfig, net: nn.Module, microbatch: MicrobatchShape
+) -> None:
+    if microbatch.dtype == "float64" and any(hasattr(module, "is_transposed") for module in net.modules()):
         raise InputError(
             f"'{reference.name}' has experts, whose grouped matrix product has no float64 kernel: "
             "use dtype float32 or bfloat16"
         )
     if hasattr(config, "vocab_size"):
-        check_positions(net, job.sequence_length)
+        check_positions(net, microbatch.sequence_length)
 
 
 def _check_needs_no_images(reference: ModelReference, kind: str, net: nn.Module) -> None:
@@ -217,8 +225,10 @@ def check_positions(net: nn.Module, sequence_length: int) -> None:
             )
 
 
-def _tokens(config: PretrainedConfig, job: Job) -> Tensor:
-    return torch.randint(0, config.get_text_config().vocab_size, (job.microbatch_size, job.sequence_length))
+def _tokens(config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
+    return torch.randint(
+        0, config.get_text_config().vocab_size, (microbatch.microbatch_size, microbatch.sequence_length)
+    )
 
 
 def _hidden(tokens: Tensor) -> Tensor:
@@ -226,19 +236,21 @@ def _hidden(tokens: Tensor) -> Tensor:
     return torch.where(torch.rand(tokens.shape) < 0.15, tokens, losses.IGNORED)
 
 
-def _image_inputs(reference: ModelReference, config: PretrainedConfig, job: Job) -> dict[str, Tensor]:
+def _image_inputs(
+    reference: ModelReference, config: PretrainedConfig, microbatch: MicrobatchShape
+) -> dict[str, Tensor]:
     size = getattr(config, "image_size", None)
     if size is None:
         raise InputError(
             f"the config of '{reference.name}' has no image_size: add the size of its images, as image_size=224"
         )
     height, width = (size, size) if isinstance(size, int) else size
-    shape = (job.microbatch_size, config.num_channels, height, width)
-    images = torch.randn(shape, dtype=job.torch_dtype)
-    return {"pixel_values": images, "labels": _classes(reference, config, job)}
+    shape = (microbatch.microbatch_size, config.num_channels, height, width)
+    images = torch.randn(shape, dtype=microbatch.torch_dtype)
+    return {"pixel_values": images, "labels": _classes(reference, config, microbatch)}
 
 
-def _classes(reference: ModelReference, config: PretrainedConfig, job: Job) -> Tensor:
+def _classes(reference: ModelReference, config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
     """A class for each sample."""
     num_labels = config.num_labels or 0
     if num_labels < 2 or getattr(config, "problem_type", None) in _NO_CLASSES:
@@ -246,7 +258,7 @@ def _classes(reference: ModelReference, config: PretrainedConfig, job: Job) -> T
             f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={num_labels}), and "
             "only on one class per sample here: hand it in as package.module:factory with its own loss"
         )
-    return torch.randint(0, num_labels, (job.microbatch_size,))
+    return torch.randint(0, num_labels, (microbatch.microbatch_size,))
 
 
 _NO_CLASSES = ("regression", "multi_label_classification")
