@@ -53,7 +53,7 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"image_size", 32),
     (r"patch_size", 8),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|moe_top_?k|num_selected_experts", 2),
+    (r"num_experts_per_tok(en)?|moe_top_?k|num_selected_experts", 2),
     (r"mamba_(num|n)_heads", 8),
     (r"mamba_(head_dim|d_head)|mamba_d_state|(ssm_)?state_size", 8),
 )  # fmt: skip
