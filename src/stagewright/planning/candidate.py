@@ -177,11 +177,6 @@ class Candidate:
     excess_bytes: int
     memory_policy: tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]
 
-    def for_job(self, job: Job) -> Candidate:
-        """The same for a job that differs in its memory limit only."""
-        line = replace(self.line, job=job)
-        return replace(self, line=line, excess_bytes=line.missing_bytes(self.memories))
-
     def with_headroom(self, num_bytes: int) -> Candidate:
         """The same where every device leaves so many bytes free; where they are negative it has as much more."""
         line, choice = replace(self.line, headroom=num_bytes), replace(self.choice, headroom=num_bytes)

@@ -50,13 +50,6 @@ FAMILIES = (
 )
 
 
-def even_1f1b(problem: Problem) -> JointPlan:
-    """What everything is compared with: as many layers on every rank, 1F1B."""
-    placement = linear(problem.num_ranks)
-    program = build("1f1b", problem.num_ranks, problem.num_microbatches)
-    return judged("1f1b, even", problem, even(problem, placement), program)
-
-
 def baselines(problem: Problem) -> Iterator[JointPlan]:
     """Every family on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages
     first. Large problems are compared with the common families only."""
