@@ -41,7 +41,7 @@ SEARCHES = [
 _SEARCH = """
 import json, sys, time
 import numpy as np
-from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.placement import linear
 from stagewright.simulation import Contention, StageCosts, simulate
 def searched(ranks, microbatches, limit, costs, by_span):
@@ -57,7 +57,7 @@ def searched(ranks, microbatches, limit, costs, by_span):
         times = StageTimes.uniform(ranks, 11.347, 11.248, 8.132, 0.377, 0.4326171875)
     limit = limit * times.saved.max()
     began = time.process_time()
-    program = automatic(linear(ranks), microbatches, times, limit, by_span=bool(by_span), num_moves=2000)
+    program = automatic(linear(ranks), microbatches, times, limit, SearchSettings(by_span=bool(by_span), num_moves=2000))
     seconds = time.process_time() - began
     passes = times.forward_s, times.input_grad_s, times.weight_grad_s
     stages = StageCosts.of(*passes, saved_bytes=times.saved, held_bytes=times.held)

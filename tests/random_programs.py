@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from stagewright.schedule import Action, Kind, Placement, Program, Rules
+from stagewright.schedule import Action, Kind, Placement, Program, TokenRules
 from stagewright.schedule.replay import Replay
 
 
@@ -31,7 +31,7 @@ def _random_order(
     empty: Program, edges: list[tuple[int, int]], todo: list[list[Action]], rng: random.Random
 ) -> list[list[Action]]:
     """The actions of `todo` in an order in which they could happen."""
-    rules = Rules.of(empty, edges)
+    rules = TokenRules.of(empty, edges)
     replay = Replay(empty, rules)
     ranks: list[list[Action]] = [[] for _ in todo]
     while any(todo):

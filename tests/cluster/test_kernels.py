@@ -10,12 +10,12 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.kernel_choice import kernel_factor
-from stagewright.cluster.matmul import Shape
+from stagewright.cluster.matmul import MatmulShape
 
 TABLES = resources.files("stagewright.cluster") / "catalog" / "kernels"
 
 
-def seconds(shape: Shape, dtype: str = "bf16", device: str = "h100", *, best: bool = False) -> float:
+def seconds(shape: MatmulShape, dtype: str = "bf16", device: str = "h100", *, best: bool = False) -> float:
     described = load_cluster(f"1x-{device}").device
     if best:
         described = described.with_best_kernels()
@@ -36,7 +36,7 @@ def seconds(shape: Shape, dtype: str = "bf16", device: str = "h100", *, best: bo
 def test_measured_products_are_nearer_with_the_kernels_that_were_chosen(
     device: str, shape: tuple[int, int, int], microseconds: float
 ) -> None:
-    asked = Shape(1, *shape)
+    asked = MatmulShape(1, *shape)
     errors = [
         abs(seconds(asked, device=device, best=best) / (microseconds * 1e-6) - 1) for best in (False, True)
     ]
@@ -55,10 +55,12 @@ def test_more_samples_take_no_less_than_the_least_says(of_weights: bool) -> None
     assert device.products is not None
     best = 0.0
     for rows, columns, inner, _ in tomllib.loads((TABLES / "h100.toml").read_text())["products"][::20]:
-        least = device.products.least_kernel_factor(Shape(1, rows, columns, inner), of_weights=of_weights)
+        least = device.products.least_kernel_factor(
+            MatmulShape(1, rows, columns, inner), of_weights=of_weights
+        )
         for times in (1, 2, 16, 256):
             grown = (rows, columns, times * inner) if of_weights else (times * rows, columns, inner)
-            taken = device.product_seconds([Shape(1, *grown)], "bf16", 0.0)
+            taken = device.product_seconds([MatmulShape(1, *grown)], "bf16", 0.0)
             rate = 2 * math.prod(grown) / taken / device.matmul_flops("bf16")
             assert rate * least <= 1.0 + 1e-9
             best = max(best, rate)
@@ -67,11 +69,11 @@ def test_more_samples_take_no_less_than_the_least_says(of_weights: bool) -> None
 
 @pytest.mark.parametrize(("batch", "dtype"), [(8, "bf16"), (1, "fp32"), (1, "fp8")])
 def test_batches_and_other_types_have_no_measured_kernels(batch: int, dtype: str) -> None:
-    asked = Shape(batch, 1025, 5120, 3584)
+    asked = MatmulShape(batch, 1025, 5120, 3584)
     assert seconds(asked, dtype) == seconds(asked, dtype, best=True)
 
 
 @pytest.mark.parametrize("device", ["h200", "gb300", "a100-80"])
 def test_devices_of_a_kind_share_a_table(device: str) -> None:
-    asked = Shape(1, 2817, 2560, 3584)
+    asked = MatmulShape(1, 2817, 2560, 3584)
     assert seconds(asked, device=device) != seconds(asked, device=device, best=True)

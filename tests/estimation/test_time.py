@@ -6,7 +6,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.attention import FORWARD_FLOP, Scores
-from stagewright.cluster.matmul import Shape
+from stagewright.cluster.matmul import MatmulShape
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import ACCESS_S, Costing, cost, kernel_seconds, optimizer_seconds
@@ -78,7 +78,7 @@ def test_a_product_of_unknown_shape_is_bound_by_arithmetic_or_by_memory() -> Non
 
 
 def test_a_product_is_costed_by_its_shape() -> None:
-    shape = Shape(1, 8192, 4096, 4096)
+    shape = MatmulShape(1, 8192, 4096, 4096)
     flop = 2.0 * 8192 * 4096 * 4096
     item = Work(Kernel.MATMUL, "bfloat16", flop, flop, 2e8, shapes=(shape,))
     assert kernel_seconds(item, GPU) == GPU.product_seconds((shape,), "bfloat16", 2e8)

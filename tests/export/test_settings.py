@@ -16,7 +16,7 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.export.deepspeed import STACK as DEEPSPEED
 from stagewright.export.differences import (
-    Difference,
+    PlanDifference,
     with_fields,
     with_layers,
     with_level,
@@ -397,12 +397,12 @@ def test_each_difference_has_its_own_price() -> None:
 def test_what_does_not_run_alone_has_no_price() -> None:
     asked = plan()
     assert (
-        with_predicted_time(Difference("something is otherwise"), asked, lambda stage: None)
+        with_predicted_time(PlanDifference("something is otherwise"), asked, lambda stage: None)
         == "something is otherwise"
     )
     lost = with_fields(asked, cuts=("none:0",) * 3)
     assert (
-        with_predicted_time(Difference("it is cut elsewhere", lost), asked, lambda stage: None)
+        with_predicted_time(PlanDifference("it is cut elsewhere", lost), asked, lambda stage: None)
         == "it is cut elsewhere"
     )
 

@@ -8,7 +8,7 @@ from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.moves import improve_order
 from stagewright.planning.joint.plan import encode_order
 from stagewright.schedule import Placement, build, insert_communication, verify
-from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.automatic.search import stages_of
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
@@ -42,10 +42,13 @@ def timed(program, times: StageTimes):
     return simulate(program, costs, edges, contention=Contention.NONE)
 
 
+HASTY = SearchSettings(num_moves=200, num_patterns=40)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_schedules_are_valid_and_keep_within_the_memory(seed):
     placement, num_microbatches, times, limit = random_problem(seed)
-    program = automatic(placement, num_microbatches, times, limit, num_moves=200, num_patterns=40)
+    program = automatic(placement, num_microbatches, times, limit, HASTY)
     verify(insert_communication(verify(program)))
     assert (timed(program, times).peak_bytes <= limit + 1e-9).all()
 
@@ -71,14 +74,16 @@ def test_no_longer_than_the_handmade_schedules(seed):
     rng = np.random.default_rng(seed)
     times = StageTimes(*rng.uniform(0.5, 1.5, (3, 4)), np.full(3, 0.1), np.ones(4), np.full(4, 0.4))
     # memory of ZB-H2, of which every handmade schedule needs less
-    program = automatic(linear(4), 8, times, 7.0, num_moves=200, num_patterns=40)
+    program = automatic(linear(4), 8, times, 7.0, HASTY)
     handmade = [timed(build(name, 4, 8), times).makespan_s for name in ("zb-h1", "zb-h2")]
     assert timed(program, times).makespan_s <= min(handmade) + 1e-9
 
 
 def test_one_seed_one_schedule():
     placement, num_microbatches, times, limit = random_problem(5)
-    programs = [automatic(placement, num_microbatches, times, limit, num_moves=300) for _ in range(2)]
+    programs = [
+        automatic(placement, num_microbatches, times, limit, SearchSettings(num_moves=300)) for _ in range(2)
+    ]
     assert programs[0] == programs[1]
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.schedule import build, verify
-from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.automatic.limits import shortest_possible
 from stagewright.schedule.automatic.search import stages_of
 from stagewright.schedule.placement import linear, v
@@ -41,7 +41,9 @@ def timed(program, times):
 def searched(times, num_microbatches, limit, placement=linear):
     num_ranks = len(times.saved) // (2 if placement is v else 1)
     # a hasty search, so that it is not the quality of the search that keeps the promise
-    return automatic(placement(num_ranks), num_microbatches, times, limit, num_moves=5, num_patterns=2)
+    return automatic(
+        placement(num_ranks), num_microbatches, times, limit, SearchSettings(num_moves=5, num_patterns=2)
+    )
 
 
 def best_s(times, num_microbatches, limit):

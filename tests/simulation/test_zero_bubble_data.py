@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stagewright.schedule import Action, Kind, build, verify
-from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.placement import linear, v
 from stagewright.simulation import Contention, StageCosts, simulate
 
@@ -99,7 +99,9 @@ def test_automatic_schedules_have_no_larger_bubbles_than_published(row, factor):
         float(r["mem_W_fraction"]) for r in REFERENCE if int(r["p"]) == p and r["case"].startswith("paper")
     )
     stage_times = StageTimes.uniform(p, *times, transfer, held)
-    program = automatic(linear(p), m, stage_times, factor * p, by_span=True, good_enough_s=good_enough)
+    program = automatic(
+        linear(p), m, stage_times, factor * p, SearchSettings(by_span=True, good_enough_s=good_enough)
+    )
     span, peak = longest_span(verify(program), times, transfer, saved_bytes=1, held_bytes=held)
     assert round((span - m * sum(times)) / span, 4) <= published
     assert peak <= factor * p + 1e-9
@@ -119,7 +121,7 @@ def test_no_span_is_longer_and_no_memory_higher_than_the_authors_schedulers(row)
     for num_moves, seed in ((20_000, 0), (60_000, 3)):
         program = automatic(
             placement, m, stage_times, limit,
-            by_span=True, num_moves=num_moves, seed=seed, good_enough_s=span_listed + 5e-4,
+            SearchSettings(by_span=True, num_moves=num_moves, seed=seed, good_enough_s=span_listed + 5e-4),
         )  # fmt: skip
         span, peak = longest_span(program, times, transfer, saved_bytes=1, held_bytes=held)
         assert peak <= limit + 1e-9

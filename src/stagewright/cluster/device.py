@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stagewright.cluster.attention import BACKWARD_FLOP, FORWARD_FLOP, Attention, Scores, attention_seconds
-from stagewright.cluster.matmul import Products, Shape, product_seconds
+from stagewright.cluster.matmul import MatmulShape, Products, product_seconds
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.cluster.schema import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
@@ -261,7 +261,7 @@ class Device(SourcedModel):
 
     def product_seconds(
         self,
-        shapes: Sequence[Shape],
+        shapes: Sequence[MatmulShape],
         dtype: str,
         num_bytes: float,
         *,

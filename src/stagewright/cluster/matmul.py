@@ -50,7 +50,7 @@ Library = Literal["a100", "h100", "b200"]
 """Kernel library, named by the device whose matmuls were measured."""
 
 
-class Shape(NamedTuple):
+class MatmulShape(NamedTuple):
     """`batch` matmuls of rows x inner times inner x columns."""
 
     batch: float
@@ -82,7 +82,7 @@ class Products(StrictModel):
     """Library whose measured matmuls give the effect of its choice of kernels in half precision; None: always the
     fastest."""
 
-    def kernel_factor(self, shape: Shape) -> float:
+    def kernel_factor(self, shape: MatmulShape) -> float:
         """Return the factor by which a matmul in half precision takes longer than `product_seconds` with the chosen
         kernel."""
         if self.kernels is None or shape.batch != 1:
@@ -93,7 +93,7 @@ class Products(StrictModel):
             self.kernels, shape.rows, shape.columns, shape.inner, self.num_multiprocessors
         )
 
-    def least_kernel_factor(self, shape: Shape, *, of_weights: bool) -> float:
+    def least_kernel_factor(self, shape: MatmulShape, *, of_weights: bool) -> float:
         """Return the minimum of `kernel_factor` (at most 1) for this number of samples and up to `_MOST_GROWN` times as
         many, in powers of two. Samples are the rows, or the inner dimension for gradients `of_weights`."""
         grown = (2**power for power in range(int(math.log2(_MOST_GROWN)) + 1))
@@ -108,7 +108,7 @@ class Products(StrictModel):
 
 def product_seconds(
     products: Products,
-    shape: Shape,
+    shape: MatmulShape,
     flops: float,
     bandwidth: float,
     num_bytes: float,

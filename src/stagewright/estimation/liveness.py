@@ -90,10 +90,10 @@ def function_memory(
 
     `value` describes a value by its id; the operators (ids) in `again` run a second time.
     """
-    return _Run(function, resident, value, again).memory()
+    return _LivenessPass(function, resident, value, again).memory()
 
 
-class _Run:
+class _LivenessPass:
     """One pass over the statements of a function that tracks which names keep a storage alive."""
 
     def __init__(

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from stagewright.cluster.attention import Scores
-from stagewright.cluster.matmul import Shape
+from stagewright.cluster.matmul import MatmulShape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added_nodes import ACCUMULATE, MOVES
@@ -55,7 +55,7 @@ class Work:
     """Elements that a CPU adds to a table row by row, on one thread."""
     in_blocks: float | None = None
     """Arithmetic of an attention kernel for CPUs, which skips only whole blocks of masked scores."""
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[MatmulShape, ...] = ()
     """Shapes of its matmuls; empty if unknown."""
     scores: Scores | None = None
     """Scores of fused attention."""
@@ -135,7 +135,7 @@ def work(node: Node, value: Lookup) -> Work:
         return Work(Kernel.VIEW, dtype)
     rule = _RULES.get(name) or _RULES.get(KERNELS.get(name, name))
     if rule is not None:
-        return rule(_Call(node, value, dtype))
+        return rule(_OperatorCall(node, value, dtype))
     if name in _NORMS:
         return Work(Kernel.NORM, dtype, bytes_moved=_moved(node, value))
     elements = float(outputs[0].meta.num_elements) if outputs else 0.0
@@ -157,7 +157,7 @@ def _fused(node: Node, value: Lookup, dtype: str) -> Work:
         flop, bytes_moved = stated["flop"], _once(node, value)
         if _adds_up(node, value):
             bytes_moved += _ADDED_BYTES * stated["weights"]
-        return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved, shapes=(Shape(1, *stated["shape"]),))
+        return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved, shapes=(MatmulShape(1, *stated["shape"]),))
     kernel = Kernel.NORM if stated["kind"] == "norm" else Kernel.MEMORY
     return Work(kernel, dtype, bytes_moved=_once(node, value) if moved is None else moved)
 
@@ -213,7 +213,7 @@ def _moved(node: Node, value: Lookup) -> float:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OperatorCall:
     node: Node
     value: Lookup
     dtype: str
@@ -238,7 +238,7 @@ class _Call:
     def moved(self) -> float:
         return _moved(self.node, self.value)
 
-    def matmul(self, *shapes: Shape, flop: float | None = None) -> Work:
+    def matmul(self, *shapes: MatmulShape, flop: float | None = None) -> Work:
         """Return the work of matmuls of these shapes; `flop` if the counter has another number."""
         arithmetic = sum(2.0 * math.prod(shape) for shape in shapes)
         counted = arithmetic if flop is None else flop
@@ -251,13 +251,13 @@ class _Call:
         return replace(product, bytes_moved=product.bytes_moved + _ADDED_BYTES * num_results)
 
 
-def _product(first: int) -> Callable[[_Call], Work]:
+def _product(first: int) -> Callable[[_OperatorCall], Work]:
     """Rule for (batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
-    def rule(call: _Call) -> Work:
+    def rule(call: _OperatorCall) -> Work:
         *batch_of, rows, inner = call.shape(first)
         batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
-        matmul = call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
+        matmul = call.adding(call.matmul(MatmulShape(batch, rows, columns, inner)), batch * rows * columns)
         if not batch_of:
             return matmul
         factors = (call.meta(first), call.meta(first + 1), *call.results())
@@ -272,34 +272,34 @@ def _is_aligned(meta: TensorMeta) -> bool:
     return all(start * meta.item_bytes % ALIGNMENT == 0 for start in (meta.offset, *steps))
 
 
-def _grouped(call: _Call) -> Work:
+def _grouped(call: _OperatorCall) -> Work:
     """One matmul per expert, with equal parts of the rows."""
     a, b = call.shape(0), call.shape(1)
     if call.argument(2) is None:
-        return call.adding(call.matmul(Shape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
+        return call.adding(call.matmul(MatmulShape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
     experts = math.prod(call.shape(2))
     if len(b) == 3:
-        shape = Shape(experts, a[0] / experts, b[-1], a[-1])
+        shape = MatmulShape(experts, a[0] / experts, b[-1], a[-1])
     else:  # Gradients of weights are (outer, rows) x (rows, inner).
-        shape = Shape(experts, a[0], b[-1], a[-1] / experts)
+        shape = MatmulShape(experts, a[0], b[-1], a[-1] / experts)
     return replace(call.adding(call.matmul(shape), experts * a[-2] * b[-1]), grouped=True)
 
 
-def _grouped_backward(call: _Call) -> Work:
+def _grouped_backward(call: _OperatorCall) -> Work:
     """Gradients of a grouped matmul: each is as much work as the matmul, given (cotangent, rows, weights)."""
     shapes = [call.value(number).meta.shape for number in call.node.inputs]
     num_rows = next(shape[0] for shape in shapes if len(shape) == 2)
     experts, inner, outer = next(shape[-3:] for shape in shapes if len(shape) == 3)
     gradients = [
-        Shape(experts, inner, outer, num_rows / experts)
+        MatmulShape(experts, inner, outer, num_rows / experts)
         if len(result.shape) == 3
-        else Shape(experts, num_rows / experts, inner, outer)
+        else MatmulShape(experts, num_rows / experts, inner, outer)
         for result in call.results()
     ]
     return replace(call.matmul(*gradients), grouped=True)
 
 
-def _convolution(call: _Call) -> Work:
+def _convolution(call: _OperatorCall) -> Work:
     """Convolution as a matmul of (places) x (filter elements) x (filters); arguments: input, weight, bias, stride, padding,
     dilation, transposed, ..."""
     is_transposed, groups = bool(call.argument(6, "transposed", False)), int(call.argument(8, "groups", 1))
@@ -312,19 +312,19 @@ def _of_channels(convolution: Work, weight: Sequence[int], groups: int) -> Work:
     return replace(convolution, kernel=Kernel.DEPTHWISE) if groups > 1 and weight[1] == 1 else convolution
 
 
-def _convolution_backward(call: _Call) -> Work:
+def _convolution_backward(call: _OperatorCall) -> Work:
     """Gradients of a convolution selected by `output_mask`; arguments: cotangent, input, weight, bias sizes, stride,
     padding, dilation, transposed, output padding, groups, mask."""
     cotangent, source, weight = call.shape(0), call.shape(1), call.shape(2)
     transposed, groups, mask = bool(call.argument(7)), int(call.argument(9)), call.argument(10)
-    shapes: list[Shape] = []
+    shapes: list[MatmulShape] = []
     flop = 0.0
     if mask[0]:
         shapes.append(_filtered(cotangent, weight, source, groups, not transposed))
         flop += 2.0 * math.prod(shapes[-1])
     if mask[1]:
         places = math.prod((source if transposed else cotangent)[2:])
-        weight_grad = Shape(groups, weight[0] / groups, math.prod(weight[1:]), places * source[0])
+        weight_grad = MatmulShape(groups, weight[0] / groups, math.prod(weight[1:]), places * source[0])
         shapes.append(weight_grad)
         flop += 2.0 * math.prod(weight_grad) * groups  # the counter takes every channel with every other
     if not shapes:
@@ -334,18 +334,18 @@ def _convolution_backward(call: _Call) -> Work:
 
 def _filtered(
     source: Sequence[int], weight: Sequence[int], result: Sequence[int], groups: int, transposed: bool
-) -> Shape:
+) -> MatmulShape:
     """Return filters at every place of a batch of samples, as a matmul for each group of channels."""
     places = source[0] * math.prod((source if transposed else result)[2:])
     filters = weight[1] if transposed else weight[0] / groups
-    return Shape(groups, places, filters, math.prod(weight) / groups / filters)
+    return MatmulShape(groups, places, filters, math.prod(weight) / groups / filters)
 
 
-def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
+def _attention(query: int, causal: int) -> Callable[[_OperatorCall], Work]:
     """Rule for fused attention: (query, key, value) from argument `query` on; argument `causal` says whether it is
     causal."""
 
-    def rule(call: _Call) -> Work:
+    def rule(call: _OperatorCall) -> Work:
         is_causal = call.argument(causal, "is_causal", False) is True
         num_queries, num_keys = _lengths(call, query)
         # Query i sees keys 0 to i, which leaves out keys beyond the last query.
@@ -358,11 +358,11 @@ def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
     return rule
 
 
-def _shared_attention(query: int) -> Callable[[_Call], Work]:
+def _shared_attention(query: int) -> Callable[[_OperatorCall], Work]:
     """Rule for attention to the keys and values of all parts of a sequence; with a causal mask all ranks see equally many
     scores."""
 
-    def rule(call: _Call) -> Work:
+    def rule(call: _OperatorCall) -> Work:
         num_queries, num_keys = _lengths(call, query)
         is_causal = next(argument for argument in call.node.args if isinstance(argument, bool))
         seen = (num_keys + 1) / 2 if is_causal else num_keys
@@ -371,7 +371,7 @@ def _shared_attention(query: int) -> Callable[[_Call], Work]:
     return rule
 
 
-def _attended(call: _Call, query: int, of_head: Scores) -> Work:
+def _attended(call: _OperatorCall, query: int, of_head: Scores) -> Work:
     """Return the work of attention, or of its backward, which has a cotangent before the query; `of_head` are a head's
     scores.
 
@@ -388,12 +388,12 @@ def _attended(call: _Call, query: int, of_head: Scores) -> Work:
     return Work(kernel, call.dtype, flop, flop * (scores.seen / num_keys), call.moved, scores=scores)
 
 
-def _lengths(call: _Call, query: int) -> tuple[int, int]:
+def _lengths(call: _OperatorCall, query: int) -> tuple[int, int]:
     """Return the numbers of queries and keys of a head."""
     return call.shape(query)[-2], call.shape(query + 1)[-2]
 
 
-def _unskipped(call: _Call, query: int, is_causal: bool) -> float:
+def _unskipped(call: _OperatorCall, query: int, is_causal: bool) -> float:
     """Return the fraction of scores in blocks of `CPU_BLOCK` keys that a causal mask does not leave out completely."""
     if not is_causal:
         return 1.0
@@ -403,7 +403,7 @@ def _unskipped(call: _Call, query: int, is_causal: bool) -> float:
     return seen / (num_queries * num_keys)
 
 
-def _gathered(call: _Call) -> Work:
+def _gathered(call: _OperatorCall) -> Work:
     """Rows read from a table: the bytes of the result, and the indices."""
     results = sum(meta.payload_bytes for meta in call.results())
     indices = sum(
@@ -414,7 +414,7 @@ def _gathered(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=2.0 * results + indices)
 
 
-def _scattered(call: _Call) -> Work:
+def _scattered(call: _OperatorCall) -> Work:
     """Rows added to a new table: the table is written, then every row is read, added and written."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved + 2.0 * call.meta(0).payload_bytes)
 
@@ -423,7 +423,7 @@ _LONG_TABLE_INDEX = 1000
 _ROWS_PER_THREAD = 10
 
 
-def _embedding_backward(call: _Call) -> Work:
+def _embedding_backward(call: _OperatorCall) -> Work:
     """Gradient of an embedding; arguments: cotangent, indices, number of rows. Few threads sum the rows of a short table.
 
     Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: partial sums of ten indices each, then one thread per row
@@ -437,17 +437,17 @@ def _embedding_backward(call: _Call) -> Work:
     return replace(_scattered(call), serial_accesses=run, num_scattered=float(call.meta(0).num_elements))
 
 
-def _sorted(call: _Call) -> Work:
+def _sorted(call: _OperatorCall) -> Work:
     """Radix sort: one pass over keys and indices per byte of the key."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
-def _copied(call: _Call) -> Work:
+def _copied(call: _OperatorCall) -> Work:
     """Copies of a collective besides sending: its argument is copied, and parts are packed or unpacked."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
 
 
-_PRODUCTS: dict[str, Callable[[_Call], Work]] = {
+_PRODUCTS: dict[str, Callable[[_OperatorCall], Work]] = {
     "mm": _product(0),
     "bmm": _product(0),
     "addmm": _product(1),

@@ -125,7 +125,7 @@ class Selective(StrictModel):
     every_second: tuple[str, ...] = ()
 
 
-class Optimizer(StrictModel):
+class OptimizerStorage(StrictModel):
     """Types of what training keeps, and what a step of it moves.
 
     * `gradients`: in which gradients are added up: as the ``parameter``, as it where that is ``fp16`` and else in float32,
@@ -270,7 +270,7 @@ class Runtime(SourcedModel):
     checks_after: bool = False
     recomputes: tuple[str, ...] = ()
     selective: Selective | None = None
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerStorage = OptimizerStorage()
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
     loop: Loop | None = None

@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Difference:
+class PlanDifference:
     """One difference, as a sentence, and the plan with only this changed; None if no such plan can run."""
 
     what: str
@@ -42,7 +42,7 @@ def with_job(plan: Plan, **fields: Any) -> Callable[[], Plan]:
     return with_fields(plan, job=plan.job.model_copy(update=fields))
 
 
-def with_predicted_time(difference: Difference, plan: Plan, report: Report) -> str:
+def with_predicted_time(difference: PlanDifference, plan: Plan, report: Report) -> str:
     """Return the sentence, with the step time of `plan` after this change alone if it can be predicted."""
     planned_s = plan.predictions.step_seconds
     try:

@@ -55,7 +55,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Characters:
     """Characters of a word; those from quotes or a quoted expansion are not split at blanks."""
 
     text: str
@@ -63,7 +63,7 @@ class _Run:
     is_quoted: bool
 
 
-_Text = tuple[_Run, ...]
+_Text = tuple[_Characters, ...]
 _Value = _Text | list[_Text]
 
 
@@ -630,7 +630,7 @@ class _Shell:
                 return self._nested(words[at + 1].text, words[at + 1].line, words[at + 1 : at + 2])
         if (body := self.functions.get(name)) is not None:
             outer = {key: value for key, value in self.variables.items() if key.isdecimal() or key == "@"}
-            arguments: list[_Text] = [(_Run(word.text, word.line, False),) for word in words[1:]]
+            arguments: list[_Text] = [(_Characters(word.text, word.line, False),) for word in words[1:]]
             self.variables |= {"@": arguments, **{f"{n}": text for n, text in enumerate(arguments, 1)}}
             try:
                 return self.run([body])
@@ -665,7 +665,7 @@ class _Shell:
             value = [text for item in word[1].words for text in self._fields(item)]
         else:
             raw = _Raw(word.text[match.end() :], word.line)
-            value = tuple(_Run(run.text, run.line, False) for run in self._expanded(raw))
+            value = tuple(_Characters(run.text, run.line, False) for run in self._expanded(raw))
         if match[3]:
             before = self.variables.get(match[1], [] if isinstance(value, list) else ())
             if isinstance(before, list):
@@ -682,7 +682,7 @@ class _Shell:
             value = self.variables.get(name, [])
             texts = value if isinstance(value, list) else [value]
             if word.text.startswith('"'):
-                return [tuple(_Run(run.text, run.line, True) for run in text) for text in texts]
+                return [tuple(_Characters(run.text, run.line, True) for run in text) for text in texts]
             return [part for text in texts for part in _split(text)]
         return _split(self._expanded(word))
 
@@ -696,7 +696,7 @@ class _Shell:
             )
         return runs
 
-    def _runs(self, text: str, line: int, is_quoted: bool) -> Iterator[_Run]:
+    def _runs(self, text: str, line: int, is_quoted: bool) -> Iterator[_Characters]:
         at, plain = 0, ""
         while at < len(text):
             character = text[at]
@@ -705,17 +705,17 @@ class _Shell:
                 if escaped != "\n":
                     is_escape = not is_quoted or escaped in '$`"\\'
                     if plain and not is_quoted:
-                        yield _Run(plain, line, is_quoted)
+                        yield _Characters(plain, line, is_quoted)
                         plain = ""
                     if is_quoted:
                         plain += escaped if is_escape else character + escaped
                     else:
-                        yield _Run(escaped, line, True)
+                        yield _Characters(escaped, line, True)
                 at += 2
                 continue
             if character in "\"'$`" and not (character == "'" and is_quoted):
                 if plain:
-                    yield _Run(plain, line, is_quoted)
+                    yield _Characters(plain, line, is_quoted)
                     plain = ""
                 end, runs = self._special(text, at, line, is_quoted)
                 yield from runs
@@ -724,24 +724,24 @@ class _Shell:
             plain += character
             at += 1
         if plain:
-            yield _Run(plain, line, is_quoted)
+            yield _Characters(plain, line, is_quoted)
 
-    def _special(self, text: str, at: int, line: int, is_quoted: bool) -> tuple[int, list[_Run]]:
+    def _special(self, text: str, at: int, line: int, is_quoted: bool) -> tuple[int, list[_Characters]]:
         """Return the end and the value of quotes or an expansion that begins at `at`."""
         character = text[at]
         if character == "'":
             end = text.find("'", at + 1)
-            return end + 1, [_Run(text[at + 1 : end], line, True)]
+            return end + 1, [_Characters(text[at + 1 : end], line, True)]
         if character == '"':
             scanner = _Parser(text, self.origin, line)
             scanner._at = at
             scanner._quoted('"')
             inner = text[at + 1 : scanner._at - 1]
-            return scanner._at, [*self._runs(inner, line, True), _Run("", line, True)]
+            return scanner._at, [*self._runs(inner, line, True), _Characters("", line, True)]
         if character == "`":
             end = text.find("`", at + 1)
             end = len(text) if end < 0 else end + 1
-            return end, [_Run(f"$({text[at + 1 : end - 1]})", line, True)]
+            return end, [_Characters(f"$({text[at + 1 : end - 1]})", line, True)]
         if text.startswith("$(", at) or text.startswith("${", at):
             scanner = _Parser(text, self.origin, line)
             scanner._at = at + 1
@@ -750,18 +750,20 @@ class _Shell:
             if text.startswith("$((", at):
                 return scanner._at, [self._computed(inner[1:-1], line)]
             if text[at + 1] == "(":
-                return scanner._at, [_Run(text[at : scanner._at], line, True)]
+                return scanner._at, [_Characters(text[at : scanner._at], line, True)]
             return scanner._at, self._value(inner, line, is_quoted)
         match = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])").match(text, at)
         if match is None:
-            return at + 1, [_Run("$", line, is_quoted)]
+            return at + 1, [_Characters("$", line, is_quoted)]
         return match.end(), self._value(match[1], line, is_quoted)
 
-    def _value(self, inner: str, line: int, is_quoted: bool) -> list[_Run]:
+    def _value(self, inner: str, line: int, is_quoted: bool) -> list[_Characters]:
         """Return the value of ``${inner}``; unchanged if the script does not determine it."""
         match = _EXPANSION.fullmatch(inner)
         as_written = [
-            _Run(f"${inner}" if _NAME.fullmatch(inner) or len(inner) == 1 else f"${{{inner}}}", line, True)
+            _Characters(
+                f"${inner}" if _NAME.fullmatch(inner) or len(inner) == 1 else f"${{{inner}}}", line, True
+            )
         ]
         if match is None or match[6]:
             return as_written
@@ -769,19 +771,19 @@ class _Shell:
         value = self.variables.get(name)
         if isinstance(value, list):
             if is_length:
-                return [_Run(str(len(value)), line, is_quoted)]
+                return [_Characters(str(len(value)), line, is_quoted)]
             chosen = value
             if index is None or index.isdecimal():
                 chosen = value[int(index or 0) : int(index or 0) + 1]
-            separated = [run for text in chosen for run in (*text, _Run(" ", line, False))]
+            separated = [run for text in chosen for run in (*text, _Characters(" ", line, False))]
             value = tuple(separated[:-1])
         if is_length:
-            return as_written if value is None else [_Run(str(len(_joined(value))), line, is_quoted)]
+            return as_written if value is None else [_Characters(str(len(_joined(value))), line, is_quoted)]
         is_set = value is not None and (bool(_joined(value)) or ":" not in (mark or ""))
         if mark is not None and mark[-1] == "+":
             return list(self._runs(default, line, is_quoted)) if is_set else []
         if value is not None and is_set:
-            return [_Run(run.text, run.line, is_quoted) for run in value]
+            return [_Characters(run.text, run.line, is_quoted) for run in value]
         if mark is not None and mark[-1] in "-=":
             filled = list(self._runs(default, line, is_quoted))
             if mark[-1] == "=":
@@ -791,14 +793,14 @@ class _Shell:
             return []
         return as_written
 
-    def _computed(self, expression: str, line: int) -> _Run:
+    def _computed(self, expression: str, line: int) -> _Characters:
         """Return the number of ``$((expression))``; unchanged if it is not known."""
         text = re.sub(r"(?<![\w$}])([A-Za-z_]\w*)", r"$\1", expression)
         written = _joined(tuple(self._runs(text, line, True)))
         try:
-            return _Run(str(_number(ast.parse(written.strip(), mode="eval").body)), line, False)
+            return _Characters(str(_number(ast.parse(written.strip(), mode="eval").body)), line, False)
         except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
-            return _Run(f"$(({expression}))", line, True)
+            return _Characters(f"$(({expression}))", line, True)
 
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -832,7 +834,7 @@ def _word(text: _Text) -> Word:
 def _split(text: _Text) -> list[_Text]:
     """Return the words of an expanded word: unquoted runs are split at blanks."""
     words: list[_Text] = []
-    current: list[_Run] = []
+    current: list[_Characters] = []
     for run in text:
         if run.is_quoted:
             current.append(run)
@@ -845,7 +847,7 @@ def _split(text: _Text) -> list[_Text]:
                     words.append(tuple(current))
                 current = []
             elif piece:
-                current.append(_Run(piece, line, True))
+                current.append(_Characters(piece, line, True))
     if current:
         words.append(tuple(current))
     return words

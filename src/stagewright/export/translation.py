@@ -14,7 +14,7 @@ from itertools import product
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
 from stagewright.export.differences import (
-    Difference,
+    PlanDifference,
     Report,
     with_fields,
     with_job,
@@ -112,7 +112,7 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     if configuration_of(plan).recompute not in stack.recomputes:
         candidate = nearest.recompute or "none"
         what = f"stages save tensors of their own choice under the plan, and there all {_DOES[candidate]}"
-        differences.append(Difference(what, lambda: with_policy(plan, graph, candidate)))
+        differences.append(PlanDifference(what, lambda: with_policy(plan, graph, candidate)))
     sentences = tuple(with_predicted_time(difference, plan, report) for difference in differences)
     return Translation(
         stack_plan, nearest, sentences, _cost(plan, nearest_plan, stack_plan, bool(differences))
@@ -139,7 +139,7 @@ def _check_parallelism(plan: Plan, stack: Stack) -> None:
 
 def _candidates(
     plan: Plan, stack: Stack, graph: OperatorGraph
-) -> tuple[list[Configuration], list[Difference]]:
+) -> tuple[list[Configuration], list[PlanDifference]]:
     """Return the configurations closest to `plan`, and what they all lack."""
     planned = configuration_of(plan)
     differences = list(_unsupported(plan, stack))
@@ -154,7 +154,7 @@ def _candidates(
     level = base.zero or 0
     if level != (planned.zero or 0):
         what = f"replicas shard as ZeRO {level}, and under the plan as ZeRO {planned.zero or 0}"
-        differences.append(Difference(what, lambda: with_level(plan, graph, level)))
+        differences.append(PlanDifference(what, lambda: with_level(plan, graph, level)))
     pipelines, changed = _pipelines(plan, base, stack, graph)
     kept = (base.recompute,) if base.recompute else ("none", "full")
     candidates = [replace(pipeline, recompute=recompute) for pipeline, recompute in product(pipelines, kept)]
@@ -169,21 +169,21 @@ def _level(planned: Configuration, stack: Stack) -> int | None:
 
 def _pipelines(
     plan: Plan, base: Configuration, stack: Stack, graph: OperatorGraph
-) -> tuple[list[Configuration], list[Difference]]:
+) -> tuple[list[Configuration], list[PlanDifference]]:
     """Return configurations with the schedules and cuts closest to those of `plan`, and their differences."""
     if plan.pp == 1:
         return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
     counts, moves = whole_layers(plan, graph)
     what = "cuts inside layers go to the nearest place between layers"
-    differences = [Difference(what, lambda: with_layers(plan, graph, counts))] if moves else []
+    differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if moves else []
     if not stack.cuts_freely:
         even = even_layers(graph, plan.pp)
         what = "stages have even numbers of layers there"
         is_even = not moves and counts == even
-        differences = [] if is_even else [Difference(what, lambda: with_layers(plan, graph, even))]
+        differences = [] if is_even else [PlanDifference(what, lambda: with_layers(plan, graph, even))]
         if plan.schedule not in stack.schedules:
             what = f"the order of passes is that of {stack.schedules[0]} there, and {plan.schedule} under the plan"
-            differences.append(Difference(what, lambda: with_schedule(plan, graph, stack.schedules)))
+            differences.append(PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)))
         return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
     if is_whole and plan.schedule in stack.schedules:
@@ -205,43 +205,48 @@ def _pipelines(
     unsupported = f"is not among its schedules ({', '.join(stack.schedules)})"
     if plan.schedule in stack.schedules:
         what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
-        return candidates, [*differences, Difference(what)]
+        return candidates, [*differences, PlanDifference(what)]
     what = f"the order of passes that {plan.schedule} has {unsupported}"
-    return candidates, [*differences, Difference(what, lambda: with_schedule(plan, graph, stack.schedules))]
+    return candidates, [
+        *differences,
+        PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)),
+    ]
 
 
-def _unsupported(plan: Plan, stack: Stack) -> Iterator[Difference]:
+def _unsupported(plan: Plan, stack: Stack) -> Iterator[PlanDifference]:
     """Yield the features of a plan that no configuration of a framework has."""
     if plan.loss_pieces > 1:
         what = f"the loss goes in {plan.loss_pieces} pieces under the plan, and there whole"
-        yield Difference(what, with_fields(plan, loss_pieces=1))
+        yield PlanDifference(what, with_fields(plan, loss_pieces=1))
     if plan.host_optimizer:
         what = "the optimizer runs on the host under the plan, and there on the devices"
-        yield Difference(what, with_fields(plan, host_optimizer=()))
+        yield PlanDifference(what, with_fields(plan, host_optimizer=()))
     if plan.shard_size is not None and not stack.shards_in_groups:
         what = f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
-        yield Difference(what, with_fields(plan, shard_size=None))
+        yield PlanDifference(what, with_fields(plan, shard_size=None))
     if plan.tp > 1 and stack.splits_sequence and not plan.sequence_parallel:
         what = "ranks of tp split the sequence between layers there, and not under the plan"
-        yield Difference(what, with_fields(plan, sequence_parallel=True))
+        yield PlanDifference(what, with_fields(plan, sequence_parallel=True))
     if plan.reduce_dtype == "bf16" and not stack.reduces_in_half:
         what = "gradients are summed in fp32 there, and in bf16 under the plan"
-        yield Difference(what, with_fields(plan, reduce_dtype=None))
+        yield PlanDifference(what, with_fields(plan, reduce_dtype=None))
     if plan.job.compiled and not stack.compiles:
         what = "operators are compiled under the plan, which its settings do not say"
-        yield Difference(what, with_job(plan, compiled=False))
+        yield PlanDifference(what, with_job(plan, compiled=False))
     if plan.job.documents_apart:
-        yield Difference("documents of a sample see each other there", with_job(plan, documents_apart=False))
+        yield PlanDifference(
+            "documents of a sample see each other there", with_job(plan, documents_apart=False)
+        )
     if plan.job.sequence_lengths:
-        yield Difference(f"batches have one length there, {plan.job.sequence_length} tokens")
+        yield PlanDifference(f"batches have one length there, {plan.job.sequence_length} tokens")
     if not plan.job.is_plain_adamw:
         what = f"the optimizer is {plan.job.optimizer} under the plan, and there AdamW"
-        yield Difference(
+        yield PlanDifference(
             what, with_job(plan, optimizer=ADAMW_NAME, optimizer_options={}, optimizer_state=None)
         )
     if plan.devices and plan.devices != tuple(range(plan.num_ranks)):
         what = "ranks are on devices of the plan's choice, and there in the order of the nodes"
-        yield Difference(what, with_fields(plan, devices=()))
+        yield PlanDifference(what, with_fields(plan, devices=()))
 
 
 def _preference(plan: Plan) -> tuple[bool, float]:

@@ -25,7 +25,7 @@ from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
 from stagewright.planning.prediction.step_times import with_receiving
-from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
@@ -153,7 +153,11 @@ def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
         room.append(line.usable_bytes(memory.rank) - memory.peak_bytes + kept)
     try:
         program = automatic(
-            placement, plan.num_microbatches, times, np.array(room), num_moves=_MOVES, num_patterns=_PATTERNS
+            placement,
+            plan.num_microbatches,
+            times,
+            np.array(room),
+            SearchSettings(num_moves=_MOVES, num_patterns=_PATTERNS),
         )
     except ScheduleError:
         return plan

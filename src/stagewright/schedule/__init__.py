@@ -7,7 +7,7 @@ from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 from stagewright.schedule.sharding import insert_gathers, insert_microbatch_gathers, insert_reductions
 from stagewright.schedule.subdivide import subdivided
-from stagewright.schedule.tokens import Rules, chain
+from stagewright.schedule.tokens import TokenRules, chain
 from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
 from stagewright.schedule.verify import verify
 
@@ -17,7 +17,7 @@ __all__ = [
     "Kind",
     "Placement",
     "Program",
-    "Rules",
+    "TokenRules",
     "build",
     "chain",
     "insert_communication",

@@ -1,6 +1,6 @@
 """Encoding of the rules of a program as integers, without a token object per microbatch.
 
-Tokens of different microbatches differ only in the microbatch, so `Rules` is evaluated once for each kind, stage and peer.
+Tokens of different microbatches differ only in the microbatch, so `TokenRules` is evaluated once per kind, stage and peer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.tokens import Rules, Token, What
+from stagewright.schedule.tokens import Token, TokenRules, What
 
 Codes = tuple[int, ...]
 _Template = tuple[tuple[int, int], ...]
@@ -29,20 +29,20 @@ class EncodedRules:
 
     >>> from stagewright.schedule.families import build
     >>> program = build("1f1b", 2, 4)
-    >>> codes = EncodedRules(Rules.of(program), program.num_microbatches)
+    >>> codes = EncodedRules(TokenRules.of(program), program.num_microbatches)
     >>> made, needed = codes.effects(Action.parse("0F3")).makes, codes.effects(Action.parse("1F3")).needs
     >>> made[0] == needed[0], str(codes.token(needed[0]))
     (True, 'value of stage 0 for stage 1 of microbatch 3')
     """
 
-    def __init__(self, rules: Rules, num_microbatches: int) -> None:
+    def __init__(self, rules: TokenRules, num_microbatches: int) -> None:
         self.rules = rules
         self.stride = num_microbatches + 1
         self._bases: dict[tuple[What, int, int | None], int] = {}
         self._templates: dict[tuple[Kind, int, int | None], tuple[_Template, _Template, _Template]] = {}
 
     def effects(self, action: Action) -> Effects:
-        """Return the effects of `action` by `Rules`."""
+        """Return the effects of `action` by `TokenRules`."""
         if action.overlapped is not None:
             parts = [self.effects(part) for part in action.parts]
             return Effects(*(tuple(chain.from_iterable(codes)) for codes in zip(*parts, strict=True)))

@@ -27,7 +27,7 @@ from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, SEND_OF, SENDS, SENDS_IN_FLIGHT, TRANSFERS, Action, Kind
 from stagewright.schedule.encoded import EncodedRules
 from stagewright.schedule.program import Program
-from stagewright.schedule.tokens import Edge, Rules
+from stagewright.schedule.tokens import Edge, TokenRules
 
 _CARRIES = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
 _WHAT = {Kind.SEND_F: "values", Kind.SEND_B: "gradients"}
@@ -234,7 +234,7 @@ class _Waits:
     """Dependencies and their reasons, by number."""
 
     def __post_init__(self) -> None:
-        self.codes = EncodedRules(Rules.of(self.program, self.edges), self.program.num_microbatches)
+        self.codes = EncodedRules(TokenRules.of(self.program, self.edges), self.program.num_microbatches)
         self.transfers: dict[Action, int] = {}
         self.sent: dict[int, int] = {}  # token that a transfer makes -> its number
         for rank, actions in enumerate(self.program.ranks):

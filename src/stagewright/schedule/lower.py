@@ -10,7 +10,7 @@ from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, RECEIVE_OF, SENDS, Action, Kind, transfer
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
-from stagewright.schedule.tokens import Edge, Rules, What
+from stagewright.schedule.tokens import Edge, TokenRules, What
 
 _SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
 _BACKWARD = frozenset({Kind.I, Kind.B})
@@ -58,14 +58,14 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
         raise ScheduleError(
             f"ahead={ahead}: receives can be posted 0 or more compute actions ahead of their use"
         )
-    rules = Rules.of(program, edges).lowered()
+    rules = TokenRules.of(program, edges).lowered()
     sends = _sends_after(program, rules)
     receives = _receives_before(program, sends, rules, ahead)
     lowered = program.with_ranks(map(_merged, program.ranks, receives, sends))
     return _unblock_sends(lowered, rules.edges)
 
 
-def _sends_after(program: Program, rules: Rules) -> list[list[list[Action]]]:
+def _sends_after(program: Program, rules: TokenRules) -> list[list[list[Action]]]:
     """Return, per rank and action, the sends of its results to other ranks."""
 
     @cache
@@ -84,7 +84,7 @@ def _sends_after(program: Program, rules: Rules) -> list[list[list[Action]]]:
 
 
 def _receives_before(
-    program: Program, sends: Sequence[Sequence[list[Action]]], rules: Rules, ahead: int
+    program: Program, sends: Sequence[Sequence[list[Action]]], rules: TokenRules, ahead: int
 ) -> list[dict[int, list[Action]]]:
     """Return, per rank, the receives posted right before an action, by its index."""
     user_index = _index_of_users(program, rules)
@@ -102,7 +102,7 @@ def _receives_before(
     return [{index: group[::-1] for index, group in groups.items()} for groups in before]
 
 
-def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
+def _index_of_users(program: Program, rules: TokenRules) -> dict[Action, int]:
     """Return, for each receive, the index on its rank of the action that uses the received value."""
 
     @cache
@@ -138,7 +138,7 @@ def _merged(
 
 def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
     """Move receives up until no send waits for a receive that its rank has not reached."""
-    replay = Replay(program, Rules.of(program, edges, sends_block=True))
+    replay = Replay(program, TokenRules.of(program, edges, sends_block=True))
     ranks = range(program.num_ranks)
     replay.go_on(ranks)
     while waiting := [action for rank in ranks if (action := replay.next_action(rank))]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stagewright.schedule.action import Action
 from stagewright.schedule.encoded import Effects, EncodedRules
 from stagewright.schedule.program import Program
-from stagewright.schedule.tokens import Rules, Token
+from stagewright.schedule.tokens import Token, TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Replay:
     """
 
     program: Program
-    rules: Rules
+    rules: TokenRules
     ranks: list[list[Action]] = field(init=False)
     next_index: list[int] = field(init=False)
     codes: EncodedRules = field(init=False)

@@ -1,8 +1,8 @@
 """Tokens and rules of schedules: what an action needs, makes and drops.
 
-Verification, lowering, simulation and execution all derive from `Rules`. A token is a fact that holds from the moment an
-action makes it: "the value of stage 1 for stage 2 of microbatch 0 is available". Tokens without a microbatch are a stage's
-state (its gathered weights, its accumulated gradients); the latest action that makes one counts.
+Verification, lowering, simulation and execution all derive from `TokenRules`. A token is a fact that holds from the moment
+an action makes it: "the value of stage 1 for stage 2 of microbatch 0 is available". Tokens without a microbatch are a
+stage's state (its gathered weights, its accumulated gradients); the latest action that makes one counts.
 
 Stages depend on each other through *edges* (producer stage, consumer stage). The chain ``s -> s + 1`` is
 the default; further edges are skip connections. A forward needs the values of all edges that end in its
@@ -70,7 +70,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 @dataclass(frozen=True)
-class Rules:
+class TokenRules:
     """The tokens that every action of a program with these edges needs, makes and drops.
 
     `is_lowered`: values cross ranks by explicit sends and receives. `recomputed`, `sharded`: the stages that have any R or
@@ -86,7 +86,9 @@ class Rules:
     sends_block: bool = False
 
     @classmethod
-    def of(cls, program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = False) -> Rules:
+    def of(
+        cls, program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = False
+    ) -> TokenRules:
         """Return the rules of `program`; `edges` defaults to the chain."""
         return cls.of_actions(program, program.placement, edges, sends_block=sends_block)
 
@@ -98,7 +100,7 @@ class Rules:
         edges: Iterable[Edge] | None = None,
         *,
         sends_block: bool = False,
-    ) -> Rules:
+    ) -> TokenRules:
         """Return the rules of any program that consists of `actions`, in any order and number."""
         stages: dict[Kind, set[int]] = {Kind.R: set(), Kind.GATHER: set(), Kind.REDUCE: set()}
         is_lowered = False
@@ -116,7 +118,7 @@ class Rules:
             sends_block=sends_block,
         )
 
-    def lowered(self) -> Rules:
+    def lowered(self) -> TokenRules:
         """Return the same rules for a program with explicit sends and receives."""
         return replace(self, is_lowered=True)
 

@@ -11,7 +11,7 @@ from stagewright.schedule.encoded import EncodedRules
 from stagewright.schedule.lanes import check_lanes
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
-from stagewright.schedule.tokens import Edge, Rules
+from stagewright.schedule.tokens import Edge, TokenRules
 
 
 def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
@@ -82,7 +82,7 @@ def check_complete(program: Program) -> None:
 
 def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None:
     """Check that every action comes after the actions of its rank that make its tokens, and before those that drop them."""
-    codes = EncodedRules(Rules.of(program, edges), program.num_microbatches)
+    codes = EncodedRules(TokenRules.of(program, edges), program.num_microbatches)
     for rank, actions in enumerate(program.ranks):
         effects = [codes.effects(action) for action in actions]
         made_here = {code for effect in effects for code in effect.makes}
@@ -118,7 +118,7 @@ def check_reduced(program: Program) -> None:
 
 def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = None) -> None:
     """Check that every value and gradient that crosses ranks is sent and received once, and nothing else is."""
-    rules = Rules.of(program, edges)
+    rules = TokenRules.of(program, edges)
     expected = Counter(
         transfer
         for a, c in rules.edges
@@ -148,6 +148,6 @@ def check_free_of_deadlock(
     program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True
 ) -> None:
     """Check that the program runs to its end; with `sends_block` even if every send waits until its receive is posted."""
-    rules = Rules.of(program, edges, sends_block=sends_block and program.is_lowered)
+    rules = TokenRules.of(program, edges, sends_block=sends_block and program.is_lowered)
     if blocked := Replay(program, rules).run():
         raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))

@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.errors import InputError, ScheduleError
 from stagewright.schedule.program import Program
-from stagewright.schedule.tokens import Edge, Rules
+from stagewright.schedule.tokens import Edge, TokenRules
 from stagewright.simulation.costs import StageCosts, Transfers, transfer_seconds
 from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.engine import Ints, Tables, run
@@ -125,7 +125,7 @@ def _with_seconds(
     return structure.tables._replace(seconds=seconds, slot_seconds=slot_seconds)
 
 
-def _deadlock(encoded: EncodedProgram, rules: Rules, reached: Ints) -> str:
+def _deadlock(encoded: EncodedProgram, rules: TokenRules, reached: Ints) -> str:
     lines = [f"{encoded.name} deadlocks:"]
     for rank, index in enumerate(reached):
         if index < encoded.offsets[rank + 1]:

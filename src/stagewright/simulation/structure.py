@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.schedule.action import Kind
-from stagewright.schedule.tokens import Edge, Rules, Token, What
+from stagewright.schedule.tokens import Edge, Token, TokenRules, What
 from stagewright.simulation.costs import CHECKPOINTED_FORWARD, KIND_ROWS
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Floats, Ints, Tables
@@ -40,7 +40,7 @@ class Structure:
     stage.
     """
 
-    rules: Rules
+    rules: TokenRules
     tables: Tables
     number: dict[Token, int]
     journeys: tuple[tuple[int, int, int], ...]
@@ -87,12 +87,12 @@ def structure_of(encoded: EncodedProgram, edges: Iterable[Edge] | None, contenti
     structures = _STRUCTURES.setdefault(encoded, {})
     key = (edges, contention)
     if key not in structures:
-        rules = Rules.of_actions(encoded.patterns, encoded.placement, edges)
+        rules = TokenRules.of_actions(encoded.patterns, encoded.placement, edges)
         structures[key] = _build(encoded, rules, contention)
     return structures[key]
 
 
-def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Structure:
+def _build(encoded: EncodedProgram, rules: TokenRules, contention: Contention) -> Structure:
     number: dict[Token, int] = {}
     needs = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
     makes = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
@@ -169,12 +169,12 @@ def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> 
     return _Numbered(_ints(slots), _ints(shifts), _ints(offsets))
 
 
-def _travel(slot: Token, rules: Rules) -> int:
+def _travel(slot: Token, rules: TokenRules) -> int:
     crosses = slot.peer is not None and rules.crosses(slot.stage, slot.peer)
     return _TRAVEL.get(slot.what, LOCAL) if crosses else LOCAL
 
 
-def _link(slot: Token, rules: Rules, contention: Contention, links: dict[tuple[int, ...], int]) -> int:
+def _link(slot: Token, rules: TokenRules, contention: Contention, links: dict[tuple[int, ...], int]) -> int:
     if slot.peer is None or _travel(slot, rules) == LOCAL:
         return -1
     ends = (rules.rank_of_stage[slot.stage], rules.rank_of_stage[slot.peer])
@@ -186,6 +186,6 @@ def _posted(slot: Token, number: dict[Token, int]) -> int:
     return -1 if posted is None else number[slot._replace(what=posted)]
 
 
-def _user(slot: Token, rules: Rules) -> int:
+def _user(slot: Token, rules: TokenRules) -> int:
     at_stage = slot.stage if slot.peer is None or slot.what in _USED_BY_MAKER else slot.peer
     return rules.rank_of_stage[at_stage]

@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Event(NamedTuple):
+class TimedAction(NamedTuple):
     """An action with its start and end in seconds."""
 
     rank: int
@@ -146,11 +146,11 @@ class Timeline:
             float(self.base_bytes[rank]),
         )
 
-    def events(self, rank: int) -> Iterator[Event]:
+    def events(self, rank: int) -> Iterator[TimedAction]:
         """Yield the actions of `rank` in program order."""
         part = self.encoded.rank_slice(rank)
         for index in range(part.start, part.stop):
-            yield Event(
+            yield TimedAction(
                 rank, self.encoded.action(index), float(self.start_s[index]), float(self.end_s[index])
             )
 

@@ -27,7 +27,7 @@ _FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _TimelineLayout:
     """Layout in pixels; a rank's row has a thin lane for actions that overlap with its computations."""
 
     scene: Scene
@@ -70,7 +70,7 @@ def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
     row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
     lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
     left_x = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
-    layout = _Layout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left_x)
+    layout = _TimelineLayout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left_x)
     parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
     parts += _curves(layout)
     size = f'width="{width}" height="{layout.height:.0f}" viewBox="0 0 {width} {layout.height:.0f}"'
@@ -79,7 +79,7 @@ def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n{body}\n</svg>\n'
 
 
-def _head(layout: _Layout) -> Iterator[str]:
+def _head(layout: _TimelineLayout) -> Iterator[str]:
     scene, theme = layout.scene, layout.theme
     yield _text(_MARGIN, 34, scene.title, theme.text, size=19, weight=600)
     yield _text(_MARGIN, 56, scene.subtitle, theme.faint, size=13)
@@ -103,7 +103,7 @@ def _head(layout: _Layout) -> Iterator[str]:
             x += 22 + 7.0 * len(text) + 18
 
 
-def _rows(layout: _Layout) -> Iterator[str]:
+def _rows(layout: _TimelineLayout) -> Iterator[str]:
     scene = layout.scene
     every = max(1, int(np.ceil(11 / layout.pitch)))
     for rank in range(scene.num_ranks):
@@ -115,7 +115,7 @@ def _rows(layout: _Layout) -> Iterator[str]:
             yield _text(layout.left_x - 10, baseline, f"rank {rank}", layout.theme.faint, 12, anchor="end")
 
 
-def _bars(layout: _Layout) -> Iterator[str]:
+def _bars(layout: _TimelineLayout) -> Iterator[str]:
     """Yield rectangles grouped by colour; touching bars of less than a pixel are merged."""
     scene, bars = layout.scene, layout.scene.bars
     chunk = np.array(scene.chunks)[bars.stage]
@@ -130,7 +130,7 @@ def _bars(layout: _Layout) -> Iterator[str]:
     yield from _labels(layout, chunk, starts, ends)
 
 
-def _bar(layout: _Layout, index: int, start: float, end: float) -> str:
+def _bar(layout: _TimelineLayout, index: int, start: float, end: float) -> str:
     bars = layout.scene.bars
     y, height = layout.y(int(bars.rank[index])), layout.row
     if bars.beside[index]:
@@ -155,7 +155,7 @@ def _merged(
         yield int(chosen[first]), int(chosen[stop - 1])
 
 
-def _labels(layout: _Layout, chunk: np.ndarray, start: np.ndarray, end: np.ndarray) -> Iterator[str]:
+def _labels(layout: _TimelineLayout, chunk: np.ndarray, start: np.ndarray, end: np.ndarray) -> Iterator[str]:
     """Yield the longest of ``2F0``, ``F0`` and ``0`` that fits in each bar, if any does."""
     scene, bars = layout.scene, layout.scene.bars
     if layout.row < 11:
@@ -176,7 +176,7 @@ def _labels(layout: _Layout, chunk: np.ndarray, start: np.ndarray, end: np.ndarr
     yield "</g>"
 
 
-def _transfers(layout: _Layout) -> Iterator[str]:
+def _transfers(layout: _TimelineLayout) -> Iterator[str]:
     moves, placed = layout.scene.transfers, np.array(layout.scene.rank_of_stage)
     visible = _visible_transfers(layout.scene)
     for is_value, colour in ((True, layout.theme.value), (False, layout.theme.gradient)):
@@ -199,7 +199,7 @@ def _visible_transfers(scene: Scene) -> np.ndarray:
     return visible if len(visible) <= _MOST_TRANSFERS else visible[:0]
 
 
-def _axis(layout: _Layout) -> Iterator[str]:
+def _axis(layout: _TimelineLayout) -> Iterator[str]:
     theme, bottom = layout.theme, layout.bottom
     for tick in ticks(layout.scene.makespan_s, 12):
         x = layout.x(tick)
@@ -208,7 +208,7 @@ def _axis(layout: _Layout) -> Iterator[str]:
         yield _text(x, bottom + 22, label, theme.faint, 11, anchor="middle")
 
 
-def _curves(layout: _Layout) -> Iterator[str]:
+def _curves(layout: _TimelineLayout) -> Iterator[str]:
     scene, theme = layout.scene, layout.theme
     top = layout.bottom + _AXIS + 22
     most = max((curve.peak for curve in scene.curves), default=0.0) or 1.0
@@ -234,7 +234,7 @@ def _amount(scene: Scene, value: float) -> str:
     return format_bytes(value) if scene.curves_are_bytes else f"{value:g}"
 
 
-def _steps(layout: _Layout, curve: Curve, top: float, most: float) -> str:
+def _steps(layout: _TimelineLayout, curve: Curve, top: float, most: float) -> str:
     """Return the curve as steps, with only the maximum of each column of pixels."""
     x = layout.left_x + curve.time_s * layout.scale
     column = np.floor(x * 2).astype(np.int64)

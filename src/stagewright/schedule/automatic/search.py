@@ -45,27 +45,35 @@ NEARLY = 1.005
 """Maximum length of the best start under a limit, relative to the best order so far, for any start to be improved."""
 
 
+@dataclass(frozen=True)
+class SearchSettings:
+    """The objective and the effort of a search; the same seed gives the same result."""
+
+    by_span: bool = False
+    """Whether to minimise the longest span of a rank from its first to its last computation, not the makespan."""
+    num_moves: int = 4000
+    """Moves of an order of 7,500 actions; shorter ones get more."""
+    num_patterns: int = 400
+    good_enough_s: float = 0.0
+    """The search ends early when it reaches this time."""
+    seed: int = 0
+
+
 def automatic(
     placement: Placement,
     num_microbatches: int,
     times: StageTimes,
     memory_limit: float | Floats,
+    settings: SearchSettings = SearchSettings(),
     *,
-    by_span: bool = False,
-    num_moves: int = 4000,
-    num_patterns: int = 400,
-    good_enough_s: float = 0.0,
-    seed: int = 0,
     name: str = "zb-auto",
 ) -> Program:
     """Search for a short schedule with split backwards within `memory_limit` on every rank.
 
-    Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last computation (the time of
-    a batch when batches follow each other without a barrier). Starts from the known schedules, list schedules and
-    `num_patterns` repeated patterns, times each with weight gradients filled in under six rules, and improves the best four
-    by small moves: `num_moves` for an order of 7,500 actions, more for a shorter one, and more while they gain. The search
-    ends early when it reaches `good_enough_s`. The same seed gives the same result. Both numbers may be lowered where many
-    schedules are compared.
+    Minimises the makespan, or with `by_span` the longest span of a rank (the time of a batch when batches follow each other
+    without a barrier). Starts from the known schedules, list schedules and `num_patterns` repeated patterns, times each with
+    weight gradients filled in under six rules, and improves the best four by small moves, continuing while they gain. Both
+    numbers may be lowered when many schedules are compared.
 
     More memory hardly ever makes the result longer: the search is repeated under every smaller limit, in steps of half a
     microbatch's memory, and the best is kept. It skips limits under which no start comes near the best so far, so
@@ -80,8 +88,7 @@ def automatic(
         ScheduleError: a microbatch does not fit into the memory limit.
     """
     stages = stages_of(placement, times, memory_limit)
-    aim = Aim(by_span, num_moves, num_patterns, good_enough_s, seed)
-    order = _best_within(placement, num_microbatches, stages, aim)
+    order = _best_within(placement, num_microbatches, stages, settings)
     if order is None:
         raise ScheduleError(
             f"{name}: no order of {num_microbatches} microbatches fits a memory limit of {memory_limit}; "
@@ -90,26 +97,19 @@ def automatic(
     return program_of(name, placement, num_microbatches, order, stages.offsets)
 
 
-@dataclass(frozen=True)
-class Aim:
-    """The objective and the effort of a search."""
-
-    by_span: bool
-    num_moves: int
-    num_patterns: int
-    good_enough_s: float
-    seed: int
-
-
-def _best_within(placement: Placement, num_microbatches: int, stages: Stages, aim: Aim) -> Order | None:
+def _best_within(
+    placement: Placement, num_microbatches: int, stages: Stages, settings: SearchSettings
+) -> Order | None:
     """Return the best complete order of a search under the limit and under smaller ones.
 
     A search does not find the optimum, and its result may be worse with more memory.
     """
-    search = _Search(placement, num_microbatches, aim, one_microbatch(stages) / 2)
+    search = _OrderSearch(placement, num_microbatches, settings, one_microbatch(stages) / 2)
     for limit in chain([stages.limit], smaller_limits(stages, num_microbatches)):
         limited = stages._replace(limit=limit)
-        enough_s = max(aim.good_enough_s, shortest_possible(limited, num_microbatches, aim.by_span) + TINY)
+        enough_s = max(
+            settings.good_enough_s, shortest_possible(limited, num_microbatches, settings.by_span) + TINY
+        )
         if search.best_s <= enough_s:
             break
         search.under(limited, enough_s)
@@ -117,12 +117,12 @@ def _best_within(placement: Placement, num_microbatches: int, stages: Stages, ai
 
 
 @dataclass
-class _Search:
+class _OrderSearch:
     """A search with the best complete order so far, None while none fits the memory; `step` is between smaller limits."""
 
     placement: Placement
     num_microbatches: int
-    aim: Aim
+    settings: SearchSettings
     step: float
     best_s: float = np.inf
     best: Order | None = None
@@ -146,10 +146,16 @@ class _Search:
             np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64),
             np.zeros((NUM_FINALISTS, len(stages.limit))), np.empty(shape, np.int8), np.empty(shape, np.int16),
         )  # fmt: skip
-        aim = stages, self.num_microbatches, self.aim.by_span, FILL_RULES, NEARLY * WORTH_A_TRY * self.best_s
-        choose_starts(*aim, enough_s, self.handmade, _windows(stages), finalists)
+        problem = (
+            stages,
+            self.num_microbatches,
+            self.settings.by_span,
+            FILL_RULES,
+            NEARLY * WORTH_A_TRY * self.best_s,
+        )
+        choose_starts(*problem, enough_s, self.handmade, _windows(stages), finalists)
         if finalists.seconds[0] > enough_s:
-            choose_patterns(*aim, self.patterns(stages), finalists)
+            choose_patterns(*problem, self.patterns(stages), finalists)
         return finalists
 
     @cached_property
@@ -159,8 +165,8 @@ class _Search:
     def patterns(self, stages: Stages) -> Patterns:
         """Return the patterns, which are the same under every limit."""
         if self._patterns is None:
-            rng = np.random.default_rng(self.aim.seed)
-            self._patterns = patterns(stages, self.num_microbatches, self.aim.num_patterns, rng)
+            rng = np.random.default_rng(self.settings.seed)
+            self._patterns = patterns(stages, self.num_microbatches, self.settings.num_patterns, rng)
         return self._patterns
 
     def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
@@ -173,13 +179,13 @@ class _Search:
         needed = np.ceil((peak - TINY) / self.step) * self.step if self.step > 0 else stages.limit
         num_actions = 3 * len(stages.rank) * self.num_microbatches
         times = min(ACTIONS_PER_MOVE / num_actions, MOVES_PER_ACTION * num_actions)
-        num_moves = int(self.aim.num_moves * times / NUM_FINALISTS)
+        num_moves = int(self.settings.num_moves * times / NUM_FINALISTS)
         is_annealed = START_SHARES[turn] > 0
         seconds, complete = improve(
             order, stages._replace(limit=np.minimum(stages.limit, needed)),
-            self.num_microbatches, self.aim.by_span, FILL_RULES[finalists.rule[place]],
+            self.num_microbatches, self.settings.by_span, FILL_RULES[finalists.rule[place]],
             num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
-            START_SHARES[turn], self.aim.seed + turn, enough_s,
+            START_SHARES[turn], self.settings.seed + turn, enough_s,
         )  # fmt: skip
         if seconds < self.best_s - TINY:
             self.best_s, self.best = seconds, complete

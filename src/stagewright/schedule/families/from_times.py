@@ -30,14 +30,17 @@ def zb_auto(
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    from stagewright.schedule.automatic import StageTimes, automatic  # numba takes half a second to import
+    from stagewright.schedule.automatic import (  # numba takes half a second to import
+        SearchSettings,
+        StageTimes,
+        automatic,
+    )
 
     times = times or StageTimes.uniform(num_ranks)
     limit = float(num_ranks) if memory_limit is None else memory_limit
     placement = linear(num_ranks)
-    return automatic(
-        placement, num_microbatches, times, limit, by_span=by_span, num_moves=num_moves, name="zb-auto"
-    )
+    settings = SearchSettings(by_span=by_span, num_moves=num_moves)
+    return automatic(placement, num_microbatches, times, limit, settings, name="zb-auto")
 
 
 def v_half(
@@ -75,8 +78,14 @@ def _v_limited(
     times: StageTimes | None,
     num_moves: int,
 ) -> Program:
-    from stagewright.schedule.automatic import StageTimes, automatic  # numba takes half a second to import
+    from stagewright.schedule.automatic import (  # numba takes half a second to import
+        SearchSettings,
+        StageTimes,
+        automatic,
+    )
 
     times = times or StageTimes.uniform(2 * num_ranks)
     limit = num_stage_activations * float(times.saved.mean())
-    return automatic(v(num_ranks), num_microbatches, times, limit, num_moves=num_moves, name=name)
+    return automatic(
+        v(num_ranks), num_microbatches, times, limit, SearchSettings(num_moves=num_moves), name=name
+    )

@@ -1,4 +1,4 @@
-"""Arrival times of the inputs of passes, compiled: the dependencies of `Rules` for a chain of stages, with transfer times.
+"""Arrival times of the inputs of passes, compiled: dependencies of `TokenRules` for a chain of stages, with transfer times.
 
 Microbatches pass every stage in order. That is no restriction: microbatches are equal, so the k-th start of a pass can
 always be that of microbatch k.
