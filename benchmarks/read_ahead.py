@@ -64,10 +64,10 @@ def main() -> int:
 def work(folder: str, how: str) -> None:
     """Train on this rank."""
     import stagewright
-    from stagewright.execution.data.ahead import Reader
+    from stagewright.execution.data.prefetch import Prefetcher
 
     if how != "ahead":
-        Reader.read_ahead = lambda self, wanted: None
+        Prefetcher.read_ahead = lambda self, wanted: None
     ends: list[float] = []
     trainer = stagewright.Trainer(
         f"{folder}/plan.json", f"{Path(__file__).resolve()}:Sleeping", out=f"{folder}/run", device="cpu",

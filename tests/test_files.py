@@ -12,7 +12,7 @@ from stagewright.cli.output import check_writable
 from stagewright.cluster.load import write_toml
 from stagewright.cluster.matrices import _write_matrix
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.logs import STEPS, Step, StepLog
+from stagewright.execution.logs import STEPS, StepLog, TrainingStep
 from stagewright.execution.record import Record
 from stagewright.files import cache_folder, digest_of, private_folder, write_whole
 from stagewright.planning.plan import Plan
@@ -160,5 +160,5 @@ def test_steps_are_not_added_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / STEPS).symlink_to("precious")
     log = StepLog(tmp_path, 1)
     with pytest.warns(StagewrightWarning, match=STEPS):
-        log(Step(2, 2, 1.0, 1.0, 1e-3, False, 1.0, 1.0, 0.1, 1, 0.0))
+        log(TrainingStep(2, 2, 1.0, 1.0, 1e-3, False, 1.0, 1.0, 0.1, 1, 0.0))
     assert (tmp_path / "precious").read_text() == "old"

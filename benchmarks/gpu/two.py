@@ -40,11 +40,11 @@ from stagewright.errors import StagewrightError
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import ProcessGroups, exchange
-from stagewright.execution.member import end_process, exit_code, member, start_process
 from stagewright.execution.processes import start_ranks
+from stagewright.execution.rank_process import end_process, exit_code, rank_process, start_process
 from stagewright.execution.session import Session
 from stagewright.execution.verification import verify
-from stagewright.execution.watch import Limits, Watch
+from stagewright.execution.watchdog import Limits, Watchdog
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
@@ -197,7 +197,7 @@ def nccl_summary(log: str) -> str:
 
 def work(kind: str, task: str, arguments: Sequence[tuple[str, dict[str, Any]]], out: str) -> None:
     """Do a task with all `arguments`; rank 0 adds a line for each to `out`."""
-    with member(kind, _LIMITS) as (watch, device):
+    with rank_process(kind, _LIMITS) as (watch, device):
         for name, given in arguments:
             watch.at(name)
             result = TASKS[task](watch, device, name, **given)
@@ -206,7 +206,7 @@ def work(kind: str, task: str, arguments: Sequence[tuple[str, dict[str, Any]]], 
                     file.write(json.dumps(result) + "\n")
 
 
-def _steps(watch: Watch, device: torch.device, name: str, plan: str) -> dict[str, float]:
+def _steps(watch: Watchdog, device: torch.device, name: str, plan: str) -> dict[str, float]:
     before = _outside(device)
     session = Session(load_plan(plan), device, None, True, watch.at, watch.at)
     results = [session.train_step(step) for step in range(_STEPS)]
@@ -216,7 +216,7 @@ def _steps(watch: Watch, device: torch.device, name: str, plan: str) -> dict[str
     return {"step s": seconds, "first loss": results[0].loss, "bytes outside of the allocator": outside}
 
 
-def _communicators(watch: Watch, device: torch.device, name: str) -> dict[str, int]:
+def _communicators(watch: Watchdog, device: torch.device, name: str) -> dict[str, int]:
     """Bytes on the rank where they are most: of three lanes between the first two ranks, then of a group of all."""
     taken, groups, everyone = {}, ProcessGroups(), list(range(watch.num_ranks))
     message = torch.zeros(2**20, dtype=torch.uint8, device=device)
@@ -242,7 +242,7 @@ def _outside(device: torch.device) -> int:
     return total - free - accelerator.reserved_bytes()
 
 
-def _torch(watch: Watch, device: torch.device, name: str, plan: str, sizes: list[Any]) -> dict[str, float]:
+def _torch(watch: Watchdog, device: torch.device, name: str, plan: str, sizes: list[Any]) -> dict[str, float]:
     result = executor.compared("llama", name, executor.Sizes(*sizes), load_plan(plan), device)
     names = {
         "ours_seconds": "batch s",

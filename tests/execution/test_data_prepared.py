@@ -11,7 +11,7 @@ import torch
 from texts import small_plan, tokenizer_file, write_lines
 
 from stagewright.errors import InputError
-from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.batches import open_batches
 from stagewright.execution.data.prepared import PreparedData, prepared
 from stagewright.execution.data.request import DataRequest, SourceRequest
 from stagewright.planning.plan import Plan

@@ -10,7 +10,7 @@ from texts import small_plan, tokenizer_file, write_lines
 
 from stagewright.errors import InputError
 from stagewright.execution import launch
-from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.batches import open_batches
 from stagewright.execution.data.prepared import prepared
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.launch import run

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagewright.execution.data.encoding import Encoded
-from stagewright.execution.data.order import _BLOCK, Order, Permutation, number_of
+from stagewright.execution.data.order import _BLOCK, Permutation, SampleOrder, number_of
 from stagewright.execution.data.samples import Packs, Windows
 from stagewright.execution.data.store import TokenStore, write_store
 from stagewright.execution.data.tokenizers import load_tokenizer
@@ -26,24 +26,24 @@ def test_a_permutation_has_every_number_once(size: int, seed: int) -> None:
 
 
 def test_every_epoch_has_all_samples_in_an_order_of_its_own() -> None:
-    order = Order([97], [1.0], seed=5)
+    order = SampleOrder([97], [1.0], seed=5)
     epochs = [[order[epoch * 97 + place][1] for place in range(97)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(97)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert epochs[0] != [Order([97], [1.0], seed=6)[place][1] for place in range(97)]
+    assert epochs[0] != [SampleOrder([97], [1.0], seed=6)[place][1] for place in range(97)]
     # Neighbours in the data are none in the order.
     assert sum(abs(one - other) == 1 for one, other in zip(epochs[0], epochs[0][1:], strict=False)) < 10
 
 
 def test_any_sample_is_known_without_those_before_it() -> None:
-    whole = Order([50, 30, 7], [0.2, 0.5, 0.3], seed=1)
+    whole = SampleOrder([50, 30, 7], [0.2, 0.5, 0.3], seed=1)
     known = [whole[number] for number in range(400)]
     for number in (399, 3, 250, 0):
-        assert Order([50, 30, 7], [0.2, 0.5, 0.3], seed=1)[number] == known[number]
+        assert SampleOrder([50, 30, 7], [0.2, 0.5, 0.3], seed=1)[number] == known[number]
 
 
 def test_a_mixture_has_its_shares_and_takes_each_source_epoch_by_epoch() -> None:
-    order = Order([40, 10], [3.0, 1.0], seed=2)
+    order = SampleOrder([40, 10], [3.0, 1.0], seed=2)
     drawn = [order[number] for number in range(4000)]
     assert 0.72 < sum(source == 0 for source, _ in drawn) / 4000 < 0.78
     in_block = [
@@ -56,7 +56,7 @@ def test_a_mixture_has_its_shares_and_takes_each_source_epoch_by_epoch() -> None
     small = pytest.MonkeyPatch()
     small.setattr("stagewright.execution.data.order._BLOCK", 200)
     try:
-        counts = [Order([40, 10], [3.0, 1.0], seed=2)._source(number) for number in range(600)]
+        counts = [SampleOrder([40, 10], [3.0, 1.0], seed=2)._source(number) for number in range(600)]
     finally:
         small.undo()
     assert sorted(counts) == [(0, count) for count in range(450)] + [(1, count) for count in range(150)]

@@ -10,7 +10,7 @@ import stagewright
 from stagewright import cli
 from stagewright.errors import InputError
 from stagewright.execution import launch
-from stagewright.execution.joining import check_launcher, start_timeout_s
+from stagewright.execution.launch_environment import check_launcher, start_timeout_s
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -234,17 +234,17 @@ def test_a_rank_that_is_done_does_not_mind_the_loss_of_another(capfd: pytest.Cap
 
 
 def be_lost_at_the_end(rank: int, num_ranks: int) -> str:
-    from stagewright.execution.member import member
-    from stagewright.execution.watch import Limits
+    from stagewright.execution.rank_process import rank_process
+    from stagewright.execution.watchdog import Limits
 
-    with member("cpu", Limits(60, 60)) as (watch, _):
+    with rank_process("cpu", Limits(60, 60)) as (watch, _):
         if rank == 0:
             watch.stop = lambda: os._exit(9)  # type: ignore[method-assign]
     return "done"
 
 
 def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:
-    from stagewright.execution.board import FileBoard, Post, Seal, places, read_post, write_post
+    from stagewright.execution.heartbeat import FileBoard, Post, Seal, places, read_post, write_post
 
     path = tmp_path / "board"
     ours, theirs = (FileBoard(path, places(2), Seal(token)) for token in ("secret", "guess"))
@@ -256,7 +256,7 @@ def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_post_of_any_length_and_script_fits() -> None:
-    from stagewright.execution.board import Failure, Post, read_post, write_post
+    from stagewright.execution.heartbeat import Failure, Post, read_post, write_post
 
     class Kept:
         def write(self, place: str, text: str) -> None:

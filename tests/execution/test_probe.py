@@ -22,11 +22,11 @@ from patience import Deadline, patient
 from stagewright.cli.app import app
 from stagewright.cluster import Cluster, load_cluster, save_cluster
 from stagewright.errors import TRACEBACK, InputError, RunError
-from stagewright.execution.probe import Request, _described, _listen, probe
+from stagewright.execution.probe import ProbeRequest, _described, _listen, probe
 from stagewright.execution.probe_description import describe
 from stagewright.execution.probe_measurements import Measurements, linear_fit
 
-REQUEST = Request("cpu", 1, 1, time_limit_s=0.2, seconds_per_figure=0.01)
+REQUEST = ProbeRequest("cpu", 1, 1, time_limit_s=0.2, seconds_per_figure=0.01)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -22,8 +22,8 @@ import random_models
 import torture
 from stagewright.errors import StagewrightError
 from stagewright.execution.model_comparison import (
+    ComparedStep,
     GraphSteps,
-    Step,
     compared,
     differences,
 )
@@ -80,7 +80,7 @@ def outcome_of(**settings: object) -> Outcome:
     return Outcome("equal")
 
 
-def plain_step(module: torch.nn.Module, step: int, inputs: dict[str, torch.Tensor]) -> Step:
+def plain_step(module: torch.nn.Module, step: int, inputs: dict[str, torch.Tensor]) -> ComparedStep:
     """Forward and backward as in a loop of one's own."""
     module.zero_grad()
     with keyed(0, step, 0) as draws:
@@ -91,7 +91,7 @@ def plain_step(module: torch.nn.Module, step: int, inputs: dict[str, torch.Tenso
     left |= {f"the gradient of '{name}'": parameter.grad for name, parameter in named.items()}
     left |= {f"parameter '{name}'": parameter.detach().clone() for name, parameter in named.items()}
     left |= {f"buffer '{name}'": buffer.detach().clone() for name, buffer in module.named_buffers()}
-    return Step(left, draws.draws, {f"the gradient of '{name}'": name for name in named})
+    return ComparedStep(left, draws.draws, {f"the gradient of '{name}'": name for name in named})
 
 
 @functools.cache

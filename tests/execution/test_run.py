@@ -16,10 +16,10 @@ from plans import make_plan
 
 from patience import patient
 from stagewright.errors import InputError, RunError
-from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.batches import open_batches
 from stagewright.execution.data.prepared import ready
 from stagewright.execution.launch import run
-from stagewright.execution.member import may_be_lost_peer
+from stagewright.execution.rank_process import may_be_lost_peer
 from stagewright.execution.record import load_record
 from stagewright.planning.plan import load_plan
 from stagewright.tracing.cache import trace

@@ -13,7 +13,7 @@ from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, expected_traffic, pred
 
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
-from stagewright.execution.collectives import Replicas
+from stagewright.execution.collectives import ReplicaGroup
 from stagewright.execution.loading import StartingTensors
 from stagewright.execution.metering import StorageMeter
 from stagewright.execution.shards import Shards
@@ -169,7 +169,7 @@ def test_a_start_takes_no_more_of_the_device_than_stays_there(level: int) -> Non
     largest = max(meta.storage_bytes for meta in parameters)
     starting = StartingTensors(DeferredModel(reference, 1, 16), stages)
     no_group = cast(dist.ProcessGroup, None)
-    replicas = Replicas(1, 4, no_group, no_group)
+    replicas = ReplicaGroup(1, 4, no_group, no_group)
     with DeviceMeter("meta") as on_device, DeviceMeter("cpu") as on_host:
         weights = Weights(stages, starting, torch.device("meta"), None, layout)
         shards = Shards(layout, weights, replicas, starting)

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from stagewright.execution.logs import Step, StepLog
+from stagewright.execution.logs import StepLog, TrainingStep
 
 
 def _steps(path: Path) -> list[int]:
@@ -15,7 +15,7 @@ def _steps(path: Path) -> list[int]:
 
 
 def test_a_new_run_begins_anew_and_one_that_goes_on_adds_to_it(tmp_path: Path) -> None:
-    step = Step(1, 4, 1.5, math.inf, 1e-3, False, 0.1, 1e3, 0.4, 2**30, 3.0)
+    step = TrainingStep(1, 4, 1.5, math.inf, 1e-3, False, 0.1, 1e3, 0.4, 2**30, 3.0)
     for number in (1, 2):
         StepLog(tmp_path, 0)(replace(step, number=number))
     assert _steps(tmp_path) == [2]
@@ -27,7 +27,7 @@ def test_a_new_run_begins_anew_and_one_that_goes_on_adds_to_it(tmp_path: Path) -
 def test_many_short_steps_are_all_kept_and_seldom_said(tmp_path: Path, capsys: object) -> None:
     log = StepLog(tmp_path, 0)
     for number in range(1, 101):
-        log(Step(number, 100, 1.0, 1.0, 1e-3, False, 1e-3, 1e3, 0.4, 2**30, 3.0))
+        log(TrainingStep(number, 100, 1.0, 1.0, 1e-3, False, 1e-3, 1e3, 0.4, 2**30, 3.0))
     assert _steps(tmp_path) == list(range(1, 101))
     said = capsys.readouterr().err.splitlines()  # type: ignore[attr-defined]
     assert (

@@ -13,7 +13,7 @@ import torch
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
-from stagewright.execution.starting_files import write_starting
+from stagewright.execution.initial_weights import write_initial_weights
 from stagewright.export.torch_pipelining import not_translated, torch_package
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -65,7 +65,7 @@ def test_gradients_under_pytorchs_runtime_are_those_of_the_plain_model(tmp_path:
         folder.mkdir()
         graph = trace(plan.model.reference(), plan.microbatch_size, device="cpu", **plan.traced())
         package = torch_package(plan, graph)
-        write_starting(plan, package.tensors, folder)
+        write_initial_weights(plan, package.tensors, folder)
         for file, text in package.files.items():
             (folder / file).write_text(text)
     for size in (2, 4):

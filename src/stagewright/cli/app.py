@@ -32,7 +32,7 @@ from stagewright.cli import (
     verify,
 )
 from stagewright.cli.failure import fail, fail_unexpectedly
-from stagewright.cli.groups import Grouped
+from stagewright.cli.groups import GroupedCommand
 from stagewright.errors import TRACEBACK, StagewrightError
 from stagewright.version import __version__
 
@@ -97,6 +97,6 @@ _VERBS = (
 )  # fmt: skip
 
 for _verb in _VERBS:
-    app.command(cls=Grouped)(_verb)
+    app.command(cls=GroupedCommand)(_verb)
 
 app.add_typer(checkpoint.checkpoint)

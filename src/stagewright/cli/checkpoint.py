@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.groups import Grouped
+from stagewright.cli.groups import GroupedCommand
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
@@ -24,7 +24,7 @@ checkpoint = typer.Typer(
 )
 
 
-@checkpoint.command("show", cls=Grouped)
+@checkpoint.command("show", cls=GroupedCommand)
 def show_all(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
@@ -74,7 +74,7 @@ def _in_words(one: dict[str, Any]) -> str:
     )
 
 
-@checkpoint.command(cls=Grouped)
+@checkpoint.command(cls=GroupedCommand)
 def verify(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
@@ -101,7 +101,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@checkpoint.command(cls=Grouped)
+@checkpoint.command(cls=GroupedCommand)
 def export(
     folder: Annotated[
         Path,
@@ -157,7 +157,7 @@ def export(
     show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
 
 
-@checkpoint.command("import", cls=Grouped)
+@checkpoint.command("import", cls=GroupedCommand)
 def import_(
     plan: PlanFile,
     source: Annotated[

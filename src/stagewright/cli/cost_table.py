@@ -18,7 +18,7 @@ _REQUIRED = ("layer", "forward_s", "input_grad_s", "weight_grad_s")
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerRow:
     """One row: seconds and bytes of one microbatch on one layer."""
 
     layer: str
@@ -30,7 +30,7 @@ class LayerCosts:
     boundary_bytes: float = 0.0
 
 
-def read_cost_table(path: Path) -> list[LayerCosts]:
+def read_cost_table(path: Path) -> list[LayerRow]:
     """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model. Raises `InputError`
     with the file, the row and what is wrong with it."""
     rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
@@ -40,7 +40,7 @@ def read_cost_table(path: Path) -> list[LayerCosts]:
     return [_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
 
 
-def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
+def layer_table(rows: Sequence[LayerRow]) -> LayerTable:
     """The rows as the joint search takes them; everything that a forward saves is held until the weight gradient."""
     from stagewright.planning.joint.problem import LayerTable
 
@@ -54,17 +54,17 @@ def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
     )  # fmt: skip
 
 
-def _row(row: Any, where: str) -> LayerCosts:
+def _row(row: Any, where: str) -> LayerRow:
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: expected an object with {', '.join(_REQUIRED)}")
-    known = [field.name for field in fields(LayerCosts)]
+    known = [field.name for field in fields(LayerRow)]
     for key in row:
         if key not in known:
             raise InputError(f"{where}: unknown column '{key}'{nearest(str(key), known)}")
     if missing := [key for key in _REQUIRED if row.get(key) in (None, "")]:
         raise InputError(f"{where}: {missing[0]} is missing")
     figures = {key: _figure(value, key, where) for key, value in row.items() if key != "layer"}
-    return LayerCosts(layer=str(row["layer"]), **figures)
+    return LayerRow(layer=str(row["layer"]), **figures)
 
 
 def _figure(value: Any, key: str, where: str) -> float:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 
-class Target(StrEnum):
+class ExportTarget(StrEnum):
     TORCH_PIPELINING = "torch-pipelining"
     MEGATRON = "megatron"
     MEGATRON_BRIDGE = "megatron-bridge"
@@ -35,7 +35,7 @@ class Target(StrEnum):
 
 def export(
     plan: PlanFile,
-    to: Annotated[Target, typer.Option("--to", metavar="FORMAT", help="What it is for, as above.")],
+    to: Annotated[ExportTarget, typer.Option("--to", metavar="FORMAT", help="What it is for, as above.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; of launch files, the file.")],
     with_model: WithModel = False,
 ) -> None:  # fmt: skip
@@ -53,10 +53,15 @@ def export(
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
-    if to is Target.TORCH_PIPELINING:
+    if to is ExportTarget.TORCH_PIPELINING:
         _write_package(loaded, output, with_model)
         return
-    if to in (Target.MEGATRON, Target.MEGATRON_BRIDGE, Target.TORCHTITAN, Target.DEEPSPEED):
+    if to in (
+        ExportTarget.MEGATRON,
+        ExportTarget.MEGATRON_BRIDGE,
+        ExportTarget.TORCHTITAN,
+        ExportTarget.DEEPSPEED,
+    ):
         allow_model(loaded, with_model, f"an export to {to.value}")
         _write_settings(loaded, to, output)
         return
@@ -65,7 +70,7 @@ def export(
     show(f"Wrote {output}.")
 
 
-def _write_settings(plan: Plan, to: Target, output: Path) -> None:
+def _write_settings(plan: Plan, to: ExportTarget, output: Path) -> None:
     """Settings of another stack: into a folder, or one of its files where `output` has the ending of one."""
     from stagewright.export.settings import settings_files
 
@@ -119,7 +124,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
     allow_model(plan, with_model, "the package")
     _check_new(folder)
     with Progress("exporting") as progress:
-        from stagewright.execution.starting_files import write_starting
+        from stagewright.execution.initial_weights import write_initial_weights
         from stagewright.tracing.cache import trace
 
         progress("tracing the model")
@@ -128,7 +133,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
         progress("writing the weights")
         try:
             with whole_folder(folder) as scratch:
-                write_starting(plan, package.tensors, scratch)
+                write_initial_weights(plan, package.tensors, scratch)
                 for name, text in package.files.items():
                     write_whole(scratch / name, text)
         except OSError as error:

@@ -31,7 +31,7 @@ def explains(*names: str) -> Callable[[Verb], Verb]:
     return marked
 
 
-class Grouped(TyperCommand):
+class GroupedCommand(TyperCommand):
     """A verb whose help has the options of every group under the heading of that, and ends with the example of its
     docstring, whose lines stay as they are."""
 

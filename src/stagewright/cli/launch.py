@@ -28,8 +28,8 @@ def launch(
     Example:
         stagewright launch plan.json train.py
     """
-    from stagewright.execution.joining import PLAN, START_TIMEOUT
     from stagewright.execution.launch import start_plan
+    from stagewright.execution.launch_environment import PLAN, START_TIMEOUT
     from stagewright.execution.preflight import refuse_what_is_not_run
     from stagewright.planning.plan import load_plan
 

@@ -31,7 +31,7 @@ ASSUMED_BANDWIDTH = 50e9
 
 # fmt: off
 @dataclass(frozen=True)
-class Request:
+class TableOptions:
     """What is planned."""
 
     ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Ranks.")] = None
@@ -55,7 +55,7 @@ class Request:
 @grouped
 def plan_costs(
     costs: Annotated[Path, typer.Argument(metavar="TABLE", help="Costs per layer, CSV or JSON.")],
-    request: Request,
+    request: TableOptions,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +101,7 @@ def plan_costs(
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
 
-def _problem(costs: Path, request: Request) -> tuple[Problem, Provenance]:
+def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
     """What is to be planned, and where the bandwidth between its ranks is from."""
     from stagewright.planning.joint.problem import Problem
 
@@ -127,7 +127,7 @@ def _problem(costs: Path, request: Request) -> tuple[Problem, Provenance]:
     return problem, bandwidth
 
 
-def _bandwidth(costs: Path, request: Request, table: LayerTable) -> tuple[float, Provenance]:
+def _bandwidth(costs: Path, request: TableOptions, table: LayerTable) -> tuple[float, Provenance]:
     """Bytes a second between ranks; endless where the layers do not say what leaves them."""
     if table.boundary_bytes.any():
         if request.bandwidth is None:
@@ -177,7 +177,7 @@ def _memory(text: str | None, num_ranks: int) -> list[float]:
     return limits * (num_ranks if len(limits) == 1 else 1)
 
 
-def _observed(request: Request) -> list[float]:
+def _observed(request: TableOptions) -> list[float]:
     """Speeds of the ranks, from what the slowest replica of each measured and what was planned for it."""
     from stagewright.execution.record import load_record
     from stagewright.planning.plan import load_plan

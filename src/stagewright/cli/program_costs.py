@@ -26,7 +26,7 @@ class GivenCosts(NamedTuple):
     transfer: float | None
 
 
-class Costing(NamedTuple):
+class ProgramCosts(NamedTuple):
     """What computations and transfers take, and in words where that is from."""
 
     costs_of: CostsOf
@@ -37,7 +37,7 @@ class Costing(NamedTuple):
 
 def costing_of(
     given: GivenCosts, promise: ProgramPrediction | None, name: str, rank_of_stage: Sequence[int] = ()
-) -> Costing:
+) -> ProgramCosts:
     """Return the costs that are given, and for the rest those that `promise` of the program `name`, placed so, states.
     Raises `InputError` where the table cannot be used, or has other layers than the promise is for."""
     if promise is None:
@@ -63,22 +63,22 @@ def costing_of(
             raise InputError(f"{name} states the costs of {costs.num_stages} stages, not of {num_stages}")
         return costs
 
-    return Costing(costs_of, transfers, overhead, said)
+    return ProgramCosts(costs_of, transfers, overhead, said)
 
 
-def _unstated(given: GivenCosts, name: str) -> Costing:
+def _unstated(given: GivenCosts, name: str) -> ProgramCosts:
     transfer = given.transfer or 0.0
     if given.table is not None:
         from stagewright.cli.cost_table import layer_table, read_cost_table
 
         layers = layer_table(read_cost_table(given.table))
         said = f"{name} states no cuts: the layers of {given.table} are split evenly by time"
-        return Costing(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, said)
+        return ProgramCosts(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, said)
     from stagewright.simulation import StageCosts
 
     passes = given.passes or (1.0, 1.0, 1.0)
     said = f"{name} states no costs: uniform ones are assumed"
-    return Costing(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, said)
+    return ProgramCosts(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, said)
 
 
 def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:

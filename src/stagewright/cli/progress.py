@@ -25,7 +25,7 @@ _COUNT = re.compile(r"\b(\d+) of (\d+)\b")
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedWork:
     """Since when a stretch of work is watched, and how much of it was done then."""
 
     began_s: float
@@ -73,7 +73,7 @@ class Progress:
     def __init__(self, title: str) -> None:
         self._text = title
         self._fraction: float | None = None
-        self._watched: Watched | None = None
+        self._watched: WatchedWork | None = None
         self._status: Status | None = None
         self._width = 80
         self._over = False
@@ -92,7 +92,7 @@ class Progress:
             if (
                 fraction is None or self._fraction is None or fraction < self._fraction
             ):  # another stretch of work
-                self._watched = None if fraction is None else Watched(time.monotonic(), fraction)
+                self._watched = None if fraction is None else WatchedWork(time.monotonic(), fraction)
             self._text, self._fraction = text, fraction
             if self._status is not None:
                 self._status.update(self._line())

@@ -22,7 +22,7 @@ from stagewright.execution.pinned import PinnedArena
 from stagewright.machine import free_bytes, machine_bytes
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work that a stream has been given; `torch.Event` is one."""
 
     def record(self, stream: Any = None, /) -> None: ...
@@ -36,7 +36,7 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any, /) -> None: ...
     def wait_stream(self, other: Any, /) -> None: ...
-    def record_event(self, event: Any = None, /) -> Event: ...
+    def record_event(self, event: Any = None, /) -> DeviceEvent: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def __enter__(self) -> Any: ...
@@ -78,10 +78,10 @@ class Accelerator(ABC):
         return self.new_stream(), self.new_stream()
 
     @abstractmethod
-    def event(self, is_timed: bool = False) -> Event:
+    def event(self, is_timed: bool = False) -> DeviceEvent:
         """Return an event to record; only timed ones have an `elapsed_time`."""
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Return a timed event that is recorded now, on the current stream."""
         event = self.event(is_timed=True)
         event.record()
@@ -214,7 +214,7 @@ class _HostStream:
         pass
 
 
-class _Host(Accelerator):
+class _HostAccelerator(Accelerator):
     """The host itself: every call returns when its work is done."""
 
     is_asynchronous = False
@@ -230,7 +230,7 @@ class _Host(Accelerator):
     def new_stream(self) -> Stream:
         return _HostStream()
 
-    def event(self, is_timed: bool = False) -> Event:
+    def event(self, is_timed: bool = False) -> DeviceEvent:
         return _HostEvent()
 
     def _drain(self) -> None:
@@ -286,7 +286,7 @@ class _Gpu(Accelerator):
     def new_stream(self) -> Stream:
         return torch.Stream(self.device)
 
-    def event(self, is_timed: bool = False) -> Event:
+    def event(self, is_timed: bool = False) -> DeviceEvent:
         return torch.Event(self.device, enable_timing=is_timed)
 
     def _drain(self) -> None:
@@ -343,7 +343,7 @@ class _CudaGpu(_Gpu):
         return graph.replay
 
 
-_KINDS: dict[str, type[Accelerator]] = {"cpu": _Host, "cuda": _CudaGpu}
+_KINDS: dict[str, type[Accelerator]] = {"cpu": _HostAccelerator, "cuda": _CudaGpu}
 _accelerators: dict[torch.device, Accelerator] = {}
 
 

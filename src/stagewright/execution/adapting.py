@@ -46,7 +46,7 @@ _PAYS = 2.0
 
 
 @dataclass(frozen=True)
-class Proposal:
+class PlanProposal:
     """A plan that is worth changing to, and why, in words."""
 
     plan: Plan
@@ -74,7 +74,7 @@ class Adaptation:
         self._wanted: list[float] = []
         self._shifts: dict[Pair, float] = {}
         """Of links, if it was for them that the last search was asked."""
-        self._proposal: Proposal | None = None
+        self._proposal: PlanProposal | None = None
         self._seconds: list[float] = []
         self._before: float | None = None
 
@@ -173,7 +173,7 @@ class Adaptation:
             return [f"{self._seen()}; no other order or cuts are worth a change"]
         what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
         what += " and other recomputation" * (found.plan.memory_policy != self.plan.memory_policy)
-        self._proposal = Proposal(
+        self._proposal = PlanProposal(
             found.plan,
             f"{self._seen()}; goes on with {what}: {gain / found.stays_s:.0%} less time a step, as predicted",
         )
@@ -188,7 +188,7 @@ class Adaptation:
         return f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others"
 
     @property
-    def proposal(self) -> Proposal:
+    def proposal(self) -> PlanProposal:
         """The one there is."""
         assert self._proposal is not None, "there is a proposal"
         return self._proposal

@@ -49,7 +49,7 @@ class Saver:
         self.folder = folder
         self.kept = kept
         self._room: dict[str, dict[str, torch.Tensor]] = {}
-        self._pending: _Pending | None = None
+        self._pending: _PendingCheckpoint | None = None
 
     @property
     def is_open(self) -> bool:
@@ -70,7 +70,7 @@ class Saver:
         if self.session.mesh.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
         dist.barrier()
-        self._pending = _Pending(scratch, _described(self.session, step), self._copied())
+        self._pending = _PendingCheckpoint(scratch, _described(self.session, step), self._copied())
 
     def finish(self) -> None:
         """Wait until the checkpoint is whole, if one is being written. Every rank must call this.
@@ -137,7 +137,7 @@ class Saver:
         return {file: room for file, room in self._room.items() if room}
 
 
-class _Pending:
+class _PendingCheckpoint:
     """A checkpoint whose files a thread of this rank is writing to the folder `scratch`."""
 
     def __init__(
@@ -292,7 +292,7 @@ def _described(session: Session, step: int) -> Manifest:
 
 
 def _complete(
-    pending: _Pending, documents: Mapping[str, Mapping[str, Any]], files: Mapping[str, FileRecord]
+    pending: _PendingCheckpoint, documents: Mapping[str, Mapping[str, Any]], files: Mapping[str, FileRecord]
 ) -> None:
     """The files that describe the others, once all of these are there."""
     scratch = pending.scratch

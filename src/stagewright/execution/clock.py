@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
-from stagewright.execution.accelerator import Event, accelerator_of
-from stagewright.execution.board import Seal
+from stagewright.execution.accelerator import DeviceEvent, accelerator_of
+from stagewright.execution.heartbeat import Seal
 from stagewright.execution.rendezvous import Meeting, own_seal, own_store
 
 _NUM_PINGS = 20
@@ -91,19 +91,19 @@ def waited_s() -> float:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ThreadTime:
     """Of this thread: by its clock, and how long it had waited for a processor until then."""
 
     clock_s: float
     waited_s: float
 
 
-def moment() -> Moment:
+def moment() -> ThreadTime:
     """Now."""
-    return Moment(time.perf_counter(), waited_s())
+    return ThreadTime(time.perf_counter(), waited_s())
 
 
-def undelayed_s(since: Moment) -> float:
+def undelayed_s(since: ThreadTime) -> float:
     """Seconds since a moment in which this thread had a processor or wanted none. What the system says of waiting is to a
     tick of its clock, so that a tenth of the time is left at the least."""
     taken = time.perf_counter() - since.clock_s
@@ -135,10 +135,10 @@ class ActionTimer:
         if self._accelerator.current_stream().query():
             self._anchor, self._anchor_s = self.mark(), time.perf_counter()
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Return this moment, which `seconds` takes."""
         return self._accelerator.mark()
 
-    def seconds(self, mark: Event) -> float:
+    def seconds(self, mark: DeviceEvent) -> float:
         """Return when a moment was, by this process's monotonic clock; on a GPU, once its work is done."""
         return self._anchor_s + self._anchor.elapsed_time(mark) / 1e3

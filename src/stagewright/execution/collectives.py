@@ -84,7 +84,7 @@ class Pending:
 
 
 @dataclass
-class Replicas:
+class ReplicaGroup:
     """The ranks that the state of the same stages is sharded over, of which this one has number `index`.
 
     Gathers and sums have a process group each, so that neither queues behind the other. Where other ranks hold copies of

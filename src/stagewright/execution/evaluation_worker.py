@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.execution.data.prepared import PreparedData
-from stagewright.execution.member import end_process, exit_code, start_process
+from stagewright.execution.rank_process import end_process, exit_code, start_process
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:

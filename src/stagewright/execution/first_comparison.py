@@ -180,7 +180,7 @@ def flop_of(graph: OperatorGraph) -> float:
 
 
 @dataclass(frozen=True)
-class _Size:
+class _ComparedModel:
     """A model, made smaller or not, and how its graph is asked for."""
 
     reference: ModelReference
@@ -206,32 +206,32 @@ class _Size:
         return f"{self.what}, {sizes}"
 
 
-def _sizes(reference: ModelReference, asked: Mapping[str, Any]) -> Iterator[_Size]:
+def _sizes(reference: ModelReference, asked: Mapping[str, Any]) -> Iterator[_ComparedModel]:
     """The model as it is, with a small microbatch, narrow, narrow but for its heads, and with few layers."""
-    yield _Size(reference, asked, "as it is")
+    yield _ComparedModel(reference, asked, "as it is")
     few = {**asked, "microbatch_size": min(asked["microbatch_size"], _FEW)}
     if reference.config is None:
         if few != asked:
-            yield _Size(reference, few, "as it is")
+            yield _ComparedModel(reference, few, "as it is")
         return
     short = {**few, "sequence_length": min(asked["sequence_length"], _SHORT)}
     if asked["dtype"] not in TOLERANCES:
         short["dtype"] = "float64"
-    yield _Size(reference, short, "as it is")
+    yield _ComparedModel(reference, short, "as it is")
     for keeps_heads in (False, True):
         overrides = {**reference.overrides, **narrow(reference.config, keeps_heads)}
         with suppress(StagewrightError):
-            yield _Size(_changed(reference, overrides), short, "every layer of it, but narrow")
+            yield _ComparedModel(_changed(reference, overrides), short, "every layer of it, but narrow")
     layers = {**reference.overrides, "num_hidden_layers": _FEWEST_LAYERS}
     with suppress(StagewrightError):
-        yield _Size(_changed(reference, layers), short, f"{_FEWEST_LAYERS} layers of it")
+        yield _ComparedModel(_changed(reference, layers), short, f"{_FEWEST_LAYERS} layers of it")
 
 
 def _changed(reference: ModelReference, overrides: Mapping[str, Any]) -> ModelReference:
     return resolve(reference.text, overrides).adapted(reference.lora)
 
 
-def _verdict(size: _Size, graph: OperatorGraph, seed: int, name: str) -> str:
+def _verdict(size: _ComparedModel, graph: OperatorGraph, seed: int, name: str) -> str:
     """Compare the model with `graph`, where rounding may explain what differs in more precise numbers; returns their type.
     Raises `TraceError` where they differ, or the model cannot be run."""
     asked, failure = size.asked["dtype"], None

@@ -48,7 +48,7 @@ def take(session: Session) -> Taken:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _RegionRequest:
     """A box `part` of `region`, which rank `source` has taken under `key`, for a place with elements of `item_bytes`."""
 
     source: int
@@ -59,7 +59,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChunkPart:
     """Part of request number `request` in a chunk: a box, and its first byte there."""
 
     request: int
@@ -86,15 +86,15 @@ def give(session: Session, taken: Taken, chunk_bytes: int = CHUNK_BYTES) -> None
     for source, regions in enumerate(offers):
         for name, start, shape in regions:
             index.add(name, Region(tuple(start), tuple(shape)), source)
-    wanted: list[_Request] = []
+    wanted: list[_RegionRequest] = []
     places: list[torch.Tensor] = []
     for state in held(session, index):
         for source, region in index.sources(state.name, state.region):
             both = overlap(state.region, region)
             key = key_of(index.known_as(state.name), region)
-            wanted.append(_Request(source, key, region, both, state.tensor.element_size()))
+            wanted.append(_RegionRequest(source, key, region, both, state.tensor.element_size()))
             places.append(state.tensor[both.within(state.region)] if both.shape else state.tensor)
-    requests = TypeAdapter(list[_Request])
+    requests = TypeAdapter(list[_RegionRequest])
     of_ranks = [*map(requests.validate_python, exchange(requests.dump_python(wanted, mode="json")))]
     for place, request in zip(places, wanted, strict=True):
         if request.source == rank:
@@ -119,7 +119,7 @@ class _Moving:
         device: torch.device,
         rank: int,
         taken: Taken,
-        of_ranks: Sequence[Sequence[_Request]],
+        of_ranks: Sequence[Sequence[_RegionRequest]],
         places: Sequence[torch.Tensor],
         chunk_bytes: int,
     ) -> None:
@@ -153,7 +153,7 @@ class _Moving:
                 inner = place[piece.box.within(part)] if part.shape else place
                 inner.copy_(piece.of(self._arrived, place.dtype))
 
-    def _pack(self, requests: Sequence[_Request], pieces: Sequence[_Piece]) -> torch.Tensor:
+    def _pack(self, requests: Sequence[_RegionRequest], pieces: Sequence[_ChunkPart]) -> torch.Tensor:
         """What `pieces` say of what was taken, on the device."""
         for piece in pieces:
             request = requests[piece.request]
@@ -165,19 +165,19 @@ class _Moving:
         return sent if self._sent is self._packed else sent.copy_(self._packed[:size])
 
 
-def _buffer_bytes(requests: Sequence[_Request], chunk_bytes: int) -> int:
+def _buffer_bytes(requests: Sequence[_RegionRequest], chunk_bytes: int) -> int:
     """Bytes that no chunk of `requests` exceeds."""
     sizes = [request.part.num_elements * request.item_bytes for request in requests]
     return min(max(chunk_bytes, _ALIGNMENT_BYTES), sum(map(_aligned, sizes)))
 
 
-def _num_bytes(pieces: Sequence[_Piece]) -> int:
+def _num_bytes(pieces: Sequence[_ChunkPart]) -> int:
     return pieces[-1].offset + pieces[-1].num_bytes
 
 
-def _chunks(requests: Sequence[_Request], chunk_bytes: int) -> Iterator[list[_Piece]]:
+def _chunks(requests: Sequence[_RegionRequest], chunk_bytes: int) -> Iterator[list[_ChunkPart]]:
     """All that is requested in chunks of at most so many bytes, the same on both ends."""
-    chunk: list[_Piece] = []
+    chunk: list[_ChunkPart] = []
     for number, request in enumerate(requests):
         for box in request.part.pieces(max(1, chunk_bytes // request.item_bytes)):
             size = box.num_elements * request.item_bytes
@@ -186,7 +186,7 @@ def _chunks(requests: Sequence[_Request], chunk_bytes: int) -> Iterator[list[_Pi
                 yield chunk
                 chunk, offset = [], 0
             if size:
-                chunk.append(_Piece(number, box, offset, size))
+                chunk.append(_ChunkPart(number, box, offset, size))
     if chunk:
         yield chunk
 

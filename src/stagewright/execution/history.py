@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.execution.logs import Step
+from stagewright.execution.logs import TrainingStep
 from stagewright.execution.record import Record, finite
 from stagewright.planning.plan import Plan
 from stagewright.version import __version__
@@ -44,13 +44,13 @@ class History:
         self.metered.add(done)
         self.returns.append((step + 1, done))
 
-    def told(self, plan: Plan, number: int, result: StepResult) -> Step:
+    def told(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
         """Step `number`, counted from 0, as people should hear of it."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)
         pace = predicted.step_seconds / result.seconds
         recent = [one.seconds for one in self.results[-_RECENT_STEPS:]]
-        return Step(
+        return TrainingStep(
             number + 1,
             self.num_steps,
             result.loss,

@@ -13,12 +13,12 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import check_start, steps_of
 from stagewright.execution.data.prepared import ready, ready_beside
 from stagewright.execution.folder_lock import in_use
-from stagewright.execution.joining import start_timeout_s
-from stagewright.execution.left import plan_without
+from stagewright.execution.launch_environment import start_timeout_s
 from stagewright.execution.options import RunOptions, options_as_keywords
 from stagewright.execution.preflight import prepare, refuse_without_room
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
+from stagewright.execution.replan import plan_without
 from stagewright.planning.plan import Plan
 from stagewright.units import format_seconds
 

@@ -21,7 +21,7 @@ STEPS = "steps.jsonl"
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A step that all ranks are through with."""
 
     number: int
@@ -63,7 +63,7 @@ class Step:
         return "  ".join(parts)
 
 
-Callback = Callable[[Step], object]
+Callback = Callable[[TrainingStep], object]
 
 
 class StepLog:
@@ -81,7 +81,7 @@ class StepLog:
         if not first:
             self.path.unlink(missing_ok=True)
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: TrainingStep) -> None:
         skipped = {"skipped": True} if step.is_skipped else {}
         self._keep({"step": step.number, **step.figures, **skipped})
         now = time.monotonic()
@@ -122,7 +122,7 @@ class TensorBoardLog:
             raise InputError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
         self._writer: Any = SummaryWriter(str(folder))
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: TrainingStep) -> None:
         for name, figure in step.figures.items():
             if figure is not None:
                 self._writer.add_scalar(f"train/{name}", figure, step.number)
@@ -142,7 +142,7 @@ class WandbLog:
             raise InputError("--wandb needs the package wandb: pip install wandb") from None
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder))
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: TrainingStep) -> None:
         figures = {f"train/{name}": figure for name, figure in step.figures.items() if figure is not None}
         self._run.log(figures, step=step.number)
 

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from stagewright.execution.collectives import ProcessGroups, Replicas, all_gather, is_ordered, reduce_scatter
-from stagewright.execution.watch import Report, connecting
+from stagewright.execution.collectives import (
+    ProcessGroups,
+    ReplicaGroup,
+    all_gather,
+    is_ordered,
+    reduce_scatter,
+)
+from stagewright.execution.watchdog import Report, connecting
 from stagewright.graph.tensor_parallel import GROUP
 from stagewright.schedule.action import Kind
 from stagewright.schedule.lanes import Lane
@@ -84,7 +90,7 @@ class Groups:
     pipeline: list[int]
     lanes: Mapping[tuple[Kind, bool], dist.ProcessGroup | None]
     model: dist.ProcessGroup | None
-    replicas: Replicas | None
+    replicas: ReplicaGroup | None
     all: ProcessGroups
 
     @classmethod
@@ -166,11 +172,11 @@ def _round(lane: Lane) -> tuple[int, int, int, Lane]:
     return low % 2, low, high, lane
 
 
-def _replicas(mesh: Mesh, groups: ProcessGroups) -> Replicas | None:
+def _replicas(mesh: Mesh, groups: ProcessGroups) -> ReplicaGroup | None:
     if mesh.dp == 1:
         return None
     sharded, size = mesh.groups(SHARD), mesh.num_shards
     gathers, sums = groups.new(sharded), groups.new(sharded)
     assert gathers is not None and sums is not None
     copies = groups.new(mesh.groups(COPY)) if size < mesh.dp else None
-    return Replicas(mesh.replica % size, size, gathers, sums, copies)
+    return ReplicaGroup(mesh.replica % size, size, gathers, sums, copies)

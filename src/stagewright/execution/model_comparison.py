@@ -48,7 +48,7 @@ _NUM_TRIES = 8
 
 
 @dataclass
-class Step:
+class ComparedStep:
     """What a microbatch leaves behind, by what it is: "the loss", "buffer 'norm.mean'"."""
 
     tensors: dict[str, Tensor | None]
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ModelDifference:
     """One thing that the graph makes otherwise than the model; `share` of the largest element."""
 
     what: str
@@ -75,7 +75,7 @@ class Difference:
 
 def differences(
     make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0, tolerance: float = 1e-9
-) -> list[Difference]:
+) -> list[ModelDifference]:
     """Return what the graph makes otherwise than the model that `make` builds, largest first, in the first step in which
     there is something; none where they are equal. Raises `TraceError` where one of them cannot be run."""
     built = make()
@@ -90,7 +90,7 @@ def differences(
                 return differing
             graphs.update(update_of(built.module))
         if model.draws_outside and draws_outside(make, seed):
-            return [Difference("the loss under other random numbers of Python or numpy", math.inf)]
+            return [ModelDifference("the loss under other random numbers of Python or numpy", math.inf)]
     except StagewrightError:
         raise
     except Exception as error:  # code of others may raise whatever it likes
@@ -104,7 +104,7 @@ class Refusal:
     """A graph that is not its model."""
 
     name: str
-    differing: list[Difference]
+    differing: list[ModelDifference]
     make: Callable[[], BuiltModel]
     seed: int
 
@@ -130,7 +130,7 @@ class ModelSteps:
         self.draws_outside = False
         """Whether a forward drew random numbers that are not torch's."""
 
-    def run(self, step: int, inputs: Mapping[str, Tensor]) -> Step:
+    def run(self, step: int, inputs: Mapping[str, Tensor]) -> ComparedStep:
         self.module.zero_grad(set_to_none=True)
         states = states_outside()
         with keyed(self.seed, step, 0) as draws:
@@ -148,7 +148,7 @@ class ModelSteps:
             what: None if tensor is None else tensor.to_dense().detach().clone()
             for what, tensor in found.items()
         }
-        return Step(copies, draws.draws, owners)
+        return ComparedStep(copies, draws.draws, owners)
 
 
 class GraphSteps:
@@ -168,7 +168,7 @@ class GraphSteps:
         self.weights = Weights([self.stage], tensors | constants_of([self.stage]), torch.device("cpu"))
         self.runner = StageRunner(self.stage, self.weights, torch.device("cpu"), StageOptions(1.0, seed))
 
-    def run(self, step: int, inputs: Mapping[str, Tensor]) -> Step:
+    def run(self, step: int, inputs: Mapping[str, Tensor]) -> ComparedStep:
         self.weights.begin_step()
         self.runner.begin_step(step)
         given = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -182,7 +182,7 @@ class GraphSteps:
         for name, buffer in self.buffers.items():
             value = self.graph.buffers.get(name)
             found[f"buffer '{name}'"] = buffer if value is None else self.runner.resident.get(value, buffer)
-        return Step(found, self.graph.num_draws)
+        return ComparedStep(found, self.graph.num_draws)
 
     def update(self, changes: Mapping[str, Tensor]) -> None:
         """Add to the parameters what was added to those of the model."""
@@ -251,7 +251,7 @@ def _gradient(name: str) -> str:
 # -- what differs -------------------------------------------------------------------------------------------------------
 
 
-def compared(graph: Step, model: Step, tolerance: float = 1e-9) -> list[Difference]:
+def compared(graph: ComparedStep, model: ComparedStep, tolerance: float = 1e-9) -> list[ModelDifference]:
     """What differs between a step of the graph and one of the model, largest first."""
     loss = model.tensors["the loss"]
     dtype = "float64" if loss is not None and loss.dtype == torch.float64 else "float32"
@@ -266,10 +266,10 @@ def compared(graph: Step, model: Step, tolerance: float = 1e-9) -> list[Differen
             graph.tensors.get(what), model.tensors.get(what), least if what in model.owners else 0.0
         )
         if not share <= tolerance:
-            found.append(Difference(what, share, model.owners.get(what)))
+            found.append(ModelDifference(what, share, model.owners.get(what)))
     if graph.num_draws != model.num_draws:
         text = f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times, which"
-        found.append(Difference(text, math.inf))
+        found.append(ModelDifference(text, math.inf))
     return sorted(found, key=lambda one: -math.inf if math.isnan(one.share) else -one.share)
 
 
@@ -316,7 +316,7 @@ def draws_outside(make: Callable[[], BuiltModel], seed: int) -> bool:
     return len(losses) > 1
 
 
-def cause_of(make: Callable[[], BuiltModel], differing: list[Difference], seed: int) -> str:
+def cause_of(make: Callable[[], BuiltModel], differing: list[ModelDifference], seed: int) -> str:
     """Why the graph is not the model, as far as the model tells, and what to do."""
     if draws_outside(make, seed):
         return f"The cause: {_PYTHON_RANDOM}"

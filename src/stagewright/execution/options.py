@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args
 
 from pydantic import BaseModel
 
 from stagewright.errors import InputError, nearest
 from stagewright.execution.data.prepared import Data, PreparedData
 from stagewright.execution.logs import Callback
-from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.planning.plan import Plan
+
+OnNan = Literal["warn", "skip", "stop", "rollback"]
+ON_NAN: tuple[OnNan, ...] = get_args(OnNan)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class RunOptions:
         on_nan: what to do when loss or gradients are NaN or Inf: ``warn`` and update as usual, ``skip`` the update,
             ``stop`` the run, or ``rollback`` to the newest checkpoint and continue with later data.
         compare: compare the traced graph with the model before its first run; without, errors of the trace are trained.
-        callbacks: of a `Trainer`: called on the first rank with every finished `Step`.
+        callbacks: of a `Trainer`: called on the first rank with every finished `TrainingStep`.
         is_checked: whether the process that started this one has checked the options and locked the folders.
 
     Raises:

@@ -1,7 +1,7 @@
 """Pickles of plain data, read opcode by opcode without importing or calling anything.
 
 `pickle.Unpickler` with an allow-list of names is not enough: ``BUILD`` also sets attributes of the allowed classes and
-functions themselves. Here a name stays text: what a pickle would build with it is a `Record` of our own.
+functions themselves. Here a name stays text: what a pickle would build with it is a `PickledObject` of our own.
 
 Source: ``pickletools`` of the standard library and PEP 307, 3154 and 574 (protocols 2 to 5).
 Ignores: protocols 0 and 1, sets, persistent ids, extension codes, and buffers outside of the pickle.
@@ -23,7 +23,7 @@ class Name:
 
 
 @dataclass(eq=False)
-class Record:
+class PickledObject:
     """An object that a pickle describes: class or function `name`, its arguments, and the state set after construction."""
 
     name: str
@@ -39,7 +39,7 @@ class Record:
 
 
 def read_plain(file: BinaryIO, names: Container[str]) -> Any:
-    """Return the data of a pickle: numbers, texts, tuples, lists, dicts, `Name`s and `Record`s.
+    """Return the data of a pickle: numbers, texts, tuples, lists, dicts, `Name`s and `PickledObject`s.
 
     Args:
         names: the classes and functions that the pickle may name, as ``module.name``.
@@ -117,7 +117,7 @@ class _Machine:
         elif opcode in ("REDUCE", "NEWOBJ"):
             push(self._record())
         elif opcode == "BUILD":
-            state, record = self.pop(), self._top(Record)
+            state, record = self.pop(), self._top(PickledObject)
             if record.state is not None:
                 raise ValueError(f"it sets the state of '{record.name}' twice")
             record.state = state
@@ -141,7 +141,7 @@ class _Machine:
 
     def _set_items(self, pairs: list[Any]) -> None:
         items, keys = self._top(dict), pairs[::2]
-        if len(pairs) % 2 or not all(isinstance(key, str | int | Record) for key in keys):
+        if len(pairs) % 2 or not all(isinstance(key, str | int | PickledObject) for key in keys):
             raise ValueError("it has a dict whose keys are neither texts, numbers nor objects")
         items.update(zip(keys, pairs[1::2], strict=True))
 
@@ -159,5 +159,7 @@ class _Machine:
         if not isinstance(name, Name) or not isinstance(arguments, tuple):
             raise ValueError("it calls something else than a class or function by its name")
         return (
-            {} if name.text == "collections.OrderedDict" and not arguments else Record(name.text, arguments)
+            {}
+            if name.text == "collections.OrderedDict" and not arguments
+            else PickledObject(name.text, arguments)
         )

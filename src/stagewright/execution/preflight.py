@@ -9,9 +9,9 @@ from pathlib import Path, PurePath
 
 from stagewright.errors import InputError
 from stagewright.execution.checkpoint_folder import steps_of
-from stagewright.execution.joining import check_launcher
-from stagewright.execution.left import plan_to_run
+from stagewright.execution.launch_environment import check_launcher
 from stagewright.execution.options import RunOptions
+from stagewright.execution.replan import plan_to_run
 from stagewright.execution.weight_files import check_weights
 from stagewright.machine import machine_bytes
 from stagewright.planning.assignment.rank_file import read_rank_file

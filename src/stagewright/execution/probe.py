@@ -34,7 +34,7 @@ from stagewright.machine import num_cores
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
 
-RequestT = TypeVar("RequestT", bound="Request")
+RequestT = TypeVar("RequestT", bound="ProbeRequest")
 FoundT = TypeVar("FoundT")
 Measure = Callable[[int, RequestT, torch.device, Progress], FoundT]
 """What a process of this rank measures on its device; in a module, so that another process finds it."""
@@ -44,7 +44,7 @@ _START, _MESSAGES = 0.1, 0.9
 
 
 @dataclass(frozen=True)
-class Request:
+class ProbeRequest:
     """Which processes measure, and for how long."""
 
     device_type: str
@@ -93,7 +93,7 @@ def _impossible(error: ValueError, cores_of_others: float | None) -> RunError:
     )
 
 
-def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> Request:
+def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> ProbeRequest:
     """Raises `InputError` for what this machine does not have."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot probe device '{device}': choose 'cpu' or 'cuda'")
@@ -105,7 +105,7 @@ def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure
             f"cannot probe {processes} process(es): this machine has {available} {unit}; "
             f"choose 1 to {available}" + (", or probe the cpu" if device == "cuda" else "")
         )
-    return Request(device, processes, max(1, cores // processes), time_limit_s, seconds_per_figure)
+    return ProbeRequest(device, processes, max(1, cores // processes), time_limit_s, seconds_per_figure)
 
 
 # The parent: starts the workers, listens, and ends them whatever happens.
@@ -155,7 +155,7 @@ def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT
                 worker.join()
 
 
-def _listen(pipes: list[Connection], deadline: float, request: Request, progress: Progress) -> list[Any]:
+def _listen(pipes: list[Connection], deadline: float, request: ProbeRequest, progress: Progress) -> list[Any]:
     phase = dict.fromkeys(range(len(pipes)), "start")
     found: dict[int, Any] = {}
     progress("start", 0.0)
@@ -208,7 +208,7 @@ def _worker(
         pipe.close()
 
 
-def _measure(rank: int, request: Request, device: torch.device, report: Progress) -> Measurements:
+def _measure(rank: int, request: ProbeRequest, device: torch.device, report: Progress) -> Measurements:
     meet = dist.barrier if request.processes == request.world else lambda: None
     watch = Stopwatch(device, request.seconds_per_figure, meet)
     found = Measurements()
@@ -230,7 +230,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
 
 
-def _prepare(rank: int, request: Request, store_path: str) -> torch.device:
+def _prepare(rank: int, request: ProbeRequest, store_path: str) -> torch.device:
     keep_freed_memory()  # as the processes of a run do
     torch.set_num_threads(request.threads)
     if sys.platform == "linux":

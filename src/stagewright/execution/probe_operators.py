@@ -44,7 +44,7 @@ Samples = list[tuple[Work, float]]
 """What an operator asked of the device, and its mean seconds over the faster half of all passes."""
 
 
-class _Block(nn.Module):
+class _ReferenceBlock(nn.Module):
     """Attention, a layer of two products and a gated one, each behind a norm or dropout of another kind."""
 
     def __init__(self, width: int) -> None:
@@ -69,13 +69,13 @@ class _Block(nn.Module):
         return x + self.back(F.silu(self.gate(y)) * self.value(y))
 
 
-class _Network(nn.Module):
+class _ReferenceNetwork(nn.Module):
     """An embedding, blocks, a head and the cross entropy of the next token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, width)
-        self.blocks = nn.Sequential(*(_Block(width) for _ in range(_BLOCKS)))
+        self.blocks = nn.Sequential(*(_ReferenceBlock(width) for _ in range(_BLOCKS)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VOCABULARY, bias=False)
 
@@ -84,7 +84,7 @@ class _Network(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Marks:
+class OperatorMarks:
     """Moments in front of and after every operator."""
 
     def __init__(self) -> None:
@@ -129,11 +129,11 @@ class ReferenceNetwork:
     def __init__(self, width: int, length: int, device: torch.device = _CPU) -> None:
         torch.manual_seed(0)
         self._device = device
-        network = _Network(width).to(device)
+        network = _ReferenceNetwork(width).to(device)
         self._tokens = torch.randint(_VOCABULARY, (1, length)).to(device)
         graph = trace_module(network, {"tokens": self._tokens}, "reference")
         (self._stage,) = split_graph(graph, [])
-        self._marks = Marks()
+        self._marks = OperatorMarks()
         self._runner = _runner(self._stage, network, self._marks, device)
         self._runner.begin_step(0)
         self._reference = Reference(device)
@@ -214,7 +214,7 @@ def calls_of(stage: Stage) -> tuple[Node | None, ...]:
     )
 
 
-def _runner(stage: Stage, network: nn.Module, mark: Marks, device: torch.device) -> StageRunner:
+def _runner(stage: Stage, network: nn.Module, mark: OperatorMarks, device: torch.device) -> StageRunner:
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
     return StageRunner(stage, Weights([stage], tensors, device), device, StageOptions(1.0), mark=mark)
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stagewright.errors import RunError, StagewrightError
-from stagewright.execution.board import FINISHED, LAUNCHER, FileBoard, Liveness
 from stagewright.execution.folder_lock import run_folder
-from stagewright.execution.member import RUN_ERRORS
+from stagewright.execution.heartbeat import FINISHED, LAUNCHER, FileBoard, Liveness
+from stagewright.execution.rank_process import RUN_ERRORS
 from stagewright.execution.rendezvous import Meeting
 from stagewright.machine import python_command
 from stagewright.text import printable

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.estimation.signatures import signature_of
-from stagewright.execution.accelerator import Event, accelerator_of
+from stagewright.execution.accelerator import DeviceEvent, accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import StartingTensors
-from stagewright.execution.probe import Progress, Request, checked, run_workers
+from stagewright.execution.probe import ProbeRequest, Progress, checked, run_workers
 from stagewright.execution.probe_description import processor_name
-from stagewright.execution.probe_operators import Marks, Pass, calls_of, faster_half, undelayed
+from stagewright.execution.probe_operators import OperatorMarks, Pass, calls_of, faster_half, undelayed
 from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
@@ -55,7 +55,7 @@ Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
-class _Asked(Request):
+class _ProfileRequest(ProbeRequest):
     reference: ModelReference
     job: Job
     microbatches: tuple[int, ...]
@@ -87,7 +87,7 @@ def profile(
     for size in microbatches:
         report(f"tracing microbatches of {size}", 0.0)
         _graph(reference, job, size, device)  # kept, so that the processes read it
-    asked = _Asked(**vars(base), reference=reference, job=job, microbatches=tuple(microbatches))
+    asked = _ProfileRequest(**vars(base), reference=reference, job=job, microbatches=tuple(microbatches))
     found = run_workers(asked, report, _measure)[:processes]
     return OperatorProfile(
         device=processor_name(device),
@@ -105,7 +105,7 @@ def _graph(reference: ModelReference, job: Job, size: int, device: str) -> Opera
     return trace(reference, size, expand=False, **job.traced(device))
 
 
-def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -> _Found:
+def _measure(rank: int, asked: _ProfileRequest, device: torch.device, report: Progress) -> _RankProfile:
     """What this process takes, all at work on the same operators at the same time.
 
     Sizes take turns, so that a machine whose speed wanders slows them alike.
@@ -138,11 +138,11 @@ def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -
             if name is not None:
                 seconds[name].append(float(taken))
     means = {name: statistics.fmean(found) for name, found in seconds.items()}
-    return _Found(statistics.fmean(look for look, *_ in kept), means)
+    return _RankProfile(statistics.fmean(look for look, *_ in kept), means)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RankProfile:
     reference_s: float
     seconds: Seconds
 
@@ -172,7 +172,7 @@ class _Passes:
         weights = Weights([self._stage], StartingTensors(model, [self._stage]), device, wide)
         batch = SyntheticBatches(model.inputs, job.seed).microbatch(0, 0, graph)
         self._inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        self._device, self._marks = device, Marks() if device.type == "cpu" else _Events(device)
+        self._device, self._marks = device, OperatorMarks() if device.type == "cpu" else _Events(device)
         self._runner = StageRunner(self._stage, weights, device, StageOptions(1.0), mark=self._marks)
         self._runner.begin_step(0)
         self._num_in_flight = self._held_at_once(longest_s)
@@ -210,14 +210,14 @@ class _Passes:
 
 
 class _Events:
-    """As `Marks` on a GPU: moments at which it gets between operators, told by events. It is kept busy until the host has
+    """As `OperatorMarks` on a GPU, by events between operators. It is kept busy until the host has
     issued them all, so that it waits for none."""
 
     _BUSY_WIDTH = 4096
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = accelerator_of(device)
-        self._events: list[Event] = []
+        self._events: list[DeviceEvent] = []
         self._ahead = torch.zeros(self._BUSY_WIDTH, self._BUSY_WIDTH, device=device)
         self._host_s, self._began = 0.0, 0.0
         self._call_s = self._seconds_of(self._work)

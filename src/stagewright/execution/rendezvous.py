@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import RunError
-from stagewright.execution.board import Board, FileBoard, Seal, StoreBoard, places
+from stagewright.execution.heartbeat import Board, FileBoard, Seal, StoreBoard, places
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from stagewright.errors import StagewrightWarning
-from stagewright.execution.member import end_process, exit_code
+from stagewright.execution.rank_process import end_process, exit_code
 
 
 def main(script: str, arguments: list[str]) -> int:

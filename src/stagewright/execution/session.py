@@ -21,9 +21,8 @@ from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.checkpoint_folder import digest
 from stagewright.execution.clock import ClockOffset
 from stagewright.execution.collectives import check_same_graphs, check_same_weights, exchange, is_ordered
-from stagewright.execution.data.ahead import Reader, Wanted
-from stagewright.execution.data.batches import Batches, counted
-from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.batches import Batches, counted, open_batches
+from stagewright.execution.data.prefetch import Prefetcher, PrefetchRequest
 from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
@@ -32,15 +31,15 @@ from stagewright.execution.loading import StartingTensors, StoredAdapters, Store
 from stagewright.execution.mesh import STAGE, Groups, Mesh, connect_everyone
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
-from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
+from stagewright.execution.options import OnNan
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
-from stagewright.execution.pace import pace_of
 from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageOptions
-from stagewright.execution.watch import Report
+from stagewright.execution.stragglers import pace_of
+from stagewright.execution.watchdog import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
@@ -104,7 +103,7 @@ class Session:
         watch: Report = lambda position, **details: None,
         report: Callable[[str], None] = lambda stage: None,
         on_nan: OnNan = "warn",
-        reader: Reader | None = None,
+        reader: Prefetcher | None = None,
     ) -> None:
         self.plan = plan
         self.passed_over = 0
@@ -216,7 +215,7 @@ class Session:
         return base_model_of(self.reference, self.plan.job.seed, not self.is_from_files)
 
     def watch(self, position: str, **details: Any) -> None:
-        """This rank is now at `position`; `details` are those of `Watch.at`."""
+        """This rank is now at `position`; `details` are those of `Watchdog.at`."""
         self.position = position
         self._report_position(position, **details)
 
@@ -346,7 +345,9 @@ class Session:
         to_device = accelerator_of(self.device).to_device
         return [{name: to_device(tensor) for name, tensor in batch.items()} for batch in found]
 
-    def _wanted(self, step: int, graph: OperatorGraph, batches: Batches | None = None) -> Wanted | None:
+    def _wanted(
+        self, step: int, graph: OperatorGraph, batches: Batches | None = None
+    ) -> PrefetchRequest | None:
         """What `microbatches` reads; None where that is nothing."""
         source = self.batches if batches is None else batches
         if source is None or not self._needed:
@@ -355,7 +356,7 @@ class Session:
         first = self.mesh.replica * count
         firsts = tuple((first + index) * size for index in range(count))
         ahead = self.passed_over if batches is None else 0
-        return Wanted(source, step + ahead, firsts, graph, frozenset(self._needed))
+        return PrefetchRequest(source, step + ahead, firsts, graph, frozenset(self._needed))
 
     def _read_ahead(self, step: int) -> None:
         """Begin to read the data of a step, if there is such a step."""

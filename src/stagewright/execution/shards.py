@@ -13,7 +13,7 @@ import torch
 
 from stagewright.errors import RunError
 from stagewright.estimation.flat_operations import FlatOperations, is_gathered
-from stagewright.execution.collectives import Pending, Replicas
+from stagewright.execution.collectives import Pending, ReplicaGroup
 from stagewright.execution.weights import Weights, starting_tensor
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, FlatLayout
 from stagewright.tracing.arguments import DTYPES
@@ -31,7 +31,7 @@ class FlatBuffer:
         self,
         flat: FlatLayout,
         weights: Weights,
-        replicas: Replicas,
+        replicas: ReplicaGroup,
         starting: Mapping[str, torch.Tensor],
         reduce_dtype: torch.dtype | None,
     ) -> None:
@@ -228,7 +228,7 @@ class Shards:
         self,
         flats: Sequence[FlatLayout] = (),
         weights: Weights | None = None,
-        replicas: Replicas | None = None,
+        replicas: ReplicaGroup | None = None,
         starting: Mapping[str, torch.Tensor] = MappingProxyType({}),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:

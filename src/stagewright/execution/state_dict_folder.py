@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from stagewright.errors import InputError
-from stagewright.execution.plain_pickle import Name, Record, read_plain
+from stagewright.execution.plain_pickle import Name, PickledObject, read_plain
 from stagewright.files import inside
 
 DESCRIPTION = ".metadata"
@@ -179,13 +179,13 @@ def _location(data: Any) -> _Location:
 
 
 def _size(data: Any) -> torch.Size:
-    if not isinstance(data, Record) or data.name != "torch.Size" or len(data.arguments) != 1:
+    if not isinstance(data, PickledObject) or data.name != "torch.Size" or len(data.arguments) != 1:
         raise ValueError("a shape is no torch.Size")
     return torch.Size([_checked(extent, int) for extent in _checked(data.arguments[0], tuple | list)])
 
 
 def _is(data: Any, name: str) -> bool:
-    return isinstance(data, Record) and data.name.rpartition(".")[2] == name
+    return isinstance(data, PickledObject) and data.name.rpartition(".")[2] == name
 
 
 def _fields(data: Any, name: str) -> dict[str, Any]:

@@ -11,26 +11,26 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import changed_state, check_start, has_same_stages
+from stagewright.errors import InputError, RunError, StagewrightWarning
+from stagewright.execution.checkpoint_folder import changed_state, check_start, has_same_stages, steps_of
 from stagewright.execution.data.prepared import PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.history import History
-from stagewright.execution.joining import kind_of_device, launched, start_timeout_s
+from stagewright.execution.launch_environment import kind_of_device, launched, start_timeout_s
 from stagewright.execution.logs import Callback, StepLog, figures_sent
-from stagewright.execution.member import member
-from stagewright.execution.no_number import MOST_RETURNS, no_number, passed_over
 from stagewright.execution.options import RunOptions, options_as_keywords
 from stagewright.execution.planned_device import measured_pace, num_threads, probed_reference
 from stagewright.execution.preflight import prepare
+from stagewright.execution.rank_process import rank_process
 from stagewright.execution.record import Record
-from stagewright.execution.watch import Limits
+from stagewright.execution.watchdog import Limits
 from stagewright.planning.plan import Plan
 
 if TYPE_CHECKING:
     import torch
 
     from stagewright.execution.adapting import Adaptation
+    from stagewright.execution.checkpoint import Saver
     from stagewright.execution.evaluation import Evaluation, Evaluator
     from stagewright.execution.session import StepResult
 
@@ -39,6 +39,8 @@ _STOP, _WRITING, _RECORD, _ADAPT, _LINKS = "stop", "writing", "record", "adapt",
 worth changing to, should links be timed?"""
 
 _RECORD_EVERY_S = 60.0
+_MOST_ROLLBACKS = 3
+"""In one run: NaN or Inf in as many other batches does not come from the data."""
 
 
 class Trainer:
@@ -82,7 +84,7 @@ class Trainer:
         self._place = int(os.environ["RANK"])
         limits = Limits(options.timeout, start_timeout_s(options.start_timeout))
         self._watch, self.device = self._stack.enter_context(
-            member(kind_of_device(options.device, plan), limits, plan.rank_on(self._place))
+            rank_process(kind_of_device(options.device, plan), limits, plan.rank_on(self._place))
         )
         self.rank, self.num_ranks = self._watch.rank, self._watch.num_ranks
         self.is_first = self._place == 0
@@ -101,20 +103,20 @@ class Trainer:
         import torch
 
         from stagewright.execution.adapting import Adaptation
-        from stagewright.execution.data.ahead import Reader
-        from stagewright.execution.data.opening import open_batches
+        from stagewright.execution.checkpointer import Checkpointer
+        from stagewright.execution.data.batches import open_batches
+        from stagewright.execution.data.prefetch import Prefetcher
         from stagewright.execution.first_comparison import compare_once
         from stagewright.execution.metering import metered_steps
-        from stagewright.execution.pace import PaceWatch
         from stagewright.execution.reference import SpeedWatch
-        from stagewright.execution.saving import Saving
         from stagewright.execution.session import Session
+        from stagewright.execution.stragglers import StragglerWatch
         from stagewright.tracing.evaluation import evaluated
 
         warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
         if (threads := num_threads(self.plan, self._place)) is not None:
             torch.set_num_threads(threads)
-        options, watch, reader = self.options, self._watch, Reader()
+        options, watch, reader = self.options, self._watch, Prefetcher()
         if options.compare and self.is_first:  # the others wait for it
             compare_once(self.plan, watch.at, apart=self.device.type == "cpu")
         self._behind.callback(reader.close)
@@ -125,7 +127,7 @@ class Trainer:
         self.session = self._new_session(self.plan)
         watch.device_position = lambda: self.session.runner.device_position()
         set_up_s = time.monotonic() - began  # and so it is for other cuts, in processes that are there
-        self._saving = Saving(options, self.session)
+        self._saving = Checkpointer(options, self.session)
         self.step_number = watch.num_steps = first = (
             self._saving.restore(self.session) if options.resume else 0
         )
@@ -141,7 +143,7 @@ class Trainer:
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()
         self._speed = SpeedWatch(self.device, probed_reference(self.plan, self._place, self.device.type))
-        self._paces = PaceWatch()
+        self._paces = StragglerWatch()
         if self._held_out is not None:  # what cannot be evaluated is said now, and not behind the last step
             evaluated(self.session.graph)
             _ = open_batches(self._held_out, self.plan.job, is_once=True).num_samples
@@ -255,8 +257,8 @@ class Trainer:
         is wanted; raises `RunError` where it is not, or was done too often."""
         history, count = self._history, len(self._history.returns)
         self._saving.finish()
-        if self.options.on_nan == "stop" or count == MOST_RETURNS or not self._saving.can_go_back:
-            raise no_number(number, result.loss, result.gradient_norm, self._saving.saver, count)
+        if self.options.on_nan == "stop" or count == _MOST_ROLLBACKS or not self._saving.can_go_back:
+            raise _nan_error(number, result.loss, result.gradient_norm, self._saving.saver, count)
         if self.is_first:
             for callback in self._callbacks:
                 callback(history.told(self.plan, number, result))
@@ -264,13 +266,13 @@ class Trainer:
         self._renew(self.plan)
         done = self._saving.restore(self.session)
         lengths = len(self.plan.job.sequence_lengths)
-        self.session.passed_over = passed_over(number, so_far, done, lengths)
+        self.session.passed_over = batches_to_skip(number, so_far, done, lengths)
         self.step_number = self._watch.num_steps = done
         history.went_back(number, done)
         if self.is_first:
             warnings.warn(
                 f"step {number + 1} has loss {result.loss:g} and gradient norm {result.gradient_norm:g}: back to the "
-                f"checkpoint after step {done}, and on with later data ({count + 1} of at most {MOST_RETURNS} times)",
+                f"checkpoint after step {done}, and on with later data ({count + 1} of at most {_MOST_ROLLBACKS} times)",
                 StagewrightWarning,
                 stacklevel=1,
             )
@@ -288,7 +290,7 @@ class Trainer:
             wants_tokens: whether log-probabilities of all tokens are wanted too.
             most_samples: of held-out data, take the first so many.
         """
-        from stagewright.execution.data.opening import open_batches
+        from stagewright.execution.data.batches import open_batches
         from stagewright.execution.evaluation import Evaluator
 
         if batches is None and self._held_out is None:
@@ -459,3 +461,34 @@ class Trainer:
         record = history.record(plan, self._path, str(self.device), ranks, stopped_by, is_going_on)
         record.save(self.out / "record.json")
         return record
+
+
+def _nan_error(step: int, loss: float, norm: float, saver: Saver | None, num_returns: int = 0) -> RunError:
+    """Return why a run ends at `step`, counted from 0, whose update was skipped, after `num_returns` rollbacks. Every rank
+    must call this; it completes a checkpoint that is being written."""
+    remedy = "no checkpoint was asked for (--checkpoint), so nothing is kept to go on from"
+    if saver is not None:
+        saver.finish()
+        newest = next((path.name for path in steps_of(saver.folder)), None)
+        remedy = (
+            f"no checkpoint was written to '{saver.folder}' before it"
+            if newest is None
+            else f"the last good checkpoint is {newest} in '{saver.folder}': go on from it with --resume, with a lower "
+            "--learning-rate or other data"
+        )
+    before = f", after going back to checkpoints {num_returns} times" if num_returns else ""
+    return RunError(f"step {step + 1} has loss {loss:g} and gradient norm {norm:g}{before}; {remedy}")
+
+
+def batches_to_skip(step: int, so_far: int, back_to: int, num_lengths: int) -> int:
+    """Return by how many batches the data is ahead of the steps after a rollback from `step`, counted from 0, to the
+    checkpoint after `back_to` steps: all that the run has seen, in whole turns if batches have `num_lengths` lengths in
+    turn.
+
+    Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311), section 5.1.
+
+    >>> batches_to_skip(step=12, so_far=0, back_to=10, num_lengths=0), batches_to_skip(12, 3, 10, 2)
+    (3, 6)
+    """
+    seen, turn = step + 1 + so_far - back_to, max(num_lengths, 1)
+    return -(-seen // turn) * turn

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.execution.member import end_process, exit_code, member, start_process
-from stagewright.execution.watch import Limits
+from stagewright.execution.rank_process import end_process, exit_code, rank_process, start_process
+from stagewright.execution.watchdog import Limits
 
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
@@ -19,7 +19,7 @@ _ROUNDING = 1e-4
 
 def work(plan: str, folder: Path, kind: str) -> None:
     """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
-    with member(kind, Limits()) as (watch, device):
+    with rank_process(kind, Limits()) as (watch, device):
         from stagewright.execution.collectives import exchange
         from stagewright.execution.session import Session
         from stagewright.execution.verification import OUTCOME, PLAIN, deterministic

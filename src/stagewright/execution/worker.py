@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from stagewright.execution.member import end_process, exit_code, start_process
 from stagewright.execution.options import RunOptions
+from stagewright.execution.rank_process import end_process, exit_code, start_process
 
 
 def main(options: str) -> int:

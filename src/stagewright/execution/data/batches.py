@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from stagewright.errors import InputError
-from stagewright.execution.data.order import OnceThrough, Order, number_of
-from stagewright.execution.data.own import OwnSample
-from stagewright.execution.data.samples import Sample, Samples
+from stagewright.execution.data.order import OnceThrough, SampleOrder, number_of
+from stagewright.execution.data.prepared import PreparedData, PreparedSource
+from stagewright.execution.data.samples import Packs, Sample, Samples, Windows
+from stagewright.execution.data.store import open_store
+from stagewright.execution.data.user_dataset import UserSample, user_samples
+from stagewright.execution.data_identity import tokens_of
 from stagewright.graph import OperatorGraph
 from stagewright.graph.tensor import TensorMeta
 from stagewright.planning.job import Job
@@ -36,7 +40,7 @@ class Batches:
         is_once: bool = False,
     ) -> None:
         self._sources, self._weights, self._job, self._is_once = sources, weights, job, is_once
-        self._of_length: dict[int, tuple[list[Samples], Order | OnceThrough]] = {}
+        self._of_length: dict[int, tuple[list[Samples], SampleOrder | OnceThrough]] = {}
 
     @property
     def num_samples(self) -> int:
@@ -56,26 +60,26 @@ class Batches:
         samples = [self._sample(step, first + row) for row in range(rows)]
         return {name: torch.stack([row_of(sample, name, metas) for sample in samples]) for name in wanted}
 
-    def open(self, step: int) -> tuple[list[Samples], Order | OnceThrough]:
+    def open(self, step: int) -> tuple[list[Samples], SampleOrder | OnceThrough]:
         """The samples of each source for the length of a step, and their order; made when they are first asked for."""
         length = self._job.length_of(step)
         if length not in self._of_length:
             of_length = [samples(length) for samples in self._sources]
             sizes = [samples.size for samples in of_length]
             once = OnceThrough([size or 0 for size in sizes]) if self._is_once else None
-            self._of_length[length] = of_length, once or Order(sizes, self._weights, self._job.seed)
+            self._of_length[length] = of_length, once or SampleOrder(sizes, self._weights, self._job.seed)
         return self._of_length[length]
 
-    def _sample(self, step: int, index: int) -> Sample | OwnSample:
+    def _sample(self, step: int, index: int) -> Sample | UserSample:
         job = self._job
         of_length, order = self.open(step)
         source, place = order[number_of(step, job.sequence_lengths, job.global_batch) + index]
         return of_length[source][place]
 
 
-def row_of(sample: Sample | OwnSample, name: str, metas: Mapping[str, TensorMeta]) -> torch.Tensor:
+def row_of(sample: Sample | UserSample, name: str, metas: Mapping[str, TensorMeta]) -> torch.Tensor:
     """What a sample has for one of the model's inputs, whose layouts in a microbatch are `metas`."""
-    if isinstance(sample, OwnSample):
+    if isinstance(sample, UserSample):
         return sample.row(name, list(metas), metas[name])
     return torch.from_numpy(_row(name, sample)).to(DTYPES[metas[name].dtype])
 
@@ -92,3 +96,23 @@ def counted(labels: torch.Tensor, is_next: bool) -> torch.Tensor:
     """How many of `labels` (batch, sequence) a loss counts: all that are given, or, where each place predicts the next,
     those behind the first."""
     return ((labels[:, 1:] if is_next else labels) != IGNORED).sum()
+
+
+def open_batches(data: PreparedData, job: Job, is_once: bool = False) -> Batches:
+    """Return the microbatches of a job, or with `is_once` every sample once, for evaluation. Raises `InputError` where
+    prepared data is not there any more."""
+    samples = [_samples_of(source, data.is_apart, job.seed) for source in data.sources]
+    return Batches(samples, [source.weight for source in data.sources], job, is_once)
+
+
+def _samples_of(source: PreparedSource, is_apart: bool, seed: int) -> Callable[[int], Samples]:
+    """Return samples by their length. Documents with prompts are kept whole; all others are cut where samples end."""
+    if source.kind == "factory":
+        return lambda length: user_samples(source.path, length, seed)
+    if source.kind == "tokens":
+        tokens = tokens_of(Path(source.path))
+        return lambda length: Windows(tokens, length)
+    store = open_store(Path(source.path))
+    if store.manifest.is_masked:
+        return lambda length: Packs(store, length, seed)
+    return lambda length: Windows(store.tokens, length, store.ends if is_apart else None)

@@ -49,7 +49,7 @@ class Permutation:
                 return place
 
 
-class Order:
+class SampleOrder:
     """Of sample `number` of a run: which source it is from, and which of that source's samples it is.
 
     A source gives all of its samples, in an order of its own for each epoch, before it gives one again; one whose size is

@@ -272,9 +272,9 @@ def _checked_factory(
     """Known by its source and number of samples, once its first sample fits the model; and whether its samples have labels
     of tokens, some of which may be none."""
     from stagewright.execution.data.batches import row_of
-    from stagewright.execution.data.own import own_samples
+    from stagewright.execution.data.user_dataset import user_samples
 
-    samples = own_samples(text, plan.job.sequence_length, plan.job.seed)
+    samples = user_samples(text, plan.job.sequence_length, plan.job.seed)
     first = samples[0]
     for name in inputs:
         row_of(first, name, inputs)

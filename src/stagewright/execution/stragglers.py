@@ -26,7 +26,7 @@ def pace_of(batch: BatchResult, plan: Plan, pipeline_rank: int, length: int) -> 
     return busy / predicted[pipeline_rank].busy_seconds
 
 
-class PaceWatch:
+class StragglerWatch:
     """Hears after every step how every rank did, and says when one stays slow beside the others, or no longer."""
 
     def __init__(self) -> None:

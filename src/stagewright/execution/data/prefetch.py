@@ -21,7 +21,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PrefetchRequest:
     """Microbatches of a step, each from one of the samples `firsts` of it on: the inputs of `graph` that are named."""
 
     batches: Batches | SyntheticBatches
@@ -40,7 +40,7 @@ class Wanted:
             yield self.batches.microbatch(self.step, first, self.graph, self.names)
 
 
-class Reader:
+class Prefetcher:
     """Reads on a thread of its own, so that what is wanted next can be read ahead. Nothing else may read the same data.
 
     A dataset that draws from torch's own random numbers is not read ahead: the model draws from them too. Ignores: draws
@@ -48,14 +48,14 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._ahead: tuple[Wanted, _Task[Microbatch]] | None = None
+        self._ahead: tuple[PrefetchRequest, _Task[Microbatch]] | None = None
         self._draws = False
         """Whether samples drew random numbers when they were read while nobody else did."""
         self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True, name="stagewright-reader")
         self._thread.start()
 
-    def take(self, wanted: Wanted) -> list[Microbatch]:
+    def take(self, wanted: PrefetchRequest) -> list[Microbatch]:
         """What is wanted, read now unless it was read ahead. Raises what reading it raised."""
         if self._ahead is not None and self._ahead[0] == wanted:
             (_, ahead), self._ahead = self._ahead, None
@@ -66,7 +66,7 @@ class Reader:
         self._draws |= not torch.equal(before, torch.default_generator.get_state())
         return found
 
-    def read_ahead(self, wanted: Wanted) -> None:
+    def read_ahead(self, wanted: PrefetchRequest) -> None:
         """Begin to read what will be wanted next, in place of what was read ahead before."""
         if self._draws:
             return

@@ -18,8 +18,8 @@ from faults import started_run
 from local_cluster import local
 from stagewright.cluster import MeasuredBandwidth, load_cluster, without
 from stagewright.errors import InputError, RunError
-from stagewright.execution import launch, left
-from stagewright.execution.board import Seal, StoreBoard
+from stagewright.execution import launch, replan
+from stagewright.execution.heartbeat import Seal, StoreBoard
 from stagewright.execution.options import RunOptions
 from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import resolve
@@ -54,16 +54,16 @@ def test_a_launcher_with_fewer_processes_has_another_plan(
     options = RunOptions(plan, device="cpu", start_timeout=0.1, checkpoint=tmp_path, replan=True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    assert left.plan_to_run(options) == left.PlanToRun(plan, None)
+    assert replan.plan_to_run(options) == replan.PlanToRun(plan, None)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    made = left.plan_to_run(options)
+    made = replan.plan_to_run(options)
     assert made.is_replanned and made.plan.num_ranks == 3
     assert re.search(r"3 of 4 ranks are left: planned again in .*: pp \d, dp \d, ", capsys.readouterr().err)
     monkeypatch.setenv("RANK", "2")
-    assert left.plan_to_run(options) == made and made.path is not None
+    assert replan.plan_to_run(options) == made and made.path is not None
     made.path.unlink()
     with pytest.raises(RunError, match="file system that all machines share"):
-        left.plan_to_run(options)
+        replan.plan_to_run(options)
 
 
 def test_a_plan_of_an_earlier_start_is_not_taken(
@@ -71,24 +71,24 @@ def test_a_plan_of_an_earlier_start_is_not_taken(
 ) -> None:
     """Where the launcher has a store, the first rank posts there what it has written."""
     board = StoreBoard(dist.HashStore(), Seal("secret"))
-    monkeypatch.setattr(left, "_board", lambda wait_s: board)
-    stale = left._place(plan, 3, tmp_path)
+    monkeypatch.setattr(replan, "_board", lambda wait_s: board)
+    stale = replan._place(plan, 3, tmp_path)
     plan.save(stale)
     options = RunOptions(plan, device="cpu", start_timeout=0.1, checkpoint=tmp_path, replan=True)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(RunError, match="is not what it has written"):
-        left.plan_to_run(options)
+        replan.plan_to_run(options)
     monkeypatch.setattr(
-        left, "plan_without", lambda *_: left.PlanToRun(plan, stale, plan.save(stale) is None)
+        replan, "plan_without", lambda *_: replan.PlanToRun(plan, stale, plan.save(stale) is None)
     )
     monkeypatch.setenv("RANK", "0")
-    begun = left.plan_to_run(options)
+    begun = replan.plan_to_run(options)
     monkeypatch.setenv("RANK", "2")
-    assert left.plan_to_run(options).path == begun.path == stale
+    assert replan.plan_to_run(options).path == begun.path == stale
     stale.write_bytes(stale.read_bytes() + b"\n")
     with pytest.raises(RunError, match="is not what it has written"):
-        left.plan_to_run(options)
+        replan.plan_to_run(options)
 
 
 def test_replan_needs_a_folder_for_checkpoints(plan: Plan, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stagewright.errors import RunError
-from stagewright.execution.board import (
+from stagewright.execution.heartbeat import (
     FINISHED,
     LAUNCHER,
     SILENCE_S,
@@ -35,7 +35,7 @@ CONNECT_S = 60.0
 """Seconds in which ranks that are all there must have connected."""
 _LOOK_EVERY_S = 5.0
 Report = Callable[..., None]
-"""Takes the arguments of `Watch.at`."""
+"""Takes the arguments of `Watchdog.at`."""
 _SETTLE_S = 1.5
 _BLAME_WITHIN_S = 8.0
 _NUM_NEIGHBOURS = 8
@@ -81,7 +81,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-class Watch:
+class Watchdog:
     """Posts this rank's position and watches those of the others, in a thread of its own.
 
     Args:

@@ -20,7 +20,7 @@ _ITEM = "give dicts of tensors by the names of the model's inputs, or tuples in 
 
 
 @dataclass(frozen=True)
-class OwnSample:
+class UserSample:
     """An item of a user's dataset; `what` names it."""
 
     item: Any
@@ -70,10 +70,10 @@ class MapStyle(Samples):
         self._dataset, self._name = dataset, name
         self.size: int | None = len(dataset)
 
-    def __getitem__(self, index: int) -> OwnSample:
+    def __getitem__(self, index: int) -> UserSample:
         what = f"sample {index} of '{self._name}'"
         try:
-            return OwnSample(self._dataset[index], what)
+            return UserSample(self._dataset[index], what)
         except StagewrightError:
             raise
         except Exception as error:
@@ -89,7 +89,7 @@ class InOrder(Samples):
         self.size: int | None = None
         self._next, self._items = 0, self._read()
 
-    def __getitem__(self, index: int) -> OwnSample:
+    def __getitem__(self, index: int) -> UserSample:
         if index < self._next:
             self._next, self._items = 0, self._read()
         item: Any = None
@@ -100,7 +100,7 @@ class InOrder(Samples):
                 self._next, self._items = 0, self._read()  # what has raised gives nothing any more
                 raise
             self._next += 1
-        return OwnSample(item, f"sample {index} of '{self._name}'")
+        return UserSample(item, f"sample {index} of '{self._name}'")
 
     def _read(self) -> Iterator[Any]:
         epoch = 0
@@ -122,7 +122,7 @@ class InOrder(Samples):
             epoch += 1
 
 
-def own_samples(text: str, sequence_length: int, seed: int) -> Samples:
+def user_samples(text: str, sequence_length: int, seed: int) -> Samples:
     """The samples of the dataset that a factory makes; it is called with those of `sequence_length` and `seed` that it has
     parameters for. Raises `InputError` where it fails or returns no dataset."""
     function = function_of(text)

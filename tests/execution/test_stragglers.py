@@ -12,8 +12,8 @@ from stagewright.cli.app import app
 from stagewright.cluster import Cluster, load_cluster, paced
 from stagewright.errors import InputError
 from stagewright.execution.launch import run
-from stagewright.execution.pace import PaceWatch
 from stagewright.execution.record import Record, load_record
+from stagewright.execution.stragglers import StragglerWatch
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.search import plan
@@ -22,7 +22,7 @@ MODEL = "tiny-llama"
 
 
 def test_a_rank_that_stays_slow_is_named_once_and_when_it_is_fast_again() -> None:
-    watch = PaceWatch()
+    watch = StragglerWatch()
     said: list[tuple[int, str]] = []
     for step in range(30):
         slow = 1.0 if step == 3 or step >= 20 else 2.0  # a good step starts the count anew
@@ -33,13 +33,13 @@ def test_a_rank_that_stays_slow_is_named_once_and_when_it_is_fast_again() -> Non
 
 
 def test_short_steps_must_be_slow_for_longer() -> None:
-    watch = PaceWatch()
+    watch = StragglerWatch()
     said = [step for step in range(100) for _ in watch.after(step, (1.0, 2.0, 1.1), 0.1)]
     assert said == [29]
 
 
 def test_a_machine_that_is_slow_as_a_whole_names_nobody_and_metered_steps_do_not_count() -> None:
-    watch = PaceWatch()
+    watch = StragglerWatch()
     assert not any(watch.after(step, (3.0, 3.1), 1.0) for step in range(10))
     assert not any(watch.after(step, (1.0, 2.0) if step % 3 else (0.0, 0.0), 1.0) for step in range(5))
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from patience import Deadline
 from stagewright.errors import RunError
-from stagewright.execution import watch
-from stagewright.execution.board import (
+from stagewright.execution import watchdog
+from stagewright.execution.heartbeat import (
     Board,
     Failure,
     FileBoard,
@@ -26,7 +26,7 @@ from stagewright.execution.board import (
     write_post,
 )
 from stagewright.execution.rendezvous import hosted_store, own_store
-from stagewright.execution.watch import JOINING, Limits, Watch
+from stagewright.execution.watchdog import JOINING, Limits, Watchdog
 
 LIMITS = Limits(action_s=60.0, start_s=0.05)
 
@@ -34,9 +34,9 @@ LIMITS = Limits(action_s=60.0, start_s=0.05)
 @pytest.fixture(params=["folder", "store"])
 def board(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
     """On one machine, and under a launcher of others."""
-    monkeypatch.setattr(watch, "_BLAME_WITHIN_S", 0.3)
-    monkeypatch.setattr(watch, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(watch, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(watchdog, "_BLAME_WITHIN_S", 0.3)
+    monkeypatch.setattr(watchdog, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(watchdog, "_SETTLE_S", 0.1)
     seal = Seal("secret")
     return (
         FileBoard(tmp_path / "board", places(2), seal)
@@ -45,8 +45,8 @@ def board(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def watching(board: Board, said: list[str] | None = None) -> Watch:
-    return Watch(0, 2, board, LIMITS, (said if said is not None else []).append)
+def watching(board: Board, said: list[str] | None = None) -> Watchdog:
+    return Watchdog(0, 2, board, LIMITS, (said if said is not None else []).append)
 
 
 def test_a_rank_that_was_never_heard_of_is_blamed(board: Board) -> None:
@@ -103,7 +103,7 @@ def test_a_host_without_an_address_is_named_in_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_limit_of_an_action_does_not_hold_before_the_first_step(board: Board) -> None:
-    watched = Watch(0, 1, board, Limits(action_s=1.0, start_s=300.0), lambda _: None)
+    watched = Watchdog(0, 1, board, Limits(action_s=1.0, start_s=300.0), lambda _: None)
     watched.at("importing torch")
     watched._since -= 200.0
     assert watched._own_problem() is None
@@ -146,7 +146,7 @@ def test_time_in_which_nobody_could_look_is_held_against_nobody(
     """As after Ctrl-Z, or on a machine that was busy: silence counts only while this process could have heard a word."""
     board = FileBoard(tmp_path / "board", places(1), Seal("secret"))
     now = [100.0]
-    monkeypatch.setattr("stagewright.execution.board.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stagewright.execution.heartbeat.time.monotonic", lambda: now[0])
     looking = Liveness(board, interval_s=0.25)
     write_post(board, 0, Post(1, "0F0"))
     looking.look([0])
@@ -164,8 +164,8 @@ def test_ranks_that_cannot_connect_are_named_once_both_are_there(board: Board) -
     write_post(board, 1, Post(1, "tracing"))
     assert not watched._cannot_connect(500.0)
     write_post(board, 1, Post(2, "connecting ranks 0 and 1"))
-    assert not watched._cannot_connect(500.0 + watch.CONNECT_S)
-    assert watched._cannot_connect(510.0 + watch.CONNECT_S)
+    assert not watched._cannot_connect(500.0 + watchdog.CONNECT_S)
+    assert watched._cannot_connect(510.0 + watchdog.CONNECT_S)
 
 
 def test_an_error_while_connecting_names_the_ranks() -> None:
@@ -174,7 +174,7 @@ def test_an_error_while_connecting_names_the_ranks() -> None:
         pytest.raises(
             RunError, match=r"ranks 3 and 4 cannot reach each other \(no route to host\): see that"
         ),
-        watch.connecting((3, 4), lambda position, meets: positions.append(position)),
+        watchdog.connecting((3, 4), lambda position, meets: positions.append(position)),
     ):
         raise RuntimeError("no route to host\n  a trace of C++")
     assert positions == ["connecting ranks 3 and 4"]

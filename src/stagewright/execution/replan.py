@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.errors import RunError
-from stagewright.execution.board import Board, StoreBoard
-from stagewright.execution.joining import plan_of, start_timeout_s
+from stagewright.execution.heartbeat import Board, StoreBoard
+from stagewright.execution.launch_environment import plan_of, start_timeout_s
 from stagewright.execution.options import RunOptions
 from stagewright.execution.rendezvous import has_own_store, own_seal, own_store
 from stagewright.files import digest_of

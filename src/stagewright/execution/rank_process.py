@@ -23,7 +23,7 @@ from stagewright.errors import (
     wants_traceback,
 )
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
-from stagewright.execution.watch import CONNECT_S, IMPORT_SILENCE_S, JOINING, Limits, Watch
+from stagewright.execution.watchdog import CONNECT_S, IMPORT_SILENCE_S, JOINING, Limits, Watchdog
 from stagewright.text import printable
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def end_process(code: int) -> None:
 
 
 @contextmanager
-def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple[Watch, torch.device]]:
+def rank_process(
+    kind: str, limits: Limits, rank: int | None = None
+) -> Iterator[tuple[Watchdog, torch.device]]:
     """Inside, this process is a rank of the group and watched; an error says which rank failed at what.
 
     Args:
@@ -82,7 +84,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
             os._exit(1)
 
     launcher = None if meeting is None else meeting.launcher
-    watch = Watch(rank, world, board_of(meeting, world, limits.start_s), limits, end, launcher)
+    watch = Watchdog(rank, world, board_of(meeting, world, limits.start_s), limits, end, launcher)
     watch.listen_for_signals(*ends_on)
     watch.start()
     try:
@@ -105,7 +107,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     del host
 
 
-def _leave(watch: Watch) -> None:
+def _leave(watch: Watchdog) -> None:
     import torch.distributed as dist
 
     watch.stop()
@@ -119,7 +121,7 @@ def _clear_up(meeting: Meeting | None) -> None:
         shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
-def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
+def _joined(watch: Watchdog, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
     """The device of this process, which has joined the group of all ranks."""
     from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.collectives import backend_of, join
@@ -142,7 +144,7 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     return target
 
 
-def _failure(error: Exception, rank: int, watch: Watch) -> StagewrightError:
+def _failure(error: Exception, rank: int, watch: Watchdog) -> StagewrightError:
     """What this rank says, to the others too: its own error, or which other rank's end caused it."""
     own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position

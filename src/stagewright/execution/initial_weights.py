@@ -13,7 +13,7 @@ from stagewright.planning.plan import Plan
 from stagewright.tracing.models.build import DeferredModel
 
 
-def write_starting(plan: Plan, names: Sequence[Sequence[str]], folder: Path) -> None:
+def write_initial_weights(plan: Plan, names: Sequence[Sequence[str]], folder: Path) -> None:
     """``stage-N.safetensors`` in `folder`: the tensors of each stage that `names` has, by the model's own names, as its
     files have them, or from the seed where it has none.
 

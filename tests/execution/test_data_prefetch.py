@@ -14,9 +14,9 @@ from texts import small_plan
 
 from patience import patient
 from stagewright.errors import InputError
-from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches
-from stagewright.execution.data.own import InOrder, MapStyle
+from stagewright.execution.data.prefetch import Prefetcher, PrefetchRequest
+from stagewright.execution.data.user_dataset import InOrder, MapStyle
 from stagewright.execution.trainer import Trainer
 from stagewright.graph import OperatorGraph
 from stagewright.planning.job import Job
@@ -58,18 +58,18 @@ def graph() -> OperatorGraph:
 
 
 @pytest.fixture
-def reader() -> Iterator[Reader]:
-    made = Reader()
+def reader() -> Iterator[Prefetcher]:
+    made = Prefetcher()
     yield made
     made.close()
     assert not made._thread.is_alive()
 
 
-def wanted(batches: Batches, step: int, graph: OperatorGraph) -> Wanted:
-    return Wanted(batches, step, (0, 1), graph, frozenset({"input_ids"}))
+def wanted(batches: Batches, step: int, graph: OperatorGraph) -> PrefetchRequest:
+    return PrefetchRequest(batches, step, (0, 1), graph, frozenset({"input_ids"}))
 
 
-def test_what_is_read_ahead_is_what_would_be_read_then(graph: OperatorGraph, reader: Reader) -> None:
+def test_what_is_read_ahead_is_what_would_be_read_then(graph: OperatorGraph, reader: Prefetcher) -> None:
     """Also where another step is asked for than was read ahead."""
     plain, ahead = batches_of(Numbers()), batches_of(dataset := Numbers())
     for step, following in ((0, 1), (1, 2), (2, 3), (7, 8), (8, 9), (3, 4), (4, 5)):
@@ -80,7 +80,7 @@ def test_what_is_read_ahead_is_what_would_be_read_then(graph: OperatorGraph, rea
     assert {name for _, name in dataset.asked} == {"stagewright-reader"}
 
 
-def test_an_error_is_raised_at_its_step(graph: OperatorGraph, reader: Reader) -> None:
+def test_an_error_is_raised_at_its_step(graph: OperatorGraph, reader: Prefetcher) -> None:
     batches = batches_of(Numbers(fails_at=3))
     reader.take(wanted(batches, 0, graph))
     reader.read_ahead(wanted(batches, 1, graph))
@@ -106,7 +106,7 @@ def test_samples_in_order_that_fail_do_so_again() -> None:
 
 
 def test_samples_that_draw_random_numbers_are_read_when_their_step_begins(
-    graph: OperatorGraph, reader: Reader
+    graph: OperatorGraph, reader: Prefetcher
 ) -> None:
     """The model draws from the same: its numbers, and theirs, would depend on who is first."""
     batches = batches_of(dataset := Numbers(draws=True))
@@ -122,8 +122,8 @@ def test_samples_that_draw_random_numbers_are_read_when_their_step_begins(
 def test_a_dataset_that_hangs_does_not_keep_the_process(
     graph: OperatorGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stagewright.execution.data.ahead._LEAVE_S", 0.1)
-    reader, batches = Reader(), batches_of(Numbers(seconds=0.5))
+    monkeypatch.setattr("stagewright.execution.data.prefetch._LEAVE_S", 0.1)
+    reader, batches = Prefetcher(), batches_of(Numbers(seconds=0.5))
     reader.read_ahead(wanted(batches, 0, graph))
     began = time.monotonic()
     reader.close()
@@ -141,7 +141,7 @@ def test_steps_do_not_wait_for_data_and_learn_the_same(
     for is_ahead in (False, True):
         with monkeypatch.context() as patch:
             if not is_ahead:
-                patch.setattr(Reader, "read_ahead", lambda *_: None)
+                patch.setattr(Prefetcher, "read_ahead", lambda *_: None)
             losses[is_ahead] = fitted(tmp_path, f"whole-{is_ahead}", STEPS)
     assert losses[True] == losses[False]
     kept = {"checkpoint": tmp_path / "kept"}

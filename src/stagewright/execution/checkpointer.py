@@ -11,7 +11,7 @@ from stagewright.execution.options import RunOptions
 from stagewright.execution.session import Session
 
 
-class Saving:
+class Checkpointer:
     """Writes checkpoints as the options say, of the session that it has at the time; every rank calls the same methods in
     the same order. Without a folder it writes none."""
 
