@@ -104,7 +104,7 @@ class OneStage:
     def __init__(self, graph: OperatorGraph, cluster: Cluster = CLUSTER) -> None:
         self.graph = graph
         self.cluster = cluster
-        self.body = RangeCosts(graph, Costing(graph, cluster.device, cluster))
+        self.costs = RangeCosts(graph, Costing(graph, cluster.device, cluster))
         self.program = build("1f1b", 1, 1)
 
     @cached_property
@@ -116,14 +116,14 @@ class OneStage:
         program: Program = self.program
         if policy.recomputes:
             program = insert_recomputation(program, [0])
-        line = pipeline(self.body, [], program, self.cluster, self._job(None), 1, [policy])
+        line = pipeline(self.costs, [], program, self.cluster, self._job(None), 1, [policy])
         return Saved(line, rank_memories(line)[0])
 
     def within(self, peak_bytes: int) -> Saved | None:
         """What `fit` chooses for a peak of so many bytes, thorough as it is for the best plan of a search; None if it finds
         nothing."""
         line = self._line_within(peak_bytes)
-        found = fit(line, self.body, offload=False, thorough=True)
+        found = fit(line, self.costs, offload=False, thorough=True)
         return None if found is None else Saved(found.line, found.memories[0])
 
     def _line_within(self, peak_bytes: int) -> Pipeline:
@@ -138,7 +138,7 @@ class OneStage:
         allowed = allocatable_bytes(job.usable_bytes(device, cluster), device)
         if allowed != target:
             raise ValueError(f"a limit of {limit} bytes allows {allowed}, not {target}")
-        return pipeline(self.body, [], self.program, cluster, job, 1)
+        return pipeline(self.costs, [], self.program, cluster, job, 1)
 
     def _job(self, limit: int | None) -> Job:
         facts = self.graph.facts

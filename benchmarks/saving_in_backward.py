@@ -164,7 +164,7 @@ def min_cut_cases(
         parts, peak = min(tried, key=lambda pair: pair[1])
         nodes, values = as_nodes(parts.backward.graph)
         again = [nodes[node.name] for node in parts.recomputed if node.name in nodes]
-        costing = model.whole.forward_ids.costing
+        costing = model.whole.costs.costing
         theirs = repeated(again, values.__getitem__, costing.seconds(again, values.__getitem__))
         ours = model.whole.within(peak)
         yield Beside(
@@ -365,7 +365,7 @@ class SmallStage:
         self.seed = seed
         self.whole = OneStage(small_stage(seed))
         kept = self.whole.kept
-        self.problem: Problem = problem_of(kept.stage, self.whole.forward_ids.costing)
+        self.problem: Problem = problem_of(kept.stage, self.whole.costs.costing)
         self.above = kept.peak_bytes - self.problem.kept_peak
         alive = kept.memory.peak_bytes - kept.line.resident(0).total - kept.memory.categories["inputs"]
         if alive != self.problem.kept_peak:

@@ -46,7 +46,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
     "digits of a name": (lambda: load_cluster("9" * 5000 + "x-h100"), "number of devices"),
     "devices of nodes": (lambda: load_cluster("1000000x1000000x-h100"), "number of devices"),
     "nodes of a file": (of_cluster("count", 2**63), "count = 9223372036854775808"),
-    "nodes and devices": (of_cluster("count", 2**19), "4,194,304 devices are more than"),
+    "nodes and devices": (of_cluster("count", 2**16), "524,288 devices are more than"),
     "bandwidth": (of_cluster("inter_node.bandwidth", 1e-300), "bandwidth = 1e-300"),
     "latency": (of_cluster("inter_node.latency_s", 5e-324), "latency_s = 5e-324: give seconds, 0 or from 1e-12"),
     "long latency": (of_cluster("inter_node.latency_s", 1e308), "latency_s = 1e\\+308: give seconds"),

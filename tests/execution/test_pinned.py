@@ -55,7 +55,7 @@ class LateStream(accelerator._HostStream):
         return LateEvent()
 
 
-class Behind(accelerator._Host):
+class Behind(accelerator._HostAccelerator):
     """The host as a device that its host is ahead of."""
 
     is_asynchronous = True

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("whole_annealing")
 def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:
     """Peaks to the byte where nothing runs again, no higher and in the same time where operators do."""
     whole = load("one_stage").OneStage(load("small_stages").small_stage(seed))
-    stage = RerunStage(whole.kept.line.memories[0], whole.forward_ids.costing, 1.0)
+    stage = RerunStage(whole.kept.line.memories[0], whole.costs.costing, 1.0)
     search = RerunSearch(stage)
     beside = whole.kept.peak_bytes - search.most_bytes
     assert beside == whole.kept.stage.held_bytes([whole.graph.loss])
@@ -32,7 +32,7 @@ def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:
 
 def test_limits_are_met_that_recomputing_once_cannot_meet(load) -> None:
     whole = load("one_stage").OneStage(load("small_stages").small_stage(7))
-    problem = load("checkmate").problem_of(whole.kept.stage, whole.forward_ids.costing)
+    problem = load("checkmate").problem_of(whole.kept.stage, whole.costs.costing)
     above = whole.kept.peak_bytes - problem.kept_peak
     limit = round(1.02 * load("checkmate").least_bytes(problem))
     saved = whole.within(limit + above)
@@ -48,7 +48,7 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
     ours = load("one_stage")
     whole = ours.OneStage(load("small_stages").small_stage(6))
     line = whole._line_within(round(0.6 * whole.kept.peak_bytes))
-    found = fit(line, whole.forward_ids, offload=False, thorough=True)
+    found = fit(line, whole.costs, offload=False, thorough=True)
     assert found is not None and found.choice.reruns
     (policy,) = found.memory_policy
     assert isinstance(policy, StagePolicy) and policy.reruns

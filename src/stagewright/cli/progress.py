@@ -34,8 +34,9 @@ class WatchedWork:
     def left_s(self, now_s: float, done: float) -> float | None:
         """Seconds to go at the pace so far; None where too little was seen of it.
 
-        >>> Watched(10.0).left_s(12.0, 0.25), Watched(10.0).left_s(10.1, 0.25), Watched(10.0, 0.5).left_s(20.0, 0.5)
-        (6.0, None, None)
+        >>> WatchedWork(10.0).left_s(12.0, 0.25), WatchedWork(10.0).left_s(10.1, 0.25)
+        (6.0, None)
+        >>> WatchedWork(10.0, 0.5).left_s(20.0, 0.5)
         """
         passed, gained = now_s - self.began_s, done - self.began_at
         if passed < _LEAST_SECONDS or gained < _LEAST_DONE:

@@ -55,7 +55,7 @@ class SampleOrder:
     A source gives all of its samples, in an order of its own for each epoch, before it gives one again; one whose size is
     None gives them as it has them. Of every million samples it gives the share that its weight says, wherever among them.
 
-    >>> order = Order([4, 100], [1.0, 3.0], seed=0)
+    >>> order = SampleOrder([4, 100], [1.0, 3.0], seed=0)
     >>> first = [order[number] for number in range(200)]
     >>> 35 < sum(source == 0 for source, _ in first) < 65
     True
