@@ -45,7 +45,7 @@ HYBRID = {
     "config",
     [
         {"model_type": "bart", **BART},
-        {"model_type": "bart", "architectures": ["BartForCausalLM"], **BART},
+        {"model_type": "bart", "architectures": ["BartForCausalLM"], **BART, "decoder_layers": 4},
         {"model_type": "mbart", **BART},
         {"model_type": "marian", **BART},
         {"model_type": "blenderbot", **BART},
