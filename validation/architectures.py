@@ -106,10 +106,12 @@ def judge(model_type: str, name: str) -> tuple[str, str]:
     except Exception as error:
         return "not built", _line(error)
     config |= {"architectures": [name], "model_type": model_type}
-    if config.get("image_size", 32) is None or "image_size" not in config:
-        config["image_size"] = 32
-    if config.get("pad_token_id") is None:
-        config["pad_token_id"] = 0
+    for ending, key, value in (
+        ("ImageClassification", "image_size", 32),
+        ("SequenceClassification", "pad_token_id", 0),
+    ):
+        if name.endswith(ending) and config.get(key) is None:
+            config[key] = value
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         reference = resolve(folder, {})

@@ -1,4 +1,4 @@
-"""Types of arrays, by their numbers."""
+"""Types of NumPy arrays, by their elements."""
 
 from __future__ import annotations
 

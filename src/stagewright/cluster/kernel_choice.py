@@ -9,11 +9,9 @@ from functools import cache, lru_cache
 from importlib import resources
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.cluster.matmul import Library
-
-Floats = NDArray[np.float64]
 
 _SCALES = np.array([1.0, 0.3, 0.3, 0.3, 2.5, 1.0])
 """Length scales of `coordinates`: matmuls at distance one are hardly similar. Chosen by cross-validation on half of the

@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Ints
 from stagewright.errors import InputError
-
-Ints = NDArray[np.int64]
 
 ROUND = 512
 SMALL = 2**20

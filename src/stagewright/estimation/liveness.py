@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Ints
 from stagewright.graph import Node, Value
 from stagewright.graph.added_nodes import FETCHED
 from stagewright.graph.stage import Function
 
-Ints = NDArray[np.int64]
 Lookup = Callable[[int], Value]
 
 FREED = -1

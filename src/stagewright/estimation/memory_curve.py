@@ -9,13 +9,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.memory_events import Event, StorageEvent
 from stagewright.estimation.microbatch_memory import InFlight, MemoryEvents
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.schedule import Program
-
-Floats = NDArray[np.float64]
 
 _MOST_STRETCHES = 16
 """Number of intervals of a long computation of which the lowest and the highest moment are kept."""

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Device
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.optimizer import optimizer_of
@@ -23,8 +24,6 @@ from stagewright.graph.messages import num_bytes
 from stagewright.graph.repeat import Copies, expanded
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

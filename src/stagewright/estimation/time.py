@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
@@ -34,8 +34,6 @@ from stagewright.graph.tensor_parallel import (
     parallelism,
 )
 from stagewright.graph.views import not_issued
-
-Floats = NDArray[np.float64]
 
 OVERLAP = 2.5
 """Exponent p of the overlap of arithmetic and memory traffic in one kernel: seconds are (a^p + m^p)^(1/p), between the sum

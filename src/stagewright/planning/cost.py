@@ -136,12 +136,12 @@ def offers(
     failure: PlanError | InputError | None = None
     for part in _parts(cluster, objective):
 
-        def told(what: str, part: Cluster = part) -> None:
+        def report_part(what: str, part: Cluster = part) -> None:
             is_whole = objective == "speed" and part is cluster
             report(what if is_whole else f"{part.num_devices} devices: {what}")
 
         try:
-            found = plan(model, part, job, space, keep=keep, report=told, interruptible=interruptible)
+            found = plan(model, part, job, space, keep=keep, report=report_part, interruptible=interruptible)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue

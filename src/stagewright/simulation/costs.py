@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from stagewright.arrays import Floats
 from stagewright.errors import InputError, nearest
 from stagewright.limits import MOST_PREDICTED
 from stagewright.schedule.action import Kind
 
-Floats = NDArray[np.float64]
 Transfers = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
 """Seconds to move a value or gradient from one stage to another: one number for all, by (source, target) stage, or a
 function of the two. A mapping without (c, a) uses (a, c): a gradient is as large as its value."""

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.simulation.streams import NUM_STREAMS
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 LOCAL, AT_ONCE, WHEN_POSTED, POST = range(4)
 """How a token is sent: not at all; as soon as it is made; once its receive is posted; and the posting itself."""

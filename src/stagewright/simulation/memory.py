@@ -8,10 +8,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.structure import Structure
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

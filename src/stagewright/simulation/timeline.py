@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.frames import data_frame, html_table
 from stagewright.schedule.action import Action
 from stagewright.simulation.encoding import EncodedProgram
@@ -20,9 +21,6 @@ from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class TimedAction(NamedTuple):

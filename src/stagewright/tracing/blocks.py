@@ -69,16 +69,18 @@ class RepeatedBlocks:
     """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
 
     candidates: tuple[str, ...]
-    kinds: dict[Any, BlockKind] = field(default_factory=dict)  # by signature of the call
-    numbered: set[Any] = field(default_factory=set)  # signatures of calls that read a numbering attribute
-    unruly: dict[str, str] = field(default_factory=dict)  # paths of blocks that are of no kind, and why
-    shared: set[str] = field(
-        default_factory=set
-    )  # paths of blocks that have tensors in common with another module
-    members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
-    calls: dict[str, list[BlockKind]] = field(
-        default_factory=dict
-    )  # path -> the kinds of its calls, in order
+    kinds: dict[Any, BlockKind] = field(default_factory=dict)
+    """By signature of the call."""
+    numbered: set[Any] = field(default_factory=set)
+    """Signatures of calls that read a numbering attribute."""
+    unruly: dict[str, str] = field(default_factory=dict)
+    """Paths of blocks that are of no kind, and why."""
+    shared: set[str] = field(default_factory=set)
+    """Paths of blocks that have tensors in common with another module."""
+    members: dict[str, list[str]] = field(default_factory=dict)
+    """By key of a kind, paths in order of call."""
+    calls: dict[str, list[BlockKind]] = field(default_factory=dict)
+    """By path, the kinds of its calls in order."""
 
 
 def find_blocks(model: torch.nn.Module) -> RepeatedBlocks:

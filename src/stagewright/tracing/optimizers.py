@@ -200,15 +200,15 @@ def asked(
         if not kept:
             raise InputError(f"optimizer '{name}' takes no parameters: {fault}")
         shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
-        with_1, with_2, with_4 = (_Step.of(make, [shape] * count, dtype) for count in (1, 2, 4))
-        of_all = max(0.0, (with_4.transient - with_2.transient) / 2)
+        single, double, fourfold = (_Step.of(make, [shape] * count, dtype) for count in (1, 2, 4))
+        of_all = max(0.0, (fourfold.transient - double.transient) / 2)
         state = {
             "is_elementwise": is_elementwise,
             "of_dims": kept,
-            "passes": with_1.passes,
-            "calls": with_1.calls,
+            "passes": single.passes,
+            "calls": single.calls,
             "transient": of_all,
-            "transient_of_largest": max(0.0, with_1.transient - of_all),
+            "transient_of_largest": max(0.0, single.transient - of_all),
             "products": _products(make, dtype) if 2 in kept else (0.0, 0.0),
         }
         return _with_names(state, make_all, named, dtype, decay) if named else state

@@ -154,8 +154,8 @@ def backward_recipe(
         step = steps[index]
         args, kwargs = renumbered((step.args, step.kwargs), places.__getitem__)
         places.update((number, next(following)) for number in step.outputs if number is not None)
-        outputs_there = tuple(None if number is None else places[number] for number in step.outputs)
-        parts[index in for_inputs].append(RecipeStep(step.op, args, kwargs, outputs_there))
+        placed_outputs = tuple(None if number is None else places[number] for number in step.outputs)
+        parts[index in for_inputs].append(RecipeStep(step.op, args, kwargs, placed_outputs))
     by_argument: list[int | None] = [None] * num_arguments
     for index, number in zip(activations + weights, gradients, strict=True):
         by_argument[index] = None if number is None else places[number]

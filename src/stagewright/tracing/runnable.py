@@ -135,10 +135,10 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
     targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
     is_list = node.op == FETCHED or (node.op not in MOVES and returns_list(operator(node.op)))
-    bound = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
+    assigned = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
     statement = f"{function}({', '.join(arguments)})"
-    return f"{seeded}{bound} = {statement}" if targets else statement
+    return f"{seeded}{assigned} = {statement}" if targets else statement
 
 
 def _called(op: str) -> str:

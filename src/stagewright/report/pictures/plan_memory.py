@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stagewright.arrays import Floats
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.memory_curve import ActionCurve, action_curves
 from stagewright.estimation.state import ResidentBytes
@@ -15,8 +15,6 @@ from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
-
-Floats = NDArray[np.float64]
 
 
 def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:

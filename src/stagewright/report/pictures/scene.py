@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.arrays import Floats, Ints
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline, TransferTimes, critical_path, transfer_times
 from stagewright.units import format_seconds
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 KINDS = tuple(Kind)
 """Kinds of bars by index."""

@@ -38,7 +38,7 @@ def build_from_factory(
     """Module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
 
     The factory is called with the overrides and with those of `microbatch_size`, `sequence_length` and
-    `dtype` (a `torch.dtype`) that it has parameters for; torch's default dtype is the microbatch's meanwhile. Inputs
+    `dtype` (a `torch.dtype`) that it has parameters for; meanwhile torch's default dtype is that of the microbatch. Inputs
     of another batch size are repeated or cut to size. Raises `InputError` naming the line that failed.
     """
     factory = function_of(reference.text)
