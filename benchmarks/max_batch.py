@@ -39,7 +39,8 @@ from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, Choice
+from stagewright.planning.candidate import Candidate
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.predict import run_timeline
@@ -103,8 +104,8 @@ class Setting:
         graph = graph_of(self.model, size)
         body = RangeCosts(graph, costing(graph, self.cluster, job))
         try:
-            choice = Choice(1, self.num_stages, size, count, "1f1b")
-            return STRATEGIES[planner].candidate(body, choice, self.cluster, job)
+            configuration = Configuration(1, self.num_stages, size, count, "1f1b")
+            return STRATEGIES[planner].candidate(body, configuration, self.cluster, job)
         except PlanError:
             return None
 

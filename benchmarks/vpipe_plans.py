@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, Choice, with_cuts
+from stagewright.planning.candidate import Candidate, with_cuts
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Variants, costing
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
@@ -61,15 +62,15 @@ def row(published: Published) -> str:
     body = RangeCosts(graph, costing(graph, cluster, job))
     ends = block_ends(body, published.num_layers)
     bounds = [0, *itertools.accumulate(published.blocks)]
-    choice = Choice(1, pp, SIZE, count, "pipedream")
-    plain = with_cuts(body, choice, [ends[end - 1] for end in bounds[1:-1]], cluster, job)
+    configuration = Configuration(1, pp, SIZE, count, "pipedream")
+    plain = with_cuts(body, configuration, [ends[end - 1] for end in bounds[1:-1]], cluster, job)
     begins = [
         bounds[stage + 1] - int(share * number)
         for stage, (number, share) in enumerate(zip(published.blocks, published.shares, strict=True))
     ]
     places = [ends[begin - 1] if begin else 0 for begin in begins]
     theirs = recomputed(plain, body, places)
-    own = STRATEGIES["own-async"].candidate(body, Choice(1, pp, SIZE, count, "1f1b"), cluster, job)
+    own = STRATEGIES["own-async"].candidate(body, Configuration(1, pp, SIZE, count, "1f1b"), cluster, job)
     assert own is not None, "ours fits where theirs does"
     timeline = run_timeline(theirs.line, steps=False)
     their_s, own_s = timeline.makespan_s, run_timeline(own.line, steps=False).makespan_s
@@ -104,7 +105,7 @@ def recomputed(plain: Candidate, body: RangeCosts, places: list[int]) -> Candida
     line = with_choice(Variants(plain.line, body), units, problem.Choice(chosen))
     memories = tuple(rank_memories(line))
     return Candidate(
-        plain.choice, line, plain.cuts, memories, line.missing_bytes(memories), plain.memory_policy
+        plain.configuration, line, plain.cuts, memories, line.missing_bytes(memories), plain.memory_policy
     )
 
 

@@ -14,9 +14,10 @@ from stagewright.cli.app import app
 from stagewright.cli.cost_table import read_cost_table
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError, StagewrightError
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import load_job
 from stagewright.planning.search import plan
-from stagewright.planning.space import Sizes, Space, replicas
+from stagewright.planning.space import Space, pipelines
 from stagewright.schedule import Program, build
 from stagewright.simulation.prediction import Assumptions
 from stagewright.tracing.models.reference import bundled_names, resolve
@@ -103,8 +104,8 @@ def test_costs_that_no_layer_has_are_refused_by_row(cell: str, message: str, tmp
 def test_a_batch_of_too_many_microbatches_is_refused_and_larger_ones_are_tried() -> None:
     job = load_job(None, {**JOB, "global_batch": 2**24})
     cluster, space = load_cluster("8x-h100"), Space(tp=1, pp=8, dp=1)
-    assert next(replicas(Sizes(1, 1, 1, 2**6), cluster, job, space, 8), None) is None
-    assert next(replicas(Sizes(1, 1, 1, 2**7), cluster, job, space, 8)).pp == 8
+    assert next(pipelines(Configuration(microbatch=2**6), cluster, job, space, 8), None) is None
+    assert next(pipelines(Configuration(microbatch=2**7), cluster, job, space, 8)).pp == 8
     with pytest.raises(InputError, match="a global batch of 16,777,216 in microbatches of 1 makes programs"):
         plan("tiny-llama", cluster, job, replace(space, microbatch=1))
 

@@ -15,7 +15,8 @@ from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, Choice
+from stagewright.planning.candidate import Candidate
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import StagePolicy, load_plan
@@ -38,7 +39,7 @@ def body() -> RangeCosts:
 
 
 def made(name: str, limit: int | None = None) -> Candidate:
-    found = STRATEGIES[name].candidate(body(), Choice(1, 4, 32, 16, "1f1b"), CLUSTER, job(limit))
+    found = STRATEGIES[name].candidate(body(), Configuration(1, 4, 32, 16, "1f1b"), CLUSTER, job(limit))
     assert found is not None
     return found
 

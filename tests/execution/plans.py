@@ -10,6 +10,7 @@ from stagewright.execution.launch import run
 from stagewright.execution.record import Record
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import line_of
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import (
@@ -18,7 +19,6 @@ from stagewright.planning.plan import (
     Plan,
     Predictions,
     StagePolicy,
-    shared_layers,
 )
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.prediction.predict import rank_memories
@@ -92,7 +92,8 @@ def make_plan(
     }
     job = load_job(None, keys | dict(options or {})).with_state()
     reference = resolve(model, overrides).adapted(lora)
-    traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
+    degrees = Configuration(tp=tp, sequence_parallel=sequence_parallel)
+    traced = job.traced("cuda") | degrees.trace_arguments  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)
     whole = program or build_schedule(schedule, pp, num_microbatches, num_chunks)
     program = subdivided(whole, (num_units,) * whole.num_stages)

@@ -30,10 +30,10 @@ from stagewright.export.megatron_bridge import bridge_files
 from stagewright.export.megatron_model import model_options
 from stagewright.export.torch_pipelining import _readme
 from stagewright.export.translation import Translation
-from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection, Plan, load_plan
+from stagewright.planning.plan_stages import configuration_of
 from stagewright.schedule import Program, read_torch_csv
 from stagewright.tracing.models.reference import resolve
 

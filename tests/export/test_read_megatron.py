@@ -15,10 +15,10 @@ from stagewright.errors import InputError
 from stagewright.export.megatron_model import model_options
 from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
-from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import configuration_of
 from stagewright.tracing.models.reference import resolve
 
 JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te")

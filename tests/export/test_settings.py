@@ -31,11 +31,10 @@ from stagewright.export.torchtitan import STACK as TITAN_STACK
 from stagewright.export.torchtitan import known_keys
 from stagewright.export.translation import Translation, translate
 from stagewright.graph.split import split_graph
-from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
+from stagewright.planning.plan_stages import configuration_of, cut_names, stage_cuts, stage_program
 from stagewright.schedule import read_torch_csv
 from stagewright.tracing.models.reference import resolve
 

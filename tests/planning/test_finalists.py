@@ -11,7 +11,7 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.split import split_graph
-from stagewright.planning.candidate import Choice
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import (
@@ -23,11 +23,12 @@ from stagewright.planning.joint.finalists import (
 )
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
+from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.search import plan
-from stagewright.planning.space import JOINT
+from stagewright.planning.space import JOINT, Space
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("4x-h100")
@@ -63,10 +64,11 @@ def test_the_joint_plan_is_complete() -> None:
 
 
 def test_finalists_are_pipelines_that_could_still_win() -> None:
-    known = [item for item in found().plans if item.schedule != JOINT]
+    entry = Entry(Configuration(), CLUSTER)
+    known = [Fit(plan, entry) for plan in found().plans if plan.schedule != JOINT]
     assert finalists(known) == [known[0]]
-    slow = known[0].predictions.model_copy(update={"lower_bound_seconds": 1.0})
-    assert finalists([known[0].model_copy(update={"predictions": slow})]) == []
+    slow = known[0].plan.predictions.model_copy(update={"lower_bound_seconds": 1.0})
+    assert finalists([Fit(known[0].plan.model_copy(update={"predictions": slow}), entry)]) == []
 
 
 def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
@@ -82,7 +84,8 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
 
     monkeypatch.setattr("stagewright.planning.joint.finalists.search", nothing_fits)
     body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
-    searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER, float("inf"))
+    configuration = Configuration(1, 4, 1, 8, known.schedule, recompute="auto")
+    searches = Searches(known, body, _joint(configuration, known, Space()), CLUSTER, float("inf"))
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
     assert len(searched) == 2 and searched[1] < searched[0] == float("inf")
 

@@ -8,15 +8,15 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Choice
-from stagewright.planning.estimate import graph_of
+from stagewright.planning.bounds.coarse import Coarse
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import joint_plans
+from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.search import plan
-from stagewright.planning.space import HostOptimizer
+from stagewright.planning.space import HostOptimizer, Space
+from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
@@ -118,15 +118,13 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
     cluster = with_host()
     known = uneven(cluster, host_optimizer)
     slow = known.predictions.model_copy(update={"step_seconds": 1.0})
-    graph = graph_of(known)
-    body = RangeCosts(graph, costing(graph, cluster, known.job))
-    choice = Choice(
-        known.dp, known.pp, 2, known.num_microbatches, "1f1b", host_optimizer=host_optimizer == "always"
-    )
-    (found,) = joint_plans(
-        [known.model_copy(update={"predictions": slow})], lambda plan: (choice, body, cluster, True), known.job, SHORT,
-        offload=False, host_optimizer=host_optimizer,
+    configuration = Configuration(
+        known.dp, known.pp, 2, known.num_microbatches, recompute="auto", host_optimizer=host_optimizer == "always"
     )  # fmt: skip
+    fit = Fit(known.model_copy(update={"predictions": slow}), Entry(configuration, cluster))
+    coarse = Coarse(SHORT, cluster, known.job, lambda stage: None, trace)
+    (joint,) = joint_plans([fit], coarse, Space(offload=False, host_optimizer=host_optimizer))
+    found = joint.plan
     assert fullest(found) <= 42 * MIB
     assert len(found.host_optimizer) == len(known.host_optimizer) == (2 if host_optimizer == "always" else 1)
 

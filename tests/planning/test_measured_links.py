@@ -19,10 +19,11 @@ from stagewright.planning.assignment.placing import (
 )
 from stagewright.planning.assignment.problem import as_numbered, grid_of
 from stagewright.planning.assignment.solve import assign
-from stagewright.planning.candidate import Choice, make_candidate
+from stagewright.planning.candidate import make_candidate
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan, shared_layers
+from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import gradient_bytes
 from stagewright.planning.search import plan as search
@@ -59,10 +60,12 @@ def best(cluster: Cluster, bounds: Space) -> Plan:
 
 
 def line(cluster: Cluster, dp: int, pp: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Pipeline:
-    traced = JOB.traced("cuda") | shared_layers(tp, tp > 1, cp, ep) | {"expand": False}
+    configuration = Configuration(
+        dp, pp, 1, 32 // dp, "1f1b", zero=1, tp=tp, sequence_parallel=tp > 1, cp=cp, ep=ep
+    )
+    traced = JOB.traced("cuda") | configuration.trace_arguments | {"expand": False}
     body = body_costs(trace(model(), 1, **traced), cluster, JOB)
-    choice = Choice(dp, pp, 1, 32 // dp, "1f1b", zero=1, tp=tp, sequence_parallel=tp > 1, cp=cp, ep=ep)
-    return make_candidate(body, choice, cluster, JOB).line
+    return make_candidate(body, configuration, cluster, JOB).line
 
 
 def seconds(cluster: Cluster, **widths: int) -> float:

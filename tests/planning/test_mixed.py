@@ -15,7 +15,8 @@ from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning import search
-from stagewright.planning.candidate import Choice, with_cuts
+from stagewright.planning.candidate import with_cuts
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
@@ -175,8 +176,10 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
         body = RangeCosts(graph, costing(graph, cluster, JOB))
         ranges = known_ranges(body)
         ranges = replace(ranges, legal=ranges.legal[::2])
-        choice = Choice(1, 3, 2, 8, "1f1b")
-        line = with_cuts(body, choice, partition(bodies_of(body, cluster, 3, 1)) or (), cluster, JOB).line
+        configuration = Configuration(1, 3, 2, 8, "1f1b")
+        line = with_cuts(
+            body, configuration, partition(bodies_of(body, cluster, 3, 1)) or (), cluster, JOB
+        ).line
         ends = [*(stage.start for stage in line.stages), body.size]
         known = terms_of(line, body, in_flight(line.program))
         assert [one.slowness < 0.6 for one in known] == [device == 2 for device in order]
@@ -210,7 +213,7 @@ def test_a_rank_on_two_kinds_of_equal_memory_is_as_slow_as_the_slower() -> None:
         for nodes in (kinds, kinds[::-1]):
             cluster = Cluster(name="two", nodes=nodes)
             body = RangeCosts(graph, costing(graph, cluster, JOB))
-            line = with_cuts(body, Choice(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
+            line = with_cuts(body, Configuration(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
             assert line.device_of(0).name == f"slow {number}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -14,16 +15,20 @@ from stagewright.graph.repeat import REPEATS
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
-from stagewright.planning.candidate import Choice, make_candidate
+from stagewright.planning.candidate import make_candidate
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.cost import offers
 from stagewright.planning.estimate import estimate
+from stagewright.planning.fitters import LayerFitter
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.memory.fitting import Entry
 from stagewright.planning.partition.layers import balanced_layers
+from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
-from stagewright.planning.search import Request, _Search, _Waiting
+from stagewright.planning.search import Request, Search
 from stagewright.planning.search import plan as search
-from stagewright.planning.space import Recomputed, Space
+from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -45,14 +50,19 @@ def found() -> Found:
 
 def searched(
     space: Space = FEW, cluster: str = "8x-h100", job: Job = JOB, of: ModelReference | None = None
-) -> tuple[_Search, list[tuple[float, _Waiting]]]:
+) -> tuple[Search, list[tuple[float, Entry]]]:
     """A search, and all that waits in it, split into stages, with a bound each."""
     request = Request(of or model(), load_cluster(cluster), job, space.of_runtime(job))
-    search = _Search(request, lambda stage: None, trace)
+    search = Search(request, lambda stage: None, trace)
     search.gather()
     waiting = [search.waiting.pop() for _ in range(len(search.waiting))]
-    split = ((first_s, search.split_up(one)) for first_s, one in waiting)
+    split = ((first_s, search.fitter.split(one)) for first_s, one in waiting)
     return search, [(max(first_s, known[0]), known[1]) for first_s, known in split if known is not None]
+
+
+def planned(search: Search, entry: Entry) -> Plan | None:
+    fit = search.fitter.fit(entry, math.inf, math.inf)
+    return None if fit is None else fit.plan
 
 
 def test_plans_come_fastest_first_use_all_devices_and_are_what_is_estimated() -> None:
@@ -85,10 +95,10 @@ def test_nothing_left_out_is_faster() -> None:
 def test_bounds_hold(cluster: str, runtime: str) -> None:
     search, waiting = searched(cluster=cluster, job=JOB.model_copy(update={"runtime": runtime}))
     for bound_s, one in waiting[::7]:
-        plan = search.plan(one)
+        plan = planned(search, one)
         assert plan is not None
-        whole = replace(one.choice, layers_per_stage=None)
-        assert search.coarse.first_bound_s(whole, one.sizes, one.cluster) <= bound_s
+        whole = replace(one.configuration, layers_per_stage=None)
+        assert search.coarse.first_bound_s(whole, one.configuration.traced, one.cluster) <= bound_s
         assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
@@ -99,7 +109,7 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
     job = Job(global_batch=12, sequence_length=512, runtime=runtime)
     search, waiting = searched(Space(tp=1, cp=1, microbatch=1, pp=6), "6x-h100", job, uneven)
     for bound_s, one in waiting:
-        plan = search.plan(one)
+        plan = planned(search, one)
         assert plan is not None
         assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
@@ -116,48 +126,53 @@ def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime:
     few = {"n_layer": 4, "n_head": 24, "n_embd": 1536} if name == "gpt2-xl" else SMALL | {"hidden_size": 2048}
     job = JOB.model_copy(update={"runtime": runtime, "sequence_length": 1024})
     space = Space(largest_tp=8, largest_cp=4, pp=1).of_runtime(job)
-    search = _Search(Request(resolve(name, few), CLUSTER, job, space), lambda stage: None, trace)
+    search = Search(Request(resolve(name, few), CLUSTER, job, space), lambda stage: None, trace)
     search.gather()
-    assert {one.sizes.tp for one in search.untraced} >= {4, 8}
+    assert {one.degrees.tp for one in search.untraced} >= {4, 8}
     for one in search.untraced:
-        num_ranks = CLUSTER.num_devices / (one.sizes.tp * one.sizes.cp)
+        num_ranks = CLUSTER.num_devices / (one.degrees.tp * one.degrees.cp)
         for size in one.microbatch_sizes:
-            costs = search.coarse.costs(replace(one.sizes, microbatch_size=size))
+            costs = search.coarse.costs(replace(one.degrees, microbatch=size))
             assert one.bound_s <= job.global_batch / size / num_ranks * costs.total_seconds
 
 
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
     (search, few), (roomy, many) = searched(job=LACKING), searched()
-    assert search.missing and len(few) < len(many)
+    assert search.fitter.nearest_bound and len(few) < len(many)
     for _, one in many[::5]:
-        missing = search.coarse.missing_bytes(one.choice, one.sizes, one.cluster)
-        plan = roomy.plan(one)
+        missing = search.coarse.missing_bytes(one.configuration, one.configuration.traced, one.cluster)
+        plan = planned(roomy, one)
         assert plan is not None and LACKING.memory_limit is not None
         assert missing <= plan.predictions.reserved_peak_bytes - LACKING.memory_limit
 
 
 def test_what_lacks_memory_in_smaller_microbatches_lacks_it_in_larger_ones() -> None:
     space = replace(FEW, largest_microbatch=4).of_runtime(JOB)
-    search = _Search(Request(model(), CLUSTER, JOB, space), lambda stage: None, trace)
+    search = Search(Request(model(), CLUSTER, JOB, space), lambda stage: None, trace)
     search.gather()
-    larger: list[_Waiting] = []
+    larger: list[Entry] = []
     for one in search.waiting:
         larger.append(one)
-        while one.later:
+        while one.larger:
             larger.append(one := one.grown())
     compared = [(one, known) for one in larger if (known := one.bounded_by)]
+    fitter = search.fitter
+    assert isinstance(fitter, LayerFitter)
     for one, known in compared:
-        missing = search._missing_in_smaller(one, known)
-        assert missing <= search._in_layers(one.choice, one.sizes, one.cluster)[1], one.choice
+        times = one.configuration.microbatch // known.microbatch
+        count = times * one.configuration.num_microbatches
+        smaller = replace(one.configuration, microbatch=known.microbatch, num_microbatches=count)
+        missing = fitter.missing_bytes(fitter._in_layers(replace(one, configuration=smaller)))
+        assert missing <= fitter.missing_bytes(fitter._in_layers(one)), one.configuration
     assert len(compared) > 30
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
-def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recomputed) -> None:
+def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recompute) -> None:
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
     whole = body_costs(graph, CLUSTER, JOB)
-    candidate = make_candidate(whole, Choice(1, 1, 1, 1, "1f1b", recompute=how), CLUSTER, JOB)
+    candidate = make_candidate(whole, Configuration(1, 1, 1, 1, "1f1b", recompute=how), CLUSTER, JOB)
     stage = candidate.line.summaries[0]
     costs = Layers(graph, CLUSTER, JOB).costs(CLUSTER.device, how)
     assert costs.num_layers == 8
@@ -197,8 +212,10 @@ def test_what_the_bounds_let_pass_and_the_replay_does_not_says_what_would_fit() 
     """The least of the bounds is what one microbatch keeps; workspace and fragments come on top."""
     one = load_cluster("1x-h100")
     needed, waiting = searched(Space(microbatch=1), "1x-h100")
-    least = min(needed.coarse.missing_bytes(each.choice, each.sizes, one) for _, each in waiting)
-    assert waiting[0][1].choice.dp == 1
+    least = min(
+        needed.coarse.missing_bytes(each.configuration, each.configuration.traced, one) for _, each in waiting
+    )
+    assert waiting[0][1].configuration.dp == 1
     tight = JOB.model_copy(update={"memory_limit": one.device.usable_bytes + least + 2**20})
     with pytest.raises(PlanError, match=r"no configuration fits: the best .* It would fit with"):
         search(model(), one, tight, space=Space(microbatch=1))
@@ -232,8 +249,8 @@ def test_tokens_and_prices_are_finite(wrong: float) -> None:
 def test_experts_are_spread_where_that_is_tried() -> None:
     sparse = resolve("tiny-mixtral")
     bounds = Space(largest_tp=1, largest_cp=1, pp=1, microbatch=1, largest_ep=4)
-    assert {one.choice.ep for _, one in searched(bounds, of=sparse)[1]} == {1, 2, 4}
-    assert {one.choice.ep for _, one in searched(FEW)[1]} == {1}
+    assert {one.configuration.ep for _, one in searched(bounds, of=sparse)[1]} == {1, 2, 4}
+    assert {one.configuration.ep for _, one in searched(FEW)[1]} == {1}
 
 
 def test_cost_tries_parts_of_the_cluster() -> None:
@@ -282,7 +299,7 @@ def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
     def ways(runtime: str) -> set[bool]:
         job = Job(global_batch=16, sequence_length=512, dtype="fp16", runtime=runtime)
         found = searched(Space(tp=1, cp=1, microbatch=1), "8x-a100-80", job)[1]
-        return {one.choice.recompute == "selective" for _, one in found}
+        return {one.configuration.recompute == "selective" for _, one in found}
 
     assert ways("megatron-deepspeed") == {False, True}
     assert ways("megatron-core+te") == {False}

@@ -12,7 +12,8 @@ from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
-from stagewright.planning.candidate import Choice, make_program
+from stagewright.planning.candidate import make_program
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
@@ -33,7 +34,7 @@ def body(model: str = "tiny-llama") -> RangeCosts:
 
 def line_of(schedule: str, limit: int | None = None) -> Pipeline:
     job = Job(global_batch=16, sequence_length=32, dtype="fp32", memory_limit=limit)
-    program = make_program(Choice(1, 2, 2, 8, schedule))
+    program = make_program(Configuration(1, 2, 2, 8, schedule))
     cuts = [body().size * stage // program.num_stages for stage in range(1, program.num_stages)]
     return pipeline(body(), cuts, program, CLUSTER, job, 1)
 
@@ -75,7 +76,7 @@ def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
 
     def lone(limit: int | None) -> Pipeline:
         job = Job(global_batch=4, sequence_length=128, dtype="fp32", memory_limit=limit)
-        return pipeline(costs, [], make_program(Choice(1, 1, 4, 1, "1f1b")), cluster, job, 1)
+        return pipeline(costs, [], make_program(Configuration(1, 1, 4, 1, "1f1b")), cluster, job, 1)
 
     plain = lone(None)
     peak = max(reserved_bytes(memory, cluster.device) for memory in rank_memories(plain))
@@ -106,7 +107,7 @@ def test_a_limit_below_what_lasts_cannot_be_met() -> None:
 
 def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
     job = Job(global_batch=80, sequence_length=32, dtype="fp32")
-    program = make_program(Choice(1, 4, 2, 40, "1f1b"))
+    program = make_program(Configuration(1, 4, 2, 40, "1f1b"))
     cuts = [body().size * stage // 4 for stage in range(1, 4)]
     cluster = load_cluster("4x-h100")
     plain = pipeline(body(), cuts, program, cluster, job, 1)
@@ -155,7 +156,7 @@ def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
     facts = {"microbatch_size": 4096, "sequence_length": 1, "num_tokens": 4096}
     graph = trace_module(Normed(), {"x": torch.empty(4096, 512)}, "normed", facts)
     normed = RangeCosts(graph, Costing(graph, CLUSTER.device))
-    program = make_program(Choice(1, 1, 4096, 1, "1f1b"))
+    program = make_program(Configuration(1, 1, 4096, 1, "1f1b"))
     job = Job(global_batch=4096, sequence_length=1, dtype="fp32")
     kept = fullest(pipeline(normed, [], program, CLUSTER, job, 1))
     tight = job.model_copy(update={"memory_limit": kept - 2**20})

@@ -11,7 +11,8 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.memory import replay_rank, stage_edges
-from stagewright.planning.candidate import Choice, make_candidate, with_cuts, within_memory
+from stagewright.planning.candidate import make_candidate, with_cuts, within_memory
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -20,7 +21,6 @@ from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.search import plan
-from stagewright.planning.space import Recomputed
 from stagewright.schedule import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -76,15 +76,15 @@ def test_many_microbatches_are_gathered_once_where_memory_allows() -> None:
 def test_less_memory_makes_smaller_units() -> None:
     """What is fastest lacks memory; a division into smaller pieces has it."""
     body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
-    choice = Choice(4, 1, 1, 4, "1f1b", zero=3)
+    configuration = Configuration(4, 1, 1, 4, "1f1b", zero=3)
     ways = [
-        with_cuts(body, Choice(4, 1, 1, 4, "1f1b", zero=3, shard_units=number), [], CLUSTER, job())
+        with_cuts(body, Configuration(4, 1, 1, 4, "1f1b", zero=3, shard_units=number), [], CLUSTER, job())
         for number in (1, 9)
     ]
     peaks = [way.memories[0].peak_bytes for way in ways]
     assert peaks[1] < peaks[0]
     limited = job(memory_limit=sum(peaks) // 2 + CLUSTER.device.workspace_bytes)
-    found = make_candidate(body, choice, CLUSTER, limited)
+    found = make_candidate(body, configuration, CLUSTER, limited)
     assert found.excess_bytes <= 0
     assert len(found.line.stages) > 2
     again = within_memory(replace(ways[0], line=replace(ways[0].line, job=limited)).with_headroom(0), body)
@@ -95,12 +95,12 @@ def test_less_memory_makes_smaller_units() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("chunks", [None, 2, 3])
 def test_a_long_batch_in_units_is_replayed_in_few_microbatches(
-    zero: int | None, recompute: Recomputed, chunks: int | None
+    zero: int | None, recompute: Recompute, chunks: int | None
 ) -> None:
     body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
     schedule, units = ("interleaved-1f1b" if chunks else "1f1b"), 3 if zero else None
-    choice = Choice(2, 2, 1, 16, schedule, recompute, zero, shard_units=units, num_chunks=chunks)
-    line = make_candidate(body, choice, CLUSTER, job()).line
+    configuration = Configuration(2, 2, 1, 16, schedule, recompute, zero, shard_units=units, chunks=chunks)
+    line = make_candidate(body, configuration, CLUSTER, job()).line
     assert shortened(line.program).num_microbatches < 16
     whole = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
     for memory in rank_memories(line):

@@ -11,7 +11,8 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.stage import Stage
-from stagewright.planning.candidate import Choice, approximate_seconds, make_candidate
+from stagewright.planning.candidate import approximate_seconds, make_candidate
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
@@ -91,8 +92,8 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     job = JOB.model_copy(update={"dtype": "bf16"})
     graph = trace(MODEL, 1, **job.traced("cuda"))
     body = RangeCosts(graph, costing(graph, cluster, job))
-    choice = Choice(2, 2, 1, 4, "gpipe")
-    line = make_candidate(body, choice, cluster, job).line
+    configuration = Configuration(2, 2, 1, 4, "gpipe")
+    line = make_candidate(body, configuration, cluster, job).line
     (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
     assert flight_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
     per_byte = terms_of(line, body, [4, 4])[0].boundary_s_per_byte
@@ -109,7 +110,7 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
 def pipeline_of_two(cluster: Cluster, runtime: str = STAGEWRIGHT) -> Pipeline:
     job = JOB.model_copy(update={"dtype": "bf16", "runtime": runtime})
     body = body_costs(trace(MODEL, 1, **job.traced("cuda")), cluster, job)
-    return make_candidate(body, Choice(1, 2, 1, 4, "1f1b"), cluster, job).line
+    return make_candidate(body, Configuration(1, 2, 1, 4, "1f1b"), cluster, job).line
 
 
 @pytest.mark.parametrize(("name", "share"), [("1x2x-h100", 4 / 132), ("2x1x-h100", 2 / 132)])
@@ -211,7 +212,7 @@ def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch)
     cluster = load_cluster("8x-t4")
     graph = trace(MODEL, 1, **JOB.traced("cuda"))
     body = RangeCosts(graph, costing(graph, cluster, JOB))
-    line = make_candidate(body, Choice(1, 8, 1, 8, "gpipe"), cluster, JOB).line
+    line = make_candidate(body, Configuration(1, 8, 1, 8, "gpipe"), cluster, JOB).line
     timeline, seen = run_timeline(line), Counter[int]()
     plain = Pipeline.stages_of
 

@@ -10,14 +10,15 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.advice import misses_memory
-from stagewright.planning.candidate import Candidate, Choice, make_plan
+from stagewright.planning.candidate import Candidate, make_plan
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
-from stagewright.planning.space import Replicas, Sizes, Space, microbatch_sizes, obstacle, replicas, widths
+from stagewright.planning.space import Space, microbatch_sizes, obstacle, pipelines, widths
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -61,12 +62,11 @@ def plan_with(
         graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
         body = body_costs(graph, cluster, job)
         num_smaller = len(plans)
-        for left in _shares(whole, size, cluster, job, space):
-            choice = Choice(left.dp, left.pp, size, left.num_microbatches, "1f1b")
-            report(f"{strategy}: {choice}")
-            named = replace(choice, schedule=strategy)
+        for configuration in _shares(whole, size, cluster, job, space):
+            report(f"{strategy}: {configuration}")
+            named = replace(configuration, schedule=strategy)
             try:
-                made = _planned(STRATEGIES[strategy], body, choice, cluster, job, reference)
+                made = _planned(STRATEGIES[strategy], body, configuration, cluster, job, reference)
             except PlanError as error:
                 refused = refused or error
                 excluded.append(Excluded.of(named, str(error)))
@@ -89,26 +89,26 @@ def plan_with(
     )
 
 
-def _shares(whole: Sizes, size: int, cluster: Cluster, job: Job, space: Space) -> list[Replicas]:
+def _shares(whole: Configuration, size: int, cluster: Cluster, job: Job, space: Space) -> list[Configuration]:
     """Pipelines that have whole microbatches of `size` samples, the deepest first."""
-    found = replicas(replace(whole, microbatch_size=size), cluster, job, space, cluster.num_devices)
-    return list(found)[::-1]
+    shapes = pipelines(replace(whole, microbatch=size), cluster, job, space, cluster.num_devices)
+    return list(shapes)[::-1]
 
 
 def _planned(
     strategy: Strategy,
     body: RangeCosts,
-    choice: Choice,
+    configuration: Configuration,
     cluster: Cluster,
     job: Job,
     reference: ModelReference,
 ) -> Plan | Candidate | None:
-    """The plan of `strategy` for a choice, or the candidate that lacks memory, or None if it has neither.
+    """The plan of `strategy` for a configuration, or the candidate that lacks memory, or None if it has neither.
 
     Raises:
         PlanError: the model cannot be cut into so many stages.
     """
-    found = strategy.candidate(body, choice, cluster, job)
+    found = strategy.candidate(body, configuration, cluster, job)
     if found is None or found.excess_bytes > 0:
         return found
     made = make_plan(found, body, reference)
@@ -116,8 +116,8 @@ def _planned(
     return made if lost <= 0 else replace(found, excess_bytes=lost)  # to fragmentation, which none foresees
 
 
-def _missed(found: Candidate | None, choice: Choice) -> Excluded:
+def _missed(found: Candidate | None, configuration: Configuration) -> Excluded:
     if found is None:
-        return Excluded.of(choice, "nothing it gives up makes it fit")
+        return Excluded.of(configuration, "nothing it gives up makes it fit")
     missing = found.excess_bytes
-    return Excluded.of(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
+    return Excluded.of(configuration, f"lacks {format_bytes(missing)} of memory a device", missing)

@@ -14,12 +14,12 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
-    Choice,
     fastest_partition,
     least_saving,
     of_line,
     with_cuts,
 )
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.leaves import Leaves
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
@@ -29,7 +29,7 @@ from stagewright.planning.saving.fit import fit
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
 
-Make = Callable[[RangeCosts, Choice, Cluster, Job], "Candidate | None"]
+Make = Callable[[RangeCosts, Configuration, Cluster, Job], "Candidate | None"]
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,17 @@ class Strategy:
     recompute: bool = False
     asynchronous: bool = False
 
-    def candidate(self, body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+    def candidate(
+        self, body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+    ) -> Candidate | None:
         """What it makes of a configuration, whose schedule is the strategy's; without a plan that fits, None or a candidate
         that lacks memory.
 
         Raises:
             PlanError: the model cannot be cut into so many stages.
         """
-        found = self.make(body, replace(choice, schedule=self.schedule), cluster, job)
-        if found is None or not self.recompute or choice.pp == 1:
+        found = self.make(body, replace(configuration, schedule=self.schedule), cluster, job)
+        if found is None or not self.recompute or configuration.pp == 1:
             return found
         return _recomputed(found, body)
 
@@ -70,40 +72,40 @@ def _recomputed(plain: Candidate, body: RangeCosts) -> Candidate:
     policies = [
         RECOMPUTE_ALL if stage in again else kept_policy(body.graph) for stage in range(program.num_stages)
     ]
-    cluster, job, choice = plain.line.cluster, plain.line.job, plain.choice
-    line = pipeline(body, plain.cuts, program, cluster, job, choice.num_holders, policies)
+    cluster, job, configuration = plain.line.cluster, plain.line.job, plain.configuration
+    line = pipeline(body, plain.cuts, program, cluster, job, configuration.num_holders, policies)
     named = tuple("recompute" if stage in again else "keep" for stage in range(program.num_stages))
-    return replace(of_line(choice, plain.cuts, line), memory_policy=named)
+    return replace(of_line(configuration, plain.cuts, line), memory_policy=named)
 
 
-def _even(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
-    return with_cuts(body, choice, even_cuts(body, choice.pp), cluster, job)
+def _even(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+    return with_cuts(body, configuration, even_cuts(body, configuration.pp), cluster, job)
 
 
-def _timed(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
-    cuts = timed_cuts(body, known_ranges(body), choice.pp)
-    return with_cuts(body, choice, cuts, cluster, job)
+def _timed(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+    cuts = timed_cuts(body, known_ranges(body), configuration.pp)
+    return with_cuts(body, configuration, cuts, cluster, job)
 
 
-def _vpipe(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
-    start = _timed(body, choice, cluster, job)
+def _vpipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
+    start = _timed(body, configuration, cluster, job)
     if start.excess_bytes <= 0:
         return start
     cuts = suffix_cuts(start, body)
-    moved = start if cuts == start.cuts else with_cuts(body, choice, cuts, cluster, job)
+    moved = start if cuts == start.cuts else with_cuts(body, configuration, cuts, cluster, job)
     return with_suffixes(moved, body)
 
 
-def _adapipe(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
-    start = _timed(body, choice, cluster, job)
+def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
+    start = _timed(body, configuration, cluster, job)
     terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
     leaves = corrected(
-        start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), choice.pp), terms)
+        start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), configuration.pp), terms)
     )
     found = exact(leaves)
     if found is None:
         return None
-    plain = start if found.cuts == start.cuts else with_cuts(body, choice, found.cuts, cluster, job)
+    plain = start if found.cuts == start.cuts else with_cuts(body, configuration, found.cuts, cluster, job)
     fitted = fit(plain.line, body, offload=False, chooser=knapsack)
     if fitted is None:
         return None
@@ -116,8 +118,8 @@ def _adapipe(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Ca
     )
 
 
-def _own(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
-    start = with_cuts(body, choice, fastest_partition(body, choice, cluster)[0], cluster, job)
+def _own(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
+    start = with_cuts(body, configuration, fastest_partition(body, configuration, cluster)[0], cluster, job)
     return start if start.excess_bytes <= 0 else least_saving([start], body)
 
 

@@ -9,7 +9,7 @@ from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, all_reduce_seconds
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.bounds.layer_costs import LayerCosts, stage_seconds, stage_sums
-from stagewright.planning.candidate import Choice
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 
 
@@ -17,7 +17,7 @@ from stagewright.planning.job import Job
 class Account:
     """A configuration, and what its layers cost on one device for one microbatch: as it recomputes them, and `plain`."""
 
-    choice: Choice
+    configuration: Configuration
     costs: LayerCosts
     plain: LayerCosts
     cluster: Cluster
@@ -39,7 +39,7 @@ class Account:
         return self._seconds(self.plain)[1]
 
     def _seconds(self, costs: LayerCosts) -> tuple[Floats, Floats]:
-        return stage_seconds([costs] * self.choice.num_stages, self.choice.layers_per_stage)
+        return stage_seconds([costs] * self.configuration.num_stages, self.configuration.layers_per_stage)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -49,18 +49,20 @@ class Account:
     @property
     def transfer_s(self) -> float:
         """Of one microbatch between neighbouring stages, one way."""
-        choice = self.choice
-        if choice.pp == 1:
+        configuration = self.configuration
+        if configuration.pp == 1:
             return 0.0
-        width = choice.num_holders * choice.tp
+        width = configuration.num_holders * configuration.tp
         return self.cluster.blocks_seconds(self.costs.boundary_bytes, 0, width, width)
 
     @property
     def reduce_s(self) -> float:
         """Gradients over the replicas of the stage with most parameters."""
-        choice = self.choice
-        if choice.num_holders == 1:
+        configuration = self.configuration
+        if configuration.num_holders == 1:
             return 0.0
-        most = float(stage_sums([self.parameters] * choice.num_stages, choice.layers_per_stage).max())
-        ranks = range(0, choice.num_holders * choice.tp, choice.tp)
+        most = float(
+            stage_sums([self.parameters] * configuration.num_stages, configuration.layers_per_stage).max()
+        )
+        ranks = range(0, configuration.num_holders * configuration.tp, configuration.tp)
         return all_reduce_seconds(self.cluster, most * ITEM_BYTES[self.job.precision.gradient], ranks)

@@ -20,13 +20,13 @@ from peers.widths.varuna import VarunaStage, varuna_seconds
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.planning.bounds.layer_costs import Layers
-from stagewright.planning.candidate import Choice
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.planning.search import plan as search
-from stagewright.planning.space import Sizes, Space
+from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -45,20 +45,22 @@ class Strategy:
 
     name: str
     space: Space
-    key: Callable[[Choice, Account], Key]
+    key: Callable[[Configuration, Account], Key]
 
 
-def _amp(choice: Choice, account: Account) -> Key:
+def _amp(configuration: Configuration, account: Account) -> Key:
     """Source: `amp_seconds`. Ignores: the order in which AMP numbers devices, and its own layers per stage."""
     costs, num = account.plain, account.plain.num_layers + 2  # embedding and head are layers of its profiles
     profiled = ProfiledLayers(
-        {choice.tp: costs.seconds / choice.microbatch_size},
-        np.full(num, costs.boundary_bytes / choice.microbatch_size / 2),
-        account.parameters * choice.tp,
+        {configuration.tp: costs.seconds / configuration.microbatch},
+        np.full(num, costs.boundary_bytes / configuration.microbatch / 2),
+        account.parameters * configuration.tp,
         np.zeros(num),
     )
-    cuts = [1 + count for count in accumulate(choice.layers_per_stage or (num - 2,))]
-    given = Widths(choice.tp, choice.dp, choice.pp, choice.microbatch_size, (0, *cuts[:-1], num))
+    cuts = [1 + count for count in accumulate(configuration.layers_per_stage or (num - 2,))]
+    given = Widths(
+        configuration.tp, configuration.dp, configuration.pp, configuration.microbatch, (0, *cuts[:-1], num)
+    )
     nodes = tuple(
         NodeRates(
             group.inter_node.bandwidth * group.num_nics, group.intra_node.bandwidth, group.devices_per_node
@@ -66,37 +68,41 @@ def _amp(choice: Choice, account: Account) -> Key:
         for group in account.cluster.nodes
         for _ in range(group.count)
     )
-    samples = choice.dp * choice.microbatch_size * choice.num_microbatches
+    samples = configuration.dp * configuration.microbatch * configuration.num_microbatches
     return (amp_seconds(profiled, given, nodes, samples),)
 
 
-def _pipette(choice: Choice, account: Account) -> Key:
+def _pipette(configuration: Configuration, account: Account) -> Key:
     """Source: `pipette_seconds`."""
     times = PipetteTimes(
         float(account.forward_s.max()),
         float(account.backward_s.max()),
-        choice.pp,
-        choice.num_microbatches,
-        2 * (choice.pp - 1) * account.transfer_s,
+        configuration.pp,
+        configuration.num_microbatches,
+        2 * (configuration.pp - 1) * account.transfer_s,
         outer_reduce=account.reduce_s,
     )
     return (pipette_seconds(times),)
 
 
-def _varuna(choice: Choice, account: Account) -> Key:
+def _varuna(configuration: Configuration, account: Account) -> Key:
     """Source: `varuna_seconds`. Ignores: Varuna's own choice of one microbatch for all numbers of stages."""
     passes = zip(account.forward_s, account.plain_backward_s, strict=True)
     stages = [VarunaStage(float(forward), float(backward), 0, 0, 0) for forward, backward in passes]
-    return (varuna_seconds(stages, 1, choice.num_microbatches, account.transfer_s, account.reduce_s),)
+    return (varuna_seconds(stages, 1, configuration.num_microbatches, account.transfer_s, account.reduce_s),)
 
 
-def _megatron(choice: Choice, account: Account) -> Key:
+def _megatron(configuration: Configuration, account: Account) -> Key:
     """The fewest devices that hold the model, of these the widest tensor parallelism; then the fastest microbatch.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), takeaways 1 to 3 and equation 1 for the microbatch.
     """
     passes = float((account.forward_s + account.backward_s).max())
-    return choice.tp * choice.pp, -choice.tp, (choice.num_microbatches + choice.pp - 1) * passes
+    return (
+        configuration.tp * configuration.pp,
+        -configuration.tp,
+        (configuration.num_microbatches + configuration.pp - 1) * passes,
+    )
 
 
 _PLAIN = Space(largest_cp=1, largest_ep=1, chunks=(1,), zero=(0,))
@@ -151,7 +157,7 @@ def chosen(
             raise InputError(f"strategy '{strategy.name}' knows no {option} {width}: leave it out")
     given = replace(has, tp=asked.tp, pp=asked.pp, microbatch=asked.microbatch)
     found = search(model, cluster, job, given, keep=_ALL, report=report)
-    layers: dict[Sizes, Layers] = {}
+    layers: dict[Configuration, Layers] = {}
     liked = sorted(found.plans, key=lambda plan: strategy.key(*_told(plan, cluster, layers)))
     return replace(found, plans=liked[:keep])
 
@@ -161,19 +167,19 @@ def own_seconds(strategy: Strategy, plan: Plan, cluster: Cluster) -> float:
     return strategy.key(*_told(plan, cluster, {}))[-1]
 
 
-def _told(plan: Plan, cluster: Cluster, layers: dict[Sizes, Layers]) -> tuple[Choice, Account]:
+def _told(plan: Plan, cluster: Cluster, layers: dict[Configuration, Layers]) -> tuple[Configuration, Account]:
     """What a system is told of a plan; `layers` keeps what several plans have in common."""
-    sizes = Sizes(plan.tp, plan.cp, plan.ep, plan.microbatch_size)
+    sizes = Configuration(tp=plan.tp, cp=plan.cp, ep=plan.ep, microbatch=plan.microbatch_size)
     if sizes not in layers:
         reference = resolve(plan.model.text, plan.model.overrides)
         graph = trace(reference, plan.microbatch_size, **plan.traced(), expand=False)
         layers[sizes] = Layers(graph, cluster, plan.job)
-    choice = Choice(
+    configuration = Configuration(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, plan.schedule,
         recompute="full" if "layers" in plan.memory_policy else "selective" if "selective" in plan.memory_policy else "none",
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel, layers_per_stage=layers_per_stage(plan),
     )  # fmt: skip
     device = cluster.nodes[0].device
-    costs, plain = (layers[sizes].costs(device, how) for how in (choice.recomputed_alike, "none"))
-    return choice, Account(choice, costs, plain, cluster, plan.job)
+    costs, plain = (layers[sizes].costs(device, how) for how in (configuration.recomputed_alike, "none"))
+    return configuration, Account(configuration, costs, plain, cluster, plan.job)

@@ -106,7 +106,6 @@ def find_home() -> None:
     if not is_there:
         os.environ["HOME"] = str(temporary_home())
     elif not os.access(Path.home(), os.W_OK):
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(temporary_home() / "numba"))
         os.environ.setdefault("STAGEWRIGHT_CACHE", str(temporary_home()))
     try:
         getpass.getuser()

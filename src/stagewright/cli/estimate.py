@@ -57,16 +57,18 @@ class ConfigurationOptions:
     loss_pieces: options.LossPieces = "1"
 
     def configuration(self) -> Configuration:
-        """All but the sharding units and the pieces of the loss."""
+        """Raises `InputError` for a value that cannot be."""
         from stagewright.planning.configuration import Configuration
 
-        return Configuration(
-            dp=self.dp, pp=self.pp, tp=self.tp or 1, cp=self.cp or 1, ep=self.ep or 1,
-            sequence_parallel=self.sequence_parallel, microbatch=self.microbatch or 1, chunks=self.chunks,
-            layers_per_stage=options.parse_layers(self.layers_per_stage), schedule=self.schedule or "1f1b",
-            recompute=_recomputes(self.recompute), zero=self.zero,
-            reduce_dtype=options.checked_reduce_dtype(self.reduce_dtype), shard_size=self.shard_size,
-        )  # fmt: skip
+        values = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
+        values |= {
+            "layers_per_stage": options.parse_layers(self.layers_per_stage),
+            "recompute": _recomputes(self.recompute),
+            "reduce_dtype": options.checked_reduce_dtype(self.reduce_dtype),
+            "shard_units": options.checked_shard_units(self.shard_units),
+            "loss_pieces": options.parse_pieces(self.loss_pieces),
+        }
+        return Configuration.of(**values)
 # fmt: on
 
 
@@ -121,13 +123,9 @@ def estimate(
                 chosen = overridden(context, reading.configuration, chosen)
             on = job.measured(_cluster(cluster))
             per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
-            replicas = (max(on.num_devices // per_replica, 1) if chosen.dp is None else chosen.dp) * chosen.cp
+            replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
             refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=chosen.tp == 1)
-            found = estimating.estimate(
-                reference, on, job.read(reading), **chosen.arguments(),
-                shard_units=options.checked_shard_units(configuration.shard_units),
-                loss_pieces=options.parse_pieces(configuration.loss_pieces), report=progress,
-            )  # fmt: skip
+            found = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables

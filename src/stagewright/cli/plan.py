@@ -260,7 +260,7 @@ def _compared(
 
     assert result.compare is not None
     progress(f"estimating {result.compare}")
-    plan = estimate(reference, cluster, job, **reading.configuration.arguments(), report=progress)
+    plan = estimate(reference, cluster, job, reading.configuration, report=progress)
     return Compared(plan, reading, result.compare)
 
 

@@ -46,7 +46,7 @@ def trace(
         stagewright trace path/to/net.py:build --sequence-length 256
     """
     from stagewright.estimation.runtime import STAGEWRIGHT, load_runtime
-    from stagewright.planning.plan import shared_layers
+    from stagewright.planning.configuration import Configuration
     from stagewright.report.graphs import graph_document, graph_summary, listing
     from stagewright.tracing import cache
     from stagewright.tracing.models.reference import resolve
@@ -57,7 +57,7 @@ def trace(
     reference = tuning.adapted(context, resolve(model, options.parse_settings(settings)))
     element_type = options.torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)
-    shared = shared_layers(tp or 1, sequence_parallel, cp or 1, ep or 1)
+    shared = Configuration.of(tp=tp, sequence_parallel=sequence_parallel, cp=cp, ep=ep).trace_arguments
     with Progress(f"tracing {model}") as progress:
         graph = cache.trace(
             reference, microbatch, sequence_length, element_type, report=progress, use_cache=use_cache,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Ints
+from stagewright.compiled import compiled
 from stagewright.errors import InputError
 
 ROUND = 512
@@ -83,7 +83,7 @@ class Blocks(NamedTuple):
         )  # fmt: skip
 
 
-@numba.njit(cache=True)
+@compiled
 def rounded(num_bytes: int) -> int:
     """Return the size of a block for a request of `num_bytes`.
 
@@ -93,7 +93,7 @@ def rounded(num_bytes: int) -> int:
     return max((num_bytes + ROUND - 1) // ROUND, 1) * ROUND
 
 
-@numba.njit(cache=True)
+@compiled
 def segment_bytes(size: int) -> int:
     """Return the size of a new segment for a request of (rounded) `size` that fits in no block.
 
@@ -107,7 +107,7 @@ def segment_bytes(size: int) -> int:
     return (size + LARGE_ROUND - 1) // LARGE_ROUND * LARGE_ROUND
 
 
-@numba.njit(cache=True)
+@compiled
 def allocate(blocks: Blocks, num_bytes: int) -> int:
     """Return the number of a block for a request, or `NONE` if the driver has too little memory.
 
@@ -128,7 +128,7 @@ def allocate(blocks: Blocks, num_bytes: int) -> int:
     return number
 
 
-@numba.njit(cache=True)
+@compiled
 def free(blocks: Blocks, number: int) -> None:
     """Return a block to the cache; free neighbours become one block."""
     blocks.totals[ACTIVE] -= blocks.size[number]
@@ -143,7 +143,7 @@ def free(blocks: Blocks, number: int) -> None:
     _keep(blocks, number)
 
 
-@numba.njit(cache=True)
+@compiled
 def release_cached(blocks: Blocks) -> None:
     """Return unused segments to the driver."""
     for pool in range(2):
@@ -155,7 +155,7 @@ def release_cached(blocks: Blocks) -> None:
                 _give_back(blocks, number)
 
 
-@numba.njit(cache=True)
+@compiled
 def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
     """Allocate `sizes` one after the other and store their blocks in `held` by key; a negative size frees the key's block.
 
@@ -174,7 +174,7 @@ def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
     return len(keys)
 
 
-@numba.njit(cache=True)
+@compiled
 def _best_fit(blocks: Blocks, size: int) -> int:
     """Return the cached block of minimum size, then address, that `size` fits in."""
     pool, best = int(size <= SMALL), NONE
@@ -192,7 +192,7 @@ def _best_fit(blocks: Blocks, size: int) -> int:
     return best
 
 
-@numba.njit(cache=True)
+@compiled
 def _segment(blocks: Blocks, size: int) -> int:
     totals, wanted = blocks.totals, segment_bytes(size)
     if totals[CAPACITY] >= 0 and totals[RESERVED] + wanted > totals[CAPACITY]:
@@ -206,7 +206,7 @@ def _segment(blocks: Blocks, size: int) -> int:
     return number
 
 
-@numba.njit(cache=True)
+@compiled
 def _split(blocks: Blocks, number: int, size: int) -> None:
     remainder, pool = blocks.size[number] - size, blocks.pool[number]
     if remainder < ROUND if pool == 1 else remainder <= SMALL:
@@ -220,7 +220,7 @@ def _split(blocks: Blocks, number: int, size: int) -> None:
     _keep(blocks, other)
 
 
-@numba.njit(cache=True)
+@compiled
 def _join(blocks: Blocks, first: int, second: int) -> None:
     """Merge the second block into the first, which comes directly before it."""
     next_block = blocks.after[second]
@@ -231,7 +231,7 @@ def _join(blocks: Blocks, first: int, second: int) -> None:
     _give_back(blocks, second)
 
 
-@numba.njit(cache=True)
+@compiled
 def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
     totals = blocks.totals
     totals[NUM_SPARE] -= 1
@@ -241,13 +241,13 @@ def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
     return number
 
 
-@numba.njit(cache=True)
+@compiled
 def _give_back(blocks: Blocks, number: int) -> None:
     blocks.spare[blocks.totals[NUM_SPARE]] = number
     blocks.totals[NUM_SPARE] += 1
 
 
-@numba.njit(cache=True)
+@compiled
 def _keep(blocks: Blocks, number: int) -> None:
     pool = blocks.pool[number]
     place = blocks.num_cached[pool]
@@ -255,7 +255,7 @@ def _keep(blocks: Blocks, number: int) -> None:
     blocks.num_cached[pool] = place + 1
 
 
-@numba.njit(cache=True)
+@compiled
 def _forget(blocks: Blocks, number: int) -> None:
     """Remove a block from its pool; the last one takes its place."""
     pool, place = blocks.pool[number], blocks.place[number]

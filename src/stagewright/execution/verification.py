@@ -33,9 +33,9 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.graph.partition import Partition
 from stagewright.graph.split import split_graph
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.loss_pieces import in_pieces
-from stagewright.planning.plan import ModelSection, Plan, shared_layers
+from stagewright.planning.plan import ModelSection, Plan
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.prediction.sharding import sharded_program, without_sharding
 from stagewright.planning.promises import check_transfers
@@ -332,7 +332,9 @@ def reduced_plan(
         num_steps=1,
     )
     pieces = min(plan.loss_pieces, microbatch_size * job.sequence_length)
-    shared = shared_layers(plan.tp, plan.sequence_parallel) | in_pieces(pieces)
+    shared = Configuration(
+        tp=plan.tp, sequence_parallel=plan.sequence_parallel, loss_pieces=pieces
+    ).trace_arguments
     graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
     if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts

@@ -51,8 +51,8 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
             f"pipeline.activation_checkpoint_interval {interval} is predicted as 1: every layer by itself"
         )
     configuration = Configuration(
-        pp=pp,
-        dp=dp,
+        pp=pp or 0,
+        dp=dp or 0,
         microbatch=micro or 1,
         recompute="full" if interval else "none",
         zero=level or None,

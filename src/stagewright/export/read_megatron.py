@@ -24,7 +24,7 @@ from stagewright.export.megatron_layout import read_layout
 from stagewright.export.read_megatron_model import read_model
 from stagewright.export.reading import Reading
 from stagewright.export.shell import Script, Word, read_script
-from stagewright.planning.configuration import Configuration, Recomputed
+from stagewright.planning.configuration import Configuration, Recompute
 
 _WORD = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _LAUNCHER = frozenset({
@@ -245,7 +245,7 @@ def _configuration(arguments: Arguments) -> Configuration:
     layers, chunks = _stages(arguments, pp)
     return Configuration(
         pp=pp,
-        dp=dp,
+        dp=dp or 0,
         tp=tp,
         cp=cp,
         ep=ep,
@@ -354,7 +354,7 @@ def _uneven(arguments: Arguments, names: tuple[str, str], pp: int, chunks: int) 
     return (ends[0] or layers, *(layers,) * (pp - 2), ends[1] or layers)
 
 
-def _recompute(arguments: Arguments) -> Recomputed:
+def _recompute(arguments: Arguments) -> Recompute:
     way = arguments.text("recompute-granularity") or (
         "selective" if arguments.has("recompute-activations") else None
     )

@@ -15,7 +15,7 @@ from stagewright.documents import read_text
 from stagewright.errors import InputError, ScheduleError, nearest
 from stagewright.export.reading import ModelRead, Reading
 from stagewright.export.torchtitan import ANY_ORDER, RUNTIME, SCHEDULES, known_keys, model_text
-from stagewright.planning.configuration import Configuration, Recomputed
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.schedule import Program, read_torch_csv
 
 _WITHOUT_INFLUENCE = (
@@ -67,7 +67,7 @@ def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
     """
     keys = Keys(dict(_flat(table, "")), origin)
     configuration = _configuration(keys)
-    job = _job(keys, configuration.dp)
+    job = _job(keys, configuration.dp or None)
     known_names = {f"{section}.{key}" for section, names in known_keys().items() for key in names}
     quiet = {key for key in keys.given if _is_without_influence(key)}
     for key in keys.given:
@@ -121,7 +121,7 @@ def _configuration(keys: Keys) -> Configuration:
     chunks, layers, schedule, order = _pipeline(keys, pp) if pp > 1 else (None, None, "1f1b", None)
     return Configuration(
         pp=pp,
-        dp=None if shards == -1 else copies * shards,
+        dp=0 if shards == -1 else copies * shards,
         tp=tp,
         cp=cp,
         ep=keys.degree("expert_parallel_degree"),
@@ -227,7 +227,7 @@ def _order(keys: Keys, file: str) -> Program:
     return program.compute_only()
 
 
-def _recompute(keys: Keys) -> Recomputed:
+def _recompute(keys: Keys) -> Recompute:
     mode = keys.get("activation_checkpoint.mode", "selective")
     option = keys.get("activation_checkpoint.selective_ac_option", "2")
     if mode not in ("none", "full", "selective", "memory_budget"):

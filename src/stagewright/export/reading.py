@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,10 @@ def _of_json(document: Any, origin: str) -> Reading:
 
 
 _JOB = ("global_batch", "sequence_length", "dtype", "compiled", "memory_limit")
-_FIELDS = {option.name: option.type for option in fields(Configuration) if option.name != "program"}
+_FIELDS = (
+    "pp", "dp", "tp", "cp", "ep", "sequence_parallel", "microbatch", "schedule", "chunks", "layers_per_stage", "recompute",
+    "zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces",
+)  # fmt: skip
 _TEXTS = {
     "recompute": ("none", "full", "selective", "model"), "reduce_dtype": ("fp32", "bf16"),
 }  # fmt: skip

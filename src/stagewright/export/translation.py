@@ -26,17 +26,11 @@ from stagewright.export.differences import (
 )
 from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import even_layers
-from stagewright.planning.configuration import (
-    Configuration,
-    Recomputed,
-    configuration_of,
-    is_looped,
-    whole_layers,
-)
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import ADAMW_NAME, Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.plan_stages import configuration_of, is_looped, stage_program, whole_layers
 from stagewright.planning.promises import usable_bytes
 from stagewright.units import format_bytes, format_seconds
 
@@ -50,7 +44,7 @@ class Stack:
     """Runtime of the framework, as for `--runtime`; None: the plan's."""
     schedules: tuple[str, ...]
     """Schedules it knows by name."""
-    recomputes: tuple[Recomputed, ...]
+    recomputes: tuple[Recompute, ...]
     level: Callable[[int, int], int]
     """The ZeRO level it runs for a given level and number of pipeline ranks."""
     parallelism: tuple[str, ...] = ("tp", "cp", "ep")
@@ -103,7 +97,7 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     def predicted(configuration: Configuration, under: Job) -> Plan:
         report(f"predicting {configuration.schedule}")
         cluster = plan.cluster.load()
-        return estimate(plan.model.resolved(), cluster, under, report=report, **configuration.arguments())
+        return estimate(plan.model.resolved(), cluster, under, configuration, report=report)
 
     predictions = {candidate: predicted(candidate, plan.job) for candidate in candidates}
     nearest = min(candidates, key=lambda candidate: _preference(predictions[candidate]))
@@ -163,7 +157,7 @@ def _candidates(
 
 def _level(planned: Configuration, stack: Stack) -> int | None:
     """Return the ZeRO level; None (reductions at the end of the batch) is kept if nothing is sharded."""
-    level = stack.level(planned.zero or 0, planned.pp or 1)
+    level = stack.level(planned.zero or 0, planned.pp)
     return level if level or planned.zero else planned.zero
 
 

@@ -32,9 +32,9 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
     ways = "; or ".join(_ways(best, fullest, device, limit, needed, job))
     return PlanError(
-        f"no configuration fits: the best ({best.choice}) needs {format_bytes(needed)} on rank "
+        f"no configuration fits: the best ({best.configuration}) needs {format_bytes(needed)} on rank "
         f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
-        f"It would fit with {ways}{_REGIONS if best.choice.recompute == 'model' else ''}"
+        f"It would fit with {ways}{_REGIONS if best.configuration.recompute == 'model' else ''}"
     )
 
 
@@ -44,13 +44,13 @@ def _ways(
     """Changes, each of which is enough by itself if memory scales with what it is made of."""
     growing = sum(fullest.categories.get(name, 0) for name in _PER_MICROBATCH)
     fixed = needed - growing
-    choice = best.choice
+    configuration = best.configuration
     is_asked = job.memory_limit is not None and needed <= device.usable_bytes  # the device itself has enough
     if is_asked:
         yield f"a memory limit of about {format_bytes(needed)}"
     if _fits_in_bf16(job, fixed, growing, limit):
         yield "bf16"
-    if choice.microbatch_size > 1 and fixed + growing / choice.microbatch_size <= limit:
+    if configuration.microbatch > 1 and fixed + growing / configuration.microbatch <= limit:
         yield "smaller microbatches"
     tokens = _shorter(job.sequence_length, fixed, growing, limit)
     if tokens:

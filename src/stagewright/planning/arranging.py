@@ -1,4 +1,4 @@
-"""Measured links before a partition is chosen: on which devices the ranks of a choice will be."""
+"""Measured links before a partition is chosen: on which devices the ranks of a configuration will be."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.variants import ArrangedCluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.assignment.placing import placed
-from stagewright.planning.candidate import Choice, fastest_partition, with_cuts
+from stagewright.planning.candidate import fastest_partition, with_cuts
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, Plan
 
 
-def cluster_for(choice: Choice, body: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
-    """`cluster` with the ranks of a choice on the devices that suit it, by the cuts it would have if all links were as
-    described: else a slow link that ranks can go around decides over cuts and widths. As it is where nothing was measured.
+def cluster_for(configuration: Configuration, body: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
+    """Return `cluster` with the ranks of a configuration on the devices that suit it; as it is where nothing was measured.
+
+    The cuts are those that it would have if all links were as described: else a slow link that ranks can go around would
+    decide over cuts and widths.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
     if cluster.measured is None:
         return cluster
-    cuts, _ = fastest_partition(body, choice, _as_described(cluster))
-    _, devices = placed(with_cuts(body, choice, cuts, cluster, job).line)
+    cuts, _ = fastest_partition(body, configuration, _as_described(cluster))
+    _, devices = placed(with_cuts(body, configuration, cuts, cluster, job).line)
     return arranged(cluster, devices)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from stagewright.cluster import Cluster, all_gather_seconds, reduce_scatter_seconds
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
-from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
@@ -24,6 +23,7 @@ from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.partition.solver import MemoryBudget, partition
@@ -43,7 +43,6 @@ from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
-from stagewright.planning.space import Recomputed
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
@@ -74,103 +73,13 @@ _MEMORY_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a search decides before it partitions."""
-
-    dp: int
-    pp: int
-    microbatch_size: int
-    num_microbatches: int
-    schedule: str
-    recompute: Recomputed = "none"
-    zero: int | None = None
-    """What replicas share out, 0 to 3; None leaves the sums of their gradients to the end of the batch."""
-    reduce_dtype: Literal["fp32", "bf16"] | None = None
-    """Type in which gradients are summed over replicas."""
-    tp: int = 1
-    """Ranks that share every layer."""
-    sequence_parallel: bool = False
-    """Whether they split the sequence between the layers' products."""
-    most_sharing: int | None = None
-    """Replicas that share out among each other at most; the others hold copies."""
-    host_optimizer: bool = False
-    """Whether the state of the optimizer is on the host, on every rank that has no room for it."""
-    shard_units: int | None = None
-    """Pieces in which replicas gather and reduce a stage, where they share out gradients; None is what is fastest."""
-    loss_pieces: int = 1
-    """Slices of tokens for which head and loss are evaluated one after the other."""
-
-    cp: int = 1
-    """Ranks among which the tokens of every sample are divided."""
-    ep: int = 1
-    """Ranks of one stage among which the experts of every layer are shared out."""
-    num_chunks: int | None = None
-    """Stages per rank, where the schedule places several; None is the schedule's own number."""
-    layers_per_stage: tuple[int, ...] | None = None
-    """Numbered layers of every stage; None lets a partition be found."""
-    headroom: int = 0
-    """Bytes that every device leaves free, for what its allocator loses."""
-
-    @property
-    def shard_size(self) -> int | None:
-        """Replicas that share out among each other: the most that divide all of them; None if that is all.
-
-        >>> [Choice(8, 1, 1, 1, "1f1b", zero=3, most_sharing=most).shard_size for most in (1, 3, 4, 8, None)]
-        [1, 2, 4, None, None]
-        """
-        if not self.level or self.most_sharing is None or self.most_sharing >= self.num_holders:
-            return None
-        return max(size for size in range(1, self.most_sharing + 1) if self.num_holders % size == 0)
-
-    @property
-    def recomputed_alike(self) -> Recomputed:
-        """How much every layer recomputes alike: nothing where the model's own code says what."""
-        return "none" if self.recompute == "model" else self.recompute
-
-    @property
-    def num_stages(self) -> int:
-        """Of all ranks; a schedule that places several by itself says so in `num_chunks`, or this is too few."""
-        return self.pp * (self.num_chunks or 1)
-
-    @property
-    def num_holders(self) -> int:
-        """Ranks that hold the same parameters: replicas, and those that divide a sequence."""
-        return self.dp * self.cp
-
-    @property
-    def level(self) -> int:
-        """`zero` where several ranks hold the same parameters."""
-        return self.zero or 0 if self.num_holders > 1 else 0
-
-    def state_share(self, precision: Precision) -> float:
-        """The part of the state of a stage that one replica keeps on its device."""
-        kept = precision.kept_per_parameter(
-            self.level, self.shard_size or self.num_holders, self.host_optimizer
-        )
-        return kept / precision.bytes_per_parameter
-
-    def __str__(self) -> str:
-        how = f"{self.schedule}, recomputed" if self.recompute == "full" else self.schedule
-        how += ", recomputed as the model says" if self.recompute == "model" else ""
-        how += f", zero {self.level}" if self.level else ""
-        how += ", optimizer on the host" if self.host_optimizer else ""
-        how += f" within {self.shard_size}" if self.shard_size else ""
-        how += f" in {self.shard_units} units a stage" if self.shard_units else ""
-        how += f", loss in {self.loss_pieces} pieces" if self.loss_pieces > 1 else ""
-        shared = f" x tp {self.tp}" if self.tp > 1 else ""
-        shared += f" x cp {self.cp}" if self.cp > 1 else ""
-        shared += f" (ep {self.ep})" if self.ep > 1 else ""
-        return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A partitioned choice and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare).
+    """A partitioned configuration and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare).
 
     `cuts` are those between the stages of its schedule; every sharding unit of them is a stage of `line`.
     """
 
-    choice: Choice
+    configuration: Configuration
     line: Pipeline
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
@@ -179,22 +88,29 @@ class Candidate:
 
     def with_headroom(self, num_bytes: int) -> Candidate:
         """The same where every device leaves so many bytes free; where they are negative it has as much more."""
-        line, choice = replace(self.line, headroom=num_bytes), replace(self.choice, headroom=num_bytes)
-        return replace(self, choice=choice, line=line, excess_bytes=line.missing_bytes(self.memories))
+        line, configuration = (
+            replace(self.line, headroom=num_bytes),
+            replace(self.configuration, headroom=num_bytes),
+        )
+        return replace(
+            self, configuration=configuration, line=line, excess_bytes=line.missing_bytes(self.memories)
+        )
 
 
-def make_program(choice: Choice) -> Program:
-    """The computations of every rank, in order."""
-    program = built(choice.schedule, choice.pp, choice.num_microbatches, choice.num_chunks)
-    if choice.recompute != "full":
+def make_program(configuration: Configuration) -> Program:
+    """Return the computations of every rank, in order."""
+    program = configuration.program or built(
+        configuration.schedule, configuration.pp, configuration.num_microbatches, configuration.chunks
+    )
+    if configuration.recompute != "full":
         return program
     return insert_recomputation(program, range(program.num_stages))
 
 
-def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Policy]:
-    """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
+def policies(configuration: Configuration, program: Program, graph: OperatorGraph) -> list[Policy]:
+    """The memory policy of every stage that `program` says: recompute as `configuration` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    if choice.recompute == "selective":
+    if configuration.recompute == "selective":
         return [selective_policy(graph)] * program.num_stages
     kept = kept_policy(graph)
     again = layers_policy(graph) if recomputed else kept
@@ -246,7 +162,7 @@ def approximate_seconds(
 
 
 def best_partition(
-    body: RangeCosts, choice: Choice, cluster: Cluster, budget: MemoryBudget | None
+    body: RangeCosts, configuration: Configuration, cluster: Cluster, budget: MemoryBudget | None
 ) -> tuple[tuple[int, ...], float] | None:
     """The fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if
     none stays within `budget`.
@@ -254,9 +170,9 @@ def best_partition(
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    program = make_program(choice)
-    width = choice.num_holders * choice.tp
-    own = bodies_of(body, cluster, choice.pp, width)
+    program = make_program(configuration)
+    width = configuration.num_holders * configuration.tp
+    own = bodies_of(body, cluster, configuration.pp, width)
     bodies = [own[rank] for rank in program.placement.rank_of_stage]
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
@@ -272,73 +188,80 @@ def _unlimited_partition(bodies: tuple[RangeCosts, ...], slack: float) -> list[i
     return partition(bodies, slack)
 
 
-def fastest_partition(body: RangeCosts, choice: Choice, cluster: Cluster) -> tuple[tuple[int, ...], float]:
+def fastest_partition(
+    body: RangeCosts, configuration: Configuration, cluster: Cluster
+) -> tuple[tuple[int, ...], float]:
     """The fastest partition whatever its memory, and its makespan from range sums; raises as `best_partition`."""
-    found = best_partition(body, choice, cluster, None)
+    found = best_partition(body, configuration, cluster, None)
     assert found is not None, "without a budget there is a partition"
     return found
 
 
-def make_candidate(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
-    """The partition that `choice` or the runtime says; else the fastest if it fits the memory limit, and otherwise as
+def make_candidate(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+    """The partition that `configuration` or the runtime says; else the fastest if it fits the memory limit, and otherwise as
     `within_memory`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    if is_cut_between_layers(choice, job):
+    if is_cut_between_layers(configuration, job):
         return with_cuts(
-            body, choice, _cuts_between_layers(body.graph, choice, make_program(choice)), cluster, job
+            body,
+            configuration,
+            _cuts_between_layers(body.graph, configuration, make_program(configuration)),
+            cluster,
+            job,
         )
-    start = fastest_partition(body, choice, cluster)[0]
-    return within_memory(with_cuts(body, choice, start, cluster, job), body)
+    start = fastest_partition(body, configuration, cluster)[0]
+    return within_memory(with_cuts(body, configuration, start, cluster, job), body)
 
 
 def faster_candidate(
-    body: RangeCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
+    body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
     """As `make_candidate`; None where a step is known to take `below_s` or longer."""
-    if not is_cut_between_layers(choice, job):
-        return make_candidate(body, choice, cluster, job)
-    cuts = _cuts_between_layers(body.graph, choice, make_program(choice))
-    if takes_longer(body, choice, cuts, cluster, job, below_s):
+    if not is_cut_between_layers(configuration, job):
+        return make_candidate(body, configuration, cluster, job)
+    cuts = _cuts_between_layers(body.graph, configuration, make_program(configuration))
+    if takes_longer(body, configuration, cuts, cluster, job, below_s):
         return None
-    return with_cuts(body, choice, cuts, cluster, job)
+    return with_cuts(body, configuration, cuts, cluster, job)
 
 
 def takes_longer(
-    body: RangeCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job, below_s: float
+    body: RangeCosts,
+    configuration: Configuration,
+    cuts: Sequence[int],
+    cluster: Cluster,
+    job: Job,
+    below_s: float,
 ) -> bool:
     """Whether a step of this partition, its ranks on the devices that suit them, is known to take `below_s` or longer, which
     takes less time to see than what memory a rank needs."""
-    if choice.level >= GRADIENTS or below_s == math.inf:
+    if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
-    line = with_program(body, choice, cuts, make_program(choice), cluster, job)
+    line = with_program(body, configuration, cuts, make_program(configuration), cluster, job)
     if step_seconds(line, run_timeline(line)) < below_s:
         return False
     there = placed(line)[0]
     return there is line or step_seconds(there, run_timeline(there)) >= below_s
 
 
-def is_cut_between_layers(choice: Choice, job: Job) -> bool:
-    return choice.layers_per_stage is not None or job.profile.partition == "layers"
+def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
+    return configuration.layers_per_stage is not None or job.profile.partition == "layers"
 
 
-def under_order(body: RangeCosts, choice: Choice, order: Program, cluster: Cluster, job: Job) -> Candidate:
-    """`choice` with the forwards and backwards of `order` in place of those of its schedule, cut between layers."""
-    program = insert_recomputation(order, range(order.num_stages)) if choice.recompute == "full" else order
-    return with_cuts(body, choice, _cuts_between_layers(body.graph, choice, order), cluster, job, program)
-
-
-def _cuts_between_layers(graph: OperatorGraph, choice: Choice, program: Program) -> tuple[int, ...]:
-    """Stages of as many layers as `choice` says; else of as even numbers as there can be."""
-    asked, wanted = choice.layers_per_stage, program.num_stages
+def _cuts_between_layers(
+    graph: OperatorGraph, configuration: Configuration, program: Program
+) -> tuple[int, ...]:
+    """Stages of as many layers as `configuration` says; else of as even numbers as there can be."""
+    asked, wanted = configuration.layers_per_stage, program.num_stages
     if asked is None:
         return layer_cuts(graph, even_layers(graph, wanted)) if wanted > 1 else ()
     if len(asked) != wanted:
         raise PlanError(
             f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
-            f"'{choice.schedule}' on pp {choice.pp}"
+            f"'{configuration.schedule}' on pp {configuration.pp}"
         )
     return layer_cuts(graph, asked)
 
@@ -348,15 +271,17 @@ def within_memory(start: Candidate, body: RangeCosts) -> Candidate:
     limit by least."""
     cluster, job = start.line.cluster, start.line.job
     best = latest = start
-    if start.excess_bytes > 0 and start.choice.level >= GRADIENTS:  # other units may fit what these do not
-        best = latest = with_cuts(body, start.choice, start.cuts, cluster, job)
+    if (
+        start.excess_bytes > 0 and start.configuration.level >= GRADIENTS
+    ):  # other units may fit what these do not
+        best = latest = with_cuts(body, start.configuration, start.cuts, cluster, job)
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        found = best_partition(body, start.choice, cluster, _budget(body, latest, job))
+        found = best_partition(body, start.configuration, cluster, _budget(body, latest, job))
         if found is None or found[0] == latest.cuts:
             break
-        latest = with_cuts(body, start.choice, found[0], cluster, job)
+        latest = with_cuts(body, start.configuration, found[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best
@@ -364,57 +289,74 @@ def within_memory(start: Candidate, body: RangeCosts) -> Candidate:
 
 def with_cuts(
     body: RangeCosts,
-    choice: Choice,
+    configuration: Configuration,
     cuts: Sequence[int],
     cluster: Cluster,
     job: Job,
     program: Program | None = None,
 ) -> Candidate:
-    """`choice` with the given partition, under `program` in place of that of its schedule if one is given."""
-    program = program or make_program(choice)
-    if choice.level >= GRADIENTS:
-        return _best_in_units(body, choice, cuts, program, cluster, job)
-    return of_line(choice, cuts, with_program(body, choice, cuts, program, cluster, job))
+    """`configuration` with the given partition, under `program` in place of that of its schedule if one is given."""
+    program = program or make_program(configuration)
+    if configuration.level >= GRADIENTS:
+        return _best_in_units(body, configuration, cuts, program, cluster, job)
+    return of_line(configuration, cuts, with_program(body, configuration, cuts, program, cluster, job))
 
 
 def with_program(
-    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts,
+    configuration: Configuration,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
 ) -> Pipeline:
-    """The given partition under the given computations, and what the replicas of `choice` share out."""
-    if choice.level >= GRADIENTS:
-        return _best_in_units(body, choice, cuts, program, cluster, job).line
-    return _split_model(body, choice, cuts, program, cluster, job)
+    """The given partition under the given computations, and what the replicas of `configuration` share out."""
+    if configuration.level >= GRADIENTS:
+        return _best_in_units(body, configuration, cuts, program, cluster, job).line
+    return _split_model(body, configuration, cuts, program, cluster, job)
 
 
 def _split_model(
-    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts,
+    configuration: Configuration,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
 ) -> Pipeline:
-    if choice.recompute == "model":
-        return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.num_holders), choice)
-    chosen = policies(choice, program, body.graph)
-    line = pipeline(body, cuts, program, cluster, job, choice.num_holders, chosen)
-    if choice.recompute != "full" and any(policy.recomputes for policy in chosen):
+    if configuration.recompute == "model":
+        return _as_chosen(
+            as_model_says(body, cuts, program, cluster, job, configuration.num_holders), configuration
+        )
+    chosen = policies(configuration, program, body.graph)
+    line = pipeline(body, cuts, program, cluster, job, configuration.num_holders, chosen)
+    if configuration.recompute != "full" and any(policy.recomputes for policy in chosen):
         line = with_recomputation(line, program)
-    return _as_chosen(line, choice)
+    return _as_chosen(line, configuration)
 
 
 def _best_in_units(
-    body: RangeCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+    body: RangeCosts,
+    configuration: Configuration,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
 ) -> Candidate:
-    """The given partition in the sharding units that `choice` names, or in those that are fastest within memory; in the
-    smallest, which take least, where these do not fit."""
+    """Return the partition in the sharding units that `configuration` names, or in those that are fastest within memory; in
+    the smallest, which take least, where these do not fit."""
 
     def in_units(inside: Sequence[Sequence[int]]) -> Candidate:
         every = sorted([*cuts, *(cut for own in inside for cut in own)])
         divided = subdivided(program, [len(own) + 1 for own in inside])
-        return of_line(choice, cuts, _split_model(body, choice, every, divided, cluster, job))
+        return of_line(configuration, cuts, _split_model(body, configuration, every, divided, cluster, job))
 
-    ways = list(units_to_try(body, cuts, choice.shard_units))
+    ways = list(units_to_try(body, cuts, configuration.shard_units))
     found: list[Candidate] = []
     for inside in ways:
         found.append(in_units(inside))
         if found[0].excess_bytes > 0:
-            if len(ways) > 1 and _waits_for_network(body, choice, cluster, job):
+            if len(ways) > 1 and _waits_for_network(body, configuration, cluster, job):
                 return next(filter(_has_room_for_state, map(in_units, reversed(ways[1:]))), found[0])
             return found[0]
     fitting = [one for one in found if one.excess_bytes <= 0]
@@ -424,7 +366,7 @@ def _best_in_units(
 
 
 def network_seconds(
-    choice: Choice, parameters: float, cluster: Cluster, job: Job, *, in_units: bool = False
+    configuration: Configuration, parameters: float, cluster: Cluster, job: Job, *, in_units: bool = False
 ) -> float:
     """What the network of a rank with so many `parameters` takes to gather them and to reduce their gradients in a batch.
 
@@ -435,27 +377,29 @@ def network_seconds(
     Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism (arXiv 2211.05953), traffic of sharded data parallelism.
     Ignores: which of it is behind computations.
     """
-    if choice.level < GRADIENTS or choice.num_holders == 1:
+    if configuration.level < GRADIENTS or configuration.num_holders == 1:
         return 0.0
-    holders = range(0, choice.num_holders * choice.tp, choice.tp)[: choice.shard_size]
-    times = float(choice.num_microbatches)
-    if choice.schedule in _ALL_TOGETHER and not in_units:
+    holders = range(0, configuration.num_holders * configuration.tp, configuration.tp)[
+        : configuration.shard_group
+    ]
+    times = float(configuration.num_microbatches)
+    if configuration.schedule in _ALL_TOGETHER and not in_units:
         times = 1.0
-    elif choice.num_chunks is not None and not in_units:
-        times = max(1.0, times / choice.pp)
-    wire = REDUCE_TYPES[choice.reduce_dtype] if choice.reduce_dtype else job.precision.gradient
+    elif configuration.chunks is not None and not in_units:
+        times = max(1.0, times / configuration.pp)
+    wire = REDUCE_TYPES[configuration.reduce_dtype] if configuration.reduce_dtype else job.precision.gradient
     reductions = 1.0 if job.profile.reduces == "last microbatch" else times
     seconds = reductions * reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
-    if choice.level >= PARAMETERS:
+    if configuration.level >= PARAMETERS:
         seconds += times * 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
     return seconds
 
 
-def _waits_for_network(body: RangeCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
+def _waits_for_network(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> bool:
     """Whether small units would have ranks wait for the network for longer than they compute."""
-    parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / choice.pp
-    busy_s = float(body.seconds[-1]) * choice.num_microbatches / choice.pp
-    return network_seconds(choice, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
+    parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / configuration.pp
+    busy_s = float(body.seconds[-1]) * configuration.num_microbatches / configuration.pp
+    return network_seconds(configuration, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
 
 
 def _has_room_for_state(one: Candidate) -> bool:
@@ -468,53 +412,57 @@ def _has_room_for_state(one: Candidate) -> bool:
     )
 
 
-def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: Program) -> Pipeline:
+def under_program(
+    line: Pipeline, configuration: Configuration, cuts: Sequence[int], program: Program
+) -> Pipeline:
     """The partition of `line`, a result of `with_program` for `cuts`, under other computations with the same memory
     policies."""
     ends = [*cuts, line.stages[-1].stop]
     numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
     divided = subdivided(program, [numbers[stage] for stage in range(program.num_stages)])
     changed = (
-        with_recomputation(line, divided) if choice.recompute == "model" else replace(line, program=divided)
+        with_recomputation(line, divided)
+        if configuration.recompute == "model"
+        else replace(line, program=divided)
     )
-    return _as_chosen(changed, choice)
+    return _as_chosen(changed, configuration)
 
 
-def of_line(choice: Choice, cuts: Sequence[int], line: Pipeline) -> Candidate:
+def of_line(configuration: Configuration, cuts: Sequence[int], line: Pipeline) -> Candidate:
     """`line`, the stages between `cuts` or units of them, which keep or recompute everything or as the model says, with the
     memory of its ranks."""
     memories = tuple(rank_memories(line))
     excess = line.missing_bytes(memories)
-    return Candidate(choice, line, tuple(cuts), memories, excess, _named(choice, line))
+    return Candidate(configuration, line, tuple(cuts), memories, excess, _named(configuration, line))
 
 
-def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
+def _as_chosen(line: Pipeline, configuration: Configuration) -> Pipeline:
     """`line` with what its replicas share out, and with what is on the host."""
-    line = replace(line, headroom=choice.headroom)
-    if choice.host_optimizer:
+    line = replace(line, headroom=configuration.headroom)
+    if configuration.host_optimizer:
         line = replace(line, host_optimizer=frozenset(range(line.pp)))
-    if choice.num_holders == 1:
+    if configuration.num_holders == 1:
         return line
-    wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
+    wire = None if configuration.reduce_dtype is None else REDUCE_TYPES[configuration.reduce_dtype]
     line = replace(line, reduce_dtype=wire)
-    if choice.zero is None:
+    if configuration.zero is None:
         return line
-    levels = (choice.level,) * len(line.stages)
-    held = around_layers(line) if choice.level >= PARAMETERS and line.job.profile.keeps_root else ()
+    levels = (configuration.level,) * len(line.stages)
+    held = around_layers(line) if configuration.level >= PARAMETERS and line.job.profile.keeps_root else ()
     once = line.job.profile.reduces == "last microbatch"
     program = sharded_program(line.program, line.stages, levels, held, reduces_once=once)
-    return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
+    return replace(line, program=program, sharding=levels, shard_size=configuration.shard_group)
 
 
 def _named(
-    choice: Choice, line: Pipeline
+    configuration: Configuration, line: Pipeline
 ) -> tuple[Literal["keep", "layers", "selective"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
-    if choice.recompute == "model":
+    if configuration.recompute == "model":
         return tuple(named_policy(stage) for stage in line.stages)
-    if choice.recompute == "selective":
+    if configuration.recompute == "selective":
         return ("selective",) * line.program.num_stages
-    if choice.recompute != "full":  # what the runtime always makes again is no policy
+    if configuration.recompute != "full":  # what the runtime always makes again is no policy
         return ("keep",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
@@ -547,16 +495,18 @@ def least_saving(
 ) -> Candidate | None:
     """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
     is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
-    first, choice = kept[0], kept[0].choice
+    first, configuration = kept[0], kept[0].configuration
     known = {one.cuts: one for one in kept}
     whole = _whole_stages(first, body) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
             whole, first.memories, body, in_flight(whole.program), () if shrink else known,
-            state_share=choice.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
+            state_share=configuration.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
         )  # fmt: skip
         for cuts in tried[:_MOST_FITTED]:
-            plain = known.get(cuts) or with_cuts(body, choice, cuts, first.line.cluster, first.line.job)
+            plain = known.get(cuts) or with_cuts(
+                body, configuration, cuts, first.line.cluster, first.line.job
+            )
             found = saving_candidate(plain, body, offload=offload, thorough=thorough)
             if found is not None:
                 return found
@@ -567,18 +517,23 @@ def _whole_stages(one: Candidate, body: RangeCosts) -> Pipeline:
     """The stages of the schedule of a candidate, not divided into units."""
     if len(one.line.stages) == len(one.cuts) + 1:
         return one.line
-    choice, line = one.choice, one.line
+    configuration, line = one.configuration, one.line
     return with_program(
-        body, replace(choice, shard_units=1), one.cuts, make_program(choice), line.cluster, line.job
+        body,
+        replace(configuration, shard_units=1),
+        one.cuts,
+        make_program(configuration),
+        line.cluster,
+        line.job,
     )
 
 
 def _budget(body: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
-    program = make_program(tried.choice)
+    program = make_program(tried.configuration)
     counts = saved_counts(program, body)
     ends = np.array([0, *tried.cuts, body.size])
-    share = tried.choice.state_share(job.precision)
+    share = tried.configuration.state_share(job.precision)
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
@@ -592,7 +547,7 @@ def _budget(body: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
 
 def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference) -> Plan:
     """The document of a candidate, predictions included."""
-    choice, cluster = candidate.choice, candidate.line.cluster
+    configuration, cluster = candidate.configuration, candidate.line.cluster
     line, devices = placed(candidate.line)
     program = line.program
     cuts = cut_names(body.graph, [stage.start for stage in line.stages[1:]])
@@ -602,27 +557,27 @@ def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference)
         model=ModelSection.of(reference, body.graph),
         job=line.job,
         cluster=ClusterSection.of(cluster),
-        dp=choice.dp,
-        tp=choice.tp,
-        cp=choice.cp,
-        ep=choice.ep,
-        sequence_parallel=choice.sequence_parallel,
-        loss_pieces=choice.loss_pieces,
-        pp=choice.pp,
+        dp=configuration.dp,
+        tp=configuration.tp,
+        cp=configuration.cp,
+        ep=configuration.ep,
+        sequence_parallel=configuration.sequence_parallel,
+        loss_pieces=configuration.loss_pieces,
+        pp=configuration.pp,
         num_stages=program.num_stages,
-        microbatch_size=choice.microbatch_size,
-        num_microbatches=choice.num_microbatches,
+        microbatch_size=configuration.microbatch,
+        num_microbatches=configuration.num_microbatches,
         cuts=cuts,
         placement=program.placement.rank_of_stage,
         devices=devices,
-        schedule=choice.schedule,
+        schedule=configuration.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
         # Other runtimes run other operators than those that are traced.
         graph=graph_section(body.graph, cuts, candidate.memory_policy) if is_run else None,
-        sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
-        reduce_dtype=choice.reduce_dtype if choice.num_holders > 1 else None,
-        shard_size=choice.shard_size,
+        sharding=(configuration.level,) * program.num_stages,  # type: ignore[arg-type]
+        reduce_dtype=configuration.reduce_dtype if configuration.num_holders > 1 else None,
+        shard_size=configuration.shard_group,
         host_optimizer=tuple(sorted(line.host_optimizer)),
         predictions=predict(line, body, candidate.memories),
     )

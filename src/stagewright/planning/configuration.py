@@ -1,109 +1,207 @@
-"""One configuration of a model as a value: what `stagewright.planning.estimate.estimate` takes beside model and job."""
+"""Configurations: parallel degrees, schedule, sharding, recomputation and loss pieces, as one value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
-from stagewright.graph import OperatorGraph
-from stagewright.graph.flat_buffers import GRADIENTS
-from stagewright.graph.layers import layer_begins, layer_end
-from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import layers_per_stage, stage_cuts
-from stagewright.planning.space import Recomputed
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, nearest
+from stagewright.estimation.precision import Precision
+from stagewright.planning.job import Job
 from stagewright.schedule import Program
-from stagewright.schedule.placement import loop, v
+
+Recompute = Literal["auto", "model", "none", "selective", "full"]
+"""What stages recompute: as much as memory asks for, what the model's own code checkpoints, nothing, the part of every
+layer that `stagewright.planning.prediction.regions.selective_policy` says, or all but what enters each layer."""
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+_DERIVED = ("num_microbatches", "offload", "headroom")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Widths, schedule and what is recomputed; fields are the arguments of `estimate`, with its defaults."""
+    """Everything that is decided about a training step before the model is partitioned.
 
-    pp: int | None = None
-    dp: int | None = None
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    sequence_parallel: bool = False
+    A request may leave `dp`, `pp`, `num_microbatches`, `recompute` and `loss_pieces` to follow from the cluster, the job
+    and the model; see `completed`.
+    """
+
+    dp: int = 0
+    """Replicas; 0: as many as the devices make."""
+    pp: int = 0
+    """Ranks of a pipeline; 0: as many as the devices make."""
     microbatch: int = 1
+    """Samples of a microbatch."""
+    num_microbatches: int = 0
+    """Of one replica in a step; 0: as the batch has."""
     schedule: str = "1f1b"
-    chunks: int | None = None
-    layers_per_stage: tuple[int, ...] | None = None
-    recompute: Recomputed | None = None
+    recompute: Recompute | None = None
+    """None: what the model's own code checkpoints."""
     zero: int | None = None
+    """ZeRO stage, 0 to 3; None sums gradients at the end of the batch."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients are summed over replicas; None: the one they are accumulated in."""
+    tp: int = 1
+    """Tensor parallel ranks."""
+    sequence_parallel: bool = False
+    cp: int = 1
+    """Context parallel ranks."""
+    ep: int = 1
+    """Expert parallel ranks."""
     shard_size: int | None = None
+    """Largest shard group; groups are replicas of each other (hybrid sharding). None: all replicas."""
+    shard_units: int | None = None
+    """Sharding units per stage, with ZeRO 2 and 3; None: the fastest number."""
+    chunks: int | None = None
+    """Stages per rank, of schedules that place several; None: the schedule's own number."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Numbered layers of every stage; None: a partition is searched."""
+    offload: bool = False
+    """Whether stages that recompute as memory asks for may offload as well."""
+    host_optimizer: bool = False
+    """Whether the optimizer runs on the host, for every rank that has no room for its state."""
+    loss_pieces: int = 1
+    """Slices of tokens for which head and loss are evaluated one after the other; 0: several where logits are large."""
+    headroom: int = 0
+    """Bytes left free on every device, for fragmentation."""
     program: Program | None = None
+    """Order of forwards and backwards in place of the schedule's, for stages of `layers_per_stage`."""
 
-    def arguments(self) -> dict[str, Any]:
-        """Those of `estimate`."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+    @classmethod
+    def of(cls, base: Configuration | None = None, **values: Any) -> Configuration:
+        """Return `base` with `values` by name; None leaves a field as it is.
 
+        Raises:
+            InputError: no such field.
 
-def configuration_of(plan: Plan) -> Configuration:
-    """The widths of `plan`, the name of its schedule, and what its stages recompute where all do the same."""
-    has_sums = any("REDUCE" in text for actions in plan.program for text in actions)
-    recomputed: dict[str, Recomputed] = {"keep": "none", "layers": "full", "selective": "selective"}
-    policies = set(map(str, plan.memory_policy))
-    chunks = len(stage_ranks(plan)) // plan.pp
-    return Configuration(
-        pp=plan.pp,
-        dp=plan.dp,
-        tp=plan.tp,
-        cp=plan.cp,
-        ep=plan.ep,
-        sequence_parallel=plan.sequence_parallel,
-        microbatch=plan.microbatch_size,
-        schedule=plan.schedule,
-        chunks=chunks if chunks > 1 and is_looped(plan) else None,
-        recompute=recomputed.get(policies.pop()) if len(policies) == 1 else None,
-        zero=max(plan.sharding) or (0 if has_sums else None),
-        reduce_dtype=plan.reduce_dtype,
-        shard_size=plan.shard_size,
-    )
+        >>> Configuration.of(pp=4, chunks=None, loss_pieces="auto").loss_pieces
+        0
+        """
+        names = [option.name for option in fields(cls) if option.name not in _DERIVED]
+        for name in values:
+            if name not in names:
+                raise InputError(
+                    f"a configuration has no '{name}'{nearest(name, names)}; it has {', '.join(names)}"
+                )
+        given = {name: value for name, value in values.items() if value is not None}
+        if given.get("loss_pieces") == "auto":
+            given["loss_pieces"] = 0
+        if "layers_per_stage" in given:
+            given["layers_per_stage"] = tuple(given["layers_per_stage"])
+        return replace(base or cls(), **given)
 
+    def completed(self, cluster: Cluster, job: Job) -> Configuration:
+        """Return the configuration with `dp`, `pp` and `num_microbatches` for this cluster and job.
 
-def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """Ranks of the stages of the schedule of `plan`."""
-    ends = [0, *accumulate(_units(plan))]
-    return tuple(plan.placement[end] for end in ends[:-1])
+        Raises:
+            InputError: the degrees do not fit the cluster, or do not divide the batch.
+        """
+        count = cluster.num_devices // max(self.tp, 1) // max(self.cp, 1)
+        dp = self.dp or (max(count // self.pp, 1) if self.pp > 0 else 1)
+        pp = self.pp or max(count // max(dp, 1), 1)
+        if self.tp < 1 or self.cp < 1 or dp < 1 or pp < 1 or dp * pp > count:
+            shared = (f" x tp {self.tp}" if self.tp != 1 else "") + (
+                f" x cp {self.cp}" if self.cp != 1 else ""
+            )
+            raise InputError(
+                f"dp {dp}{shared} x pp {pp} does not fit the {cluster.num_devices} devices of cluster '{cluster.name}': "
+                "choose widths whose product is at most that"
+            )
+        if self.microbatch < 1 or job.global_batch % (dp * self.microbatch):
+            raise InputError(
+                f"dp {dp} replicas with microbatches of {self.microbatch} do not divide the global batch of "
+                f"{job.global_batch}: change one of the three"
+            )
+        count = job.global_batch // dp // self.microbatch
+        splits_sequence = self.sequence_parallel and self.tp > 1
+        return replace(self, dp=dp, pp=pp, num_microbatches=count, sequence_parallel=splits_sequence)
 
+    # -- the graph of one rank -------------------------------------------------------------------------------------
 
-def stage_layers(plan: Plan) -> tuple[int, ...] | None:
-    """Numbered layers of every stage of the schedule, a layer that is cut being that of the stage behind the cut; None where
-    stages are not of such layers."""
-    counts = layers_per_stage(plan)
-    ends = list(accumulate(_units(plan)))
-    return counts and tuple(sum(counts[start:end]) for start, end in pairwise([0, *ends]))
+    @property
+    def traced(self) -> Configuration:
+        """The fields that the graph of one rank depends on, the others at their defaults: a key of graphs."""
+        return Configuration(
+            tp=self.tp, cp=self.cp, ep=self.ep, microbatch=self.microbatch, sequence_parallel=self.sequence_parallel,
+            loss_pieces=self.loss_pieces,
+        )  # fmt: skip
 
+    @property
+    def trace_arguments(self) -> dict[str, Any]:
+        """Arguments of `stagewright.tracing.cache.trace` that say how ranks share a model and how the loss is evaluated.
 
-def _units(plan: Plan) -> list[int]:
-    """How many stages of `plan` each stage of its schedule is: sharding units, where replicas share out gradients."""
-    if max(plan.sharding) < GRADIENTS or (plan.pp > 1 and plan.placement in _placements(plan)):
-        return [1] * plan.num_stages
-    return [len(list(units)) for _, units in groupby(plan.placement)]
+        >>> Configuration(tp=2, sequence_parallel=True).trace_arguments, Configuration(loss_pieces=4).trace_arguments
+        ({'tp': 2, 'splits_sequence': True}, {'loss_pieces': 4})
+        """
+        layers = {"tp": self.tp, "splits_sequence": self.sequence_parallel} if self.tp > 1 else {}
+        degrees = {"cp": self.cp, "ep": self.ep, "loss_pieces": self.loss_pieces}
+        return layers | {name: value for name, value in degrees.items() if value > 1}
 
+    # -- what follows ------------------------------------------------------------------------------------------------
 
-def _placements(plan: Plan) -> list[tuple[int, ...]]:
-    """Those of schedules with as many stages."""
-    chunks = plan.num_stages // plan.pp
-    found = [v(plan.pp)] if chunks == 2 else []
-    return [one.rank_of_stage for one in (*found, loop(plan.pp, max(chunks, 1)))]
+    @property
+    def saves(self) -> bool:
+        """Whether stages recompute and offload as memory asks for."""
+        return self.recompute == "auto"
 
+    @property
+    def recomputed_alike(self) -> Recompute:
+        """What every layer recomputes alike."""
+        return self.recompute if self.recompute in ("selective", "full") else "none"
 
-def is_looped(plan: Plan) -> bool:
-    """Whether stage s of the schedule is on rank s mod pp, with as many stages on every rank."""
-    ranks = stage_ranks(plan)
-    return len(ranks) % plan.pp == 0 and ranks == loop(plan.pp, len(ranks) // plan.pp).rank_of_stage
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks, unless the schedule itself places several on a rank."""
+        return self.pp * (self.chunks or 1)
 
+    @property
+    def num_holders(self) -> int:
+        """Ranks that hold the same parameters: replicas, and context parallel ranks."""
+        return self.dp * self.cp
 
-def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], bool]:
-    """Layers of every stage of the schedule where cuts go to the nearest places between layers, and whether any moves."""
-    places = [*layer_begins(graph), layer_end(graph)]
-    ends = list(accumulate(_units(plan)))
-    cuts = stage_cuts(plan, graph)
-    own = [cuts[end - 1] for end in ends[:-1]]
-    near = [min(range(len(places)), key=lambda index, cut=cut: abs(places[index] - cut)) for cut in own]
-    moves = any(places[index] != cut for index, cut in zip(near, own, strict=True))
-    return tuple(after - before for before, after in pairwise([0, *near, len(places) - 1])), moves
+    @property
+    def level(self) -> int:
+        """ZeRO stage; 0 where no two ranks hold the same parameters."""
+        return self.zero or 0 if self.num_holders > 1 else 0
+
+    @property
+    def shard_group(self) -> int | None:
+        """Ranks of a shard group: the most up to `shard_size` that divide the holders; None if that is all of them.
+
+        >>> [Configuration(8, 1, zero=3, shard_size=most).shard_group for most in (1, 3, 4, 8, None)]
+        [1, 2, 4, None, None]
+        """
+        if not self.level or self.shard_size is None or self.shard_size >= self.num_holders:
+            return None
+        return max(size for size in range(1, self.shard_size + 1) if self.num_holders % size == 0)
+
+    def state_share(self, precision: Precision) -> float:
+        """The part of a stage's state that one rank keeps on its device."""
+        kept = precision.kept_per_parameter(
+            self.level, self.shard_group or self.num_holders, self.host_optimizer
+        )
+        return kept / precision.bytes_per_parameter
+
+    def __str__(self) -> str:
+        """
+        >>> str(Configuration(2, 4, 1, 8, zero=1, recompute="full"))
+        'dp 2 x pp 4, microbatch 1, 1f1b, recomputed, zero 1'
+        >>> str(Configuration(tp=2, microbatch=4))
+        'tp 2, microbatch 4'
+        """
+        pieces = f", loss in {self.loss_pieces} pieces" if self.loss_pieces > 1 else ""
+        if not self.pp:  # a key of graphs
+            degrees = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "microbatch": self.microbatch}
+            named = [f"{name} {size}" for name, size in degrees.items() if size > 1 or name == "microbatch"]
+            return ", ".join(named) + pieces
+        how = f"{self.schedule}, recomputed" if self.recompute == "full" else self.schedule
+        how += ", recomputed as the model says" if self.recompute == "model" else ""
+        how += f", zero {self.level}" if self.level else ""
+        how += ", optimizer on the host" if self.host_optimizer else ""
+        how += f" within {self.shard_group}" if self.shard_group else ""
+        how += f" in {self.shard_units} units a stage" if self.shard_units else ""
+        shared = f" x tp {self.tp}" if self.tp > 1 else ""
+        shared += f" x cp {self.cp}" if self.cp > 1 else ""
+        shared += f" (ep {self.ep})" if self.ep > 1 else ""
+        return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch}, {how}{pieces}"

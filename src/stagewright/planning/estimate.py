@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -15,20 +15,19 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
-from stagewright.planning.candidate import Choice, make_candidate, make_plan, under_order
+from stagewright.planning.candidate import make_candidate, make_plan
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
-from stagewright.planning.loss_pieces import in_pieces, logits_bytes, pieces_by_share
-from stagewright.planning.memory.fitting import recompute_of
-from stagewright.planning.plan import ClusterSection, Plan, shared_layers
+from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
+from stagewright.planning.plan import ClusterSection, Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
-from stagewright.planning.space import LossPieces, Recomputed
-from stagewright.schedule import Program
+from stagewright.planning.space import recompute_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -40,45 +39,25 @@ def estimate(
     subject: Plan | str | ModelReference,
     cluster: Cluster,
     job: Job | None = None,
+    configuration: Configuration | None = None,
     *,
-    dp: int | None = None,
-    pp: int | None = None,
-    tp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    sequence_parallel: bool = False,
-    microbatch: int = 1,
-    schedule: str = "1f1b",
-    chunks: int | None = None,
-    layers_per_stage: Sequence[int] | None = None,
-    recompute: Recomputed | None = None,
-    zero: int | None = None,
-    reduce_dtype: Literal["fp32", "bf16"] | None = None,
-    shard_size: int | None = None,
-    shard_units: int | None = None,
-    loss_pieces: LossPieces = 1,
-    program: Program | None = None,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
+    **fields: Any,
 ) -> Plan:
-    """What a plan, or a model in one configuration, takes on `cluster`: a plan with fresh predictions.
+    """Return a plan, or a model in one configuration, with fresh predictions for `cluster`, whether or not it fits.
 
-    A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out follows from the
-    number of devices (by default one replica), and the partition is the one a search would take; `tp` ranks share every
-    layer, and with `sequence_parallel` split the sequence between layers; `cp` ranks divide every sample's tokens; `ep` of
-    the ranks of one stage share every layer's experts out. `recompute` is what stages recompute of what they save:
-    ``none``, ``selective`` (attention's scores, or what the runtime says) or ``full`` of it, or what the ``model``'s own
-    code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place several, and
-    `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at most
-    `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in
-    `shard_units` pieces (by default what is fastest). `program` is the order of forwards and backwards, for stages of
-    `layers_per_stage`, where `schedule` names none that is built. Head and loss are evaluated in `loss_pieces` slices of
-    tokens, with ``auto`` in several where logits are large.
+    A plan keeps its own job, degrees and cuts. A model needs `job`, and the partition is the one a search would take.
+    The model is built, which runs the code of a factory; a plan's own `predictions` need no model.
 
-    The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
+    Args:
+        configuration: of a model; by default one replica on as deep a pipeline as there are devices.
+        fields: fields of `Configuration` by name, in its place.
+        report: told what the estimate is doing.
+        trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
-        InputError: widths that do not fit the cluster or the batch, a model without a job, or a runtime that does not
+        InputError: degrees that do not fit the cluster or the batch, a model without a job, or a runtime that does not
             run such a configuration.
         PlanError: a plan made for another model, or more stages than legal cuts.
         TraceError: the model cannot be traced.
@@ -92,41 +71,28 @@ def estimate(
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_runtime()
     job.check_devices(cluster)
-    if job.runtime != STAGEWRIGHT and loss_pieces == "auto":
-        loss_pieces = 1
-    if job.runtime != STAGEWRIGHT and loss_pieces != 1:
+    request = Configuration.of(configuration, **fields)
+    if job.runtime != STAGEWRIGHT and request.loss_pieces > 1:
         raise InputError(
             f"runtime '{job.runtime}' evaluates the loss at once: leave out --loss-pieces, or --runtime"
         )
-    check_shard_size(zero, shard_size)
-    check_shard_units(zero, shard_units)
+    check_shard_size(request.zero, request.shard_size)
+    check_shard_units(request.zero, request.shard_units)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     job = job.with_state(reference)
-    job.check_whole(tp, zero or 0)
-    choice = replace(
-        _choice(cluster, job, dp, pp, tp, cp, microbatch, schedule),
-        sequence_parallel=sequence_parallel and tp > 1,
-        ep=ep,
-        zero=zero,
-        reduce_dtype=reduce_dtype,
-        most_sharing=shard_size,
-        shard_units=shard_units,
-        num_chunks=chunks,
-        layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
-    )
-    _check_loop(job, choice, recompute in ("selective", "full"))
-    if fault := expert_parallel_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
+    job.check_whole(request.tp, request.zero or 0)
+    configuration = request.completed(cluster, job)
+    _check_loop(job, configuration, request.recompute in ("selective", "full"))
+    if fault := expert_parallel_fault(
+        configuration.ep, configuration.num_holders, configuration.tp, configuration.sequence_parallel
+    ):
         raise InputError(f"{fault}: choose another --ep")
-    choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
-    layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
-    traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
-    body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
-    choice = replace(choice, recompute=_recomputed(recompute, body.graph, job))
-    if program is None:
-        candidate = make_candidate(body, choice, cluster, job)
-    else:
-        candidate = under_order(body, choice, program, cluster, job)
-    plan = make_plan(candidate, body, reference)
+    configuration = replace(configuration, loss_pieces=_pieces(reference, job, configuration, cluster))
+    traced = job.traced(cluster.nodes[0].device.kind) | configuration.trace_arguments | {"expand": False}
+    graph = _trace(reference, configuration.microbatch, traced, report, trace)
+    body = body_costs(graph, cluster, job)
+    configuration = replace(configuration, recompute=_recomputed(request.recompute, body.graph, job))
+    plan = make_plan(make_candidate(body, configuration, cluster, job), body, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
 
@@ -192,7 +158,7 @@ def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) ->
     return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
 
 
-def _check_loop(job: Job, asked: Choice | Plan, is_recomputed: bool) -> None:
+def _check_loop(job: Job, asked: Configuration | Plan, is_recomputed: bool) -> None:
     """Raises `InputError` for what a runtime that is a plain loop does not run: `is_recomputed` but by the model, too."""
     if job.profile.loop is None:
         return
@@ -251,9 +217,9 @@ def _trace(
     return trace(reference, size, report=report, **traced)
 
 
-def _recomputed(asked: Recomputed | None, graph: OperatorGraph, job: Job) -> Recomputed:
-    """What stages recompute; raises `InputError` for a model that has nothing of it."""
-    if asked == "selective":
+def _recomputed(way: Recompute | None, graph: OperatorGraph, job: Job) -> Recompute:
+    """Return what stages recompute; raises `InputError` for a model that has nothing of it."""
+    if way == "selective":
         if job.runtime == STAGEWRIGHT:
             raise InputError(
                 "recompute 'selective' is what runtimes do that store attention's scores; Stagewright's own recomputes what "
@@ -268,42 +234,15 @@ def _recomputed(asked: Recomputed | None, graph: OperatorGraph, job: Job) -> Rec
                 "recompute 'selective' is of numbered layers, and this model has none: give none or full"
             )
         return "selective"
-    meant = recompute_of(asked, graph)
-    return "none" if meant == "auto" else meant
+    recompute = recompute_of(way, graph)
+    return "none" if recompute == "auto" else recompute
 
 
-def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluster, asked: LossPieces) -> int:
-    if asked != "auto":
-        return asked
-    num_tokens = choice.microbatch_size * job.sequence_length // choice.cp
-    logits = logits_bytes(reference, num_tokens, choice.tp)
+def _pieces(reference: ModelReference, job: Job, configuration: Configuration, cluster: Cluster) -> int:
+    if configuration.loss_pieces:
+        return configuration.loss_pieces
+    if job.runtime != STAGEWRIGHT:
+        return 1
+    num_tokens = configuration.microbatch * job.sequence_length // configuration.cp
+    logits = logits_bytes(reference, num_tokens, configuration.tp)
     return pieces_by_share(logits, num_tokens, job.usable_bytes(cluster.nodes[0].device, cluster))
-
-
-def _choice(
-    cluster: Cluster,
-    job: Job,
-    dp: int | None,
-    pp: int | None,
-    tp: int,
-    cp: int,
-    microbatch: int,
-    schedule: str,
-) -> Choice:
-    count = cluster.num_devices // max(tp, 1) // max(cp, 1)
-    if dp is None:
-        dp = 1 if pp is None else max(count // max(pp, 1), 1)
-    if pp is None:
-        pp = max(count // max(dp, 1), 1)
-    if tp < 1 or cp < 1 or dp < 1 or pp < 1 or dp * pp > count:
-        shared = (f" x tp {tp}" if tp != 1 else "") + (f" x cp {cp}" if cp != 1 else "")
-        raise InputError(
-            f"dp {dp}{shared} x pp {pp} does not fit the {cluster.num_devices} devices of cluster '{cluster.name}': "
-            "choose widths whose product is at most that"
-        )
-    if microbatch < 1 or job.global_batch % (dp * microbatch):
-        raise InputError(
-            f"dp {dp} replicas with microbatches of {microbatch} do not divide the global batch of "
-            f"{job.global_batch}: change one of the three"
-        )
-    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule, tp=tp, cp=cp)

@@ -13,7 +13,7 @@ from stagewright.planning.plan import Plan
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from stagewright.planning.candidate import Choice
+    from stagewright.planning.configuration import Configuration
 
 _INTERRUPTED = "interrupted: these are the best plans so far, not all configurations were tried"
 
@@ -31,10 +31,16 @@ class Excluded:
     tp: int = 1
 
     @classmethod
-    def of(cls, choice: Choice, reason: str, missing_bytes: int | None = None) -> Self:
-        """That `choice` is no plan."""
+    def of(cls, configuration: Configuration, reason: str, missing_bytes: int | None = None) -> Self:
+        """That `configuration` is no plan."""
         return cls(
-            reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing_bytes, choice.tp
+            reason,
+            configuration.dp,
+            configuration.pp,
+            configuration.microbatch,
+            configuration.schedule,
+            missing_bytes,
+            configuration.tp,
         )
 
 

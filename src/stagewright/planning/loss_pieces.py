@@ -10,7 +10,7 @@ of it for 512. So the loss is in pieces where memory is short, and not elsewhere
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagewright.tracing.models.overrides import of_text
 from stagewright.tracing.models.reference import ModelReference
@@ -32,15 +32,6 @@ _LOGITS_ALIVE = 4
 """Times that the bytes of logits in float32 are alive at the most: those, their softmax, and the gradients of both."""
 _FASTEST = 3
 _MOST_SHAPES = 2
-
-
-def in_pieces(num_pieces: int) -> dict[str, Any]:
-    """The part of the arguments of `stagewright.tracing.cache.trace` that says in how many pieces the loss is evaluated.
-
-    >>> in_pieces(1), in_pieces(4)
-    ({}, {'loss_pieces': 4})
-    """
-    return {"loss_pieces": num_pieces} if num_pieces > 1 else {}
 
 
 def logits_bytes(reference: ModelReference, num_tokens: int, tp: int = 1) -> int:

@@ -18,8 +18,8 @@ from stagewright.frames import data_frame, html_table
 from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.schedule.program import check_name
 from stagewright.tracing.cache import is_compared
@@ -453,8 +453,10 @@ class Plan(StrictModel):
 
     def traced(self) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
-        layers = shared_layers(self.tp, self.sequence_parallel, self.cp, self.ep)
-        return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
+        degrees = Configuration(
+            tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, ep=self.ep, loss_pieces=self.loss_pieces
+        )  # fmt: skip
+        return self.job.traced(self.cluster.kind) | degrees.trace_arguments
 
     def traced_whole(self) -> dict[str, Any]:
         """How it is asked for the graph that is compared with the model: of all its layers, as the model computes them."""
@@ -483,16 +485,6 @@ class Plan(StrictModel):
             "description": "Digest of all other keys with their values, by which a changed file is noticed; not needed.",
         }
         return schema
-
-
-def shared_layers(tp: int, sequence_parallel: bool = False, cp: int = 1, ep: int = 1) -> dict[str, Any]:
-    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share a model.
-
-    >>> shared_layers(1), shared_layers(2, True), shared_layers(1, cp=4)
-    ({}, {'tp': 2, 'splits_sequence': True}, {'cp': 4})
-    """
-    layers = {"tp": tp, "splits_sequence": sequence_parallel} if tp > 1 else {}
-    return layers | ({"cp": cp} if cp > 1 else {}) | ({"ep": ep} if ep > 1 else {})
 
 
 def load_plan(path: str | Path) -> Plan:

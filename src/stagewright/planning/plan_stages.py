@@ -1,19 +1,22 @@
-"""The stages that a plan says: its cuts and memory policies in a traced model, and its program."""
+"""The stages of a plan: cuts and memory policies in a traced model, the program, and the layers of every stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
 from stagewright.graph.document import graph_digest
-from stagewright.graph.layers import layer_of
+from stagewright.graph.flat_buffers import GRADIENTS
+from stagewright.graph.layers import layer_begins, layer_end, layer_of
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
+from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.plan import GraphSection, Plan, StagePolicy
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
+from stagewright.schedule.placement import loop, v
 from stagewright.tracing.cache import tracing_packages
 from stagewright.tracing.models.overrides import of_text
 
@@ -177,3 +180,74 @@ def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
             f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "
             f"{sorted(sharded)}: both must name the same stages"
         )
+
+
+def configuration_of(plan: Plan) -> Configuration:
+    """Return the configuration that `plan` has: degrees, schedule and sharding, and how stages recompute if all do alike."""
+    has_sums = any("REDUCE" in text for actions in plan.program for text in actions)
+    recomputed: dict[str, Recompute] = {"keep": "none", "layers": "full", "selective": "selective"}
+    policies = set(map(str, plan.memory_policy))
+    chunks = len(stage_ranks(plan)) // plan.pp
+    return Configuration(
+        pp=plan.pp,
+        dp=plan.dp,
+        tp=plan.tp,
+        cp=plan.cp,
+        ep=plan.ep,
+        sequence_parallel=plan.sequence_parallel,
+        microbatch=plan.microbatch_size,
+        schedule=plan.schedule,
+        chunks=chunks if chunks > 1 and is_looped(plan) else None,
+        recompute=recomputed.get(policies.pop()) if len(policies) == 1 else None,
+        zero=max(plan.sharding) or (0 if has_sums else None),
+        reduce_dtype=plan.reduce_dtype,
+        shard_size=plan.shard_size,
+    )
+
+
+def stage_ranks(plan: Plan) -> tuple[int, ...]:
+    """Return the ranks of the stages of the schedule of `plan`."""
+    ends = [0, *accumulate(_units(plan))]
+    return tuple(plan.placement[end] for end in ends[:-1])
+
+
+def stage_layers(plan: Plan) -> tuple[int, ...] | None:
+    """Return the numbered layers of every stage of the schedule; a layer that is cut counts for the stage after the cut.
+
+    None where stages do not consist of numbered layers.
+    """
+    counts = layers_per_stage(plan)
+    ends = list(accumulate(_units(plan)))
+    return counts and tuple(sum(counts[start:end]) for start, end in pairwise([0, *ends]))
+
+
+def _units(plan: Plan) -> list[int]:
+    """Return how many stages of `plan` each stage of its schedule is: its sharding units, with ZeRO 2 and 3."""
+    if max(plan.sharding) < GRADIENTS or (plan.pp > 1 and plan.placement in _placements(plan)):
+        return [1] * plan.num_stages
+    return [len(list(units)) for _, units in groupby(plan.placement)]
+
+
+def _placements(plan: Plan) -> list[tuple[int, ...]]:
+    """Return the placements of schedules with as many stages."""
+    chunks = plan.num_stages // plan.pp
+    v_shaped = [v(plan.pp)] if chunks == 2 else []
+    return [placement.rank_of_stage for placement in (*v_shaped, loop(plan.pp, max(chunks, 1)))]
+
+
+def is_looped(plan: Plan) -> bool:
+    """Whether stage s of the schedule is on rank s mod pp, with as many stages on every rank."""
+    ranks = stage_ranks(plan)
+    return len(ranks) % plan.pp == 0 and ranks == loop(plan.pp, len(ranks) // plan.pp).rank_of_stage
+
+
+def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], bool]:
+    """Return the layers of every stage of the schedule with cuts moved to the nearest places between layers, and whether
+    any cut moves."""
+    places = [*layer_begins(graph), layer_end(graph)]
+    ends = list(accumulate(_units(plan)))
+    cuts = stage_cuts(plan, graph)
+    own = [cuts[end - 1] for end in ends[:-1]]
+    near = [min(range(len(places)), key=lambda index, cut=cut: abs(places[index] - cut)) for cut in own]
+    moves = any(places[index] != cut for index, cut in zip(near, own, strict=True))
+    return tuple(after - before for before, after in pairwise([0, *near, len(places) - 1])), moves

@@ -10,19 +10,16 @@ from typing import Any, Literal, get_args
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
+from stagewright.graph.policy import attention_scores, has_regions
 from stagewright.limits import MOST_ACTIONS
+from stagewright.planning.configuration import RECOMPUTE, Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import fewest_layers
 from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.schedule import FAMILIES
-
-Recomputed = Literal["model", "none", "selective", "full"]
-"""What stages recompute: what the model's own code checkpoints, nothing, the part of every layer that
-`stagewright.planning.prediction.regions.selective_policy` says, or all but what enters each layer."""
-Recompute = Literal["auto", Recomputed]
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 HostOptimizer = Literal["auto", "never", "always"]
 HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
@@ -154,37 +151,6 @@ class Space:
         return tuple(name for name in self.schedules or () if name != JOINT) or ("1f1b",)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What the graph of one rank depends on."""
-
-    tp: int
-    cp: int
-    ep: int
-    microbatch_size: int
-    sequence_parallel: bool = False
-    loss_pieces: int = 1
-
-    def __str__(self) -> str:
-        """
-        >>> str(Sizes(2, 1, 1, 4))
-        'tp 2, microbatch 4'
-        """
-        named = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
-        widths = [f"{name} {width}" for name, width in named.items() if width > 1]
-        pieces = [f"loss in {self.loss_pieces} pieces"] * (self.loss_pieces > 1)
-        return ", ".join([*widths, f"microbatch {self.microbatch_size}", *pieces])
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """What is left to decide for given sizes: how long a pipeline is, and how many there are."""
-
-    pp: int
-    dp: int
-    num_microbatches: int
-
-
 def powers(largest: int) -> list[int]:
     """
     >>> powers(6)
@@ -202,7 +168,7 @@ def divisors(number: int) -> list[int]:
     return low + [number // n for n in reversed(low) if n * n != number]
 
 
-def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Sizes]:
+def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Configuration]:
     """All that one microbatch of one sample may be tried with; no tensor-parallel group spans two nodes."""
     devices = cluster.num_devices
     node = math.gcd(*(group.devices_per_node for group in cluster.nodes))
@@ -214,59 +180,134 @@ def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Sizes]:
         for cp in cps:
             if devices % (tp * cp) == 0 and job.sequence_length % (2 * cp if cp > 1 else 1) == 0:
                 for ep in eps:
-                    yield Sizes(tp, cp, ep, 1, splits)
+                    yield Configuration(tp=tp, cp=cp, ep=ep, sequence_parallel=splits)
 
 
-def microbatch_sizes(one: Sizes, cluster: Cluster, job: Job, space: Space) -> list[int]:
+def microbatch_sizes(degrees: Configuration, cluster: Cluster, job: Job, space: Space) -> list[int]:
     """Samples of a microbatch to try, growing: powers of two that divide a replica's share; of odd shares all divisors."""
     if space.microbatch:
-        return [space.microbatch]
-    most = space.largest_microbatch or job.global_batch
-    shares = {left.num_microbatches for left in replicas(one, cluster, job, space, cluster.num_devices)}
-    found = {size for share in shares for size in divisors(share) if share % 2 or size & (size - 1) == 0}
-    return sorted(size for size in found if size <= most)
+        sizes = [space.microbatch]
+    else:
+        most = space.largest_microbatch or job.global_batch
+        shares = {
+            shape.num_microbatches for shape in pipelines(degrees, cluster, job, space, cluster.num_devices)
+        }
+        divided = {
+            size for share in shares for size in divisors(share) if share % 2 or size & (size - 1) == 0
+        }
+        sizes = sorted(size for size in divided if size <= most)
+    return [
+        size
+        for size in sizes
+        if any(pipelines(replace(degrees, microbatch=size), cluster, job, space, cluster.num_devices))
+    ]
 
 
-def replicas(one: Sizes, cluster: Cluster, job: Job, space: Space, most_stages: int) -> Iterator[Replicas]:
-    """Pipelines and replicas that use every device and divide the batch and the ranks of experts, of programs that are not
-    too long to simulate."""
-    devices = cluster.num_devices // (one.tp * one.cp)
+def pipelines(
+    degrees: Configuration, cluster: Cluster, job: Job, space: Space, most_stages: int
+) -> Iterator[Configuration]:
+    """Yield `degrees` with the pipelines and replicas that use every device, divide the batch and the ranks of experts, and
+    whose programs are not too long to simulate."""
+    devices = cluster.num_devices // (degrees.tp * degrees.cp)
     for pp in [space.pp] if space.pp else range(1, min(devices, max(most_stages, 1)) + 1):
         dp, rest = divmod(devices, pp)
-        if rest or space.dp not in (None, dp) or job.global_batch % (dp * one.microbatch_size):
+        if rest or space.dp not in (None, dp) or job.global_batch % (dp * degrees.microbatch):
             continue
-        count = job.global_batch // (dp * one.microbatch_size)
-        if (
-            2 * pp * count <= MOST_ACTIONS
-            and expert_parallel_fault(one.ep, dp * one.cp, one.tp, one.sequence_parallel) is None
-        ):
-            yield Replicas(pp, dp, count)
+        count = job.global_batch // (dp * degrees.microbatch)
+        fault = expert_parallel_fault(degrees.ep, dp * degrees.cp, degrees.tp, degrees.sequence_parallel)
+        if 2 * pp * count <= MOST_ACTIONS and fault is None:
+            yield replace(degrees, dp=dp, pp=pp, num_microbatches=count)
 
 
-def schedules(
-    left: Replicas, num_layers: int, space: Space, *, between_layers: bool
-) -> Iterator[tuple[str, int | None]]:
-    """Families, and stages per rank of those that place as many as is asked, that these widths allow.
+def most_stages(num_layers: int, cluster: Cluster, job: Job) -> int:
+    """Return the most stages worth trying for a model of so many numbered layers."""
+    if job.runtime != STAGEWRIGHT:
+        return num_layers
+    return min(cluster.num_devices, 4 * num_layers or cluster.num_devices)
 
-    With `between_layers`, stages have whole layers.
+
+def configurations(
+    degrees: Configuration, graph: OperatorGraph, num_layers: int, cluster: Cluster, job: Job, space: Space
+) -> Iterator[Configuration]:
+    """Yield everything to try with these degrees and this microbatch.
+
+    Args:
+        graph: of the model with these degrees, in microbatches of any size.
+        num_layers: numbered layers of the model.
+
+    Raises:
+        InputError: a way to recompute that the model does not have.
     """
-    for name in space.families if left.pp > 1 else space.families[:1]:
-        if name not in _LOOPED or left.pp == 1:
-            yield ("1f1b" if left.pp == 1 and name in _LOOPED else name), None
+    for shape in pipelines(degrees, cluster, job, space, most_stages(num_layers, cluster, job)):
+        for schedule, chunks in dict.fromkeys(_schedules(shape, num_layers, job, space)):
+            for recompute in _recomputes(graph, job, space):
+                for zero in _levels(shape.num_holders, cluster, job, space):
+                    yield replace(
+                        shape, schedule=schedule, chunks=chunks, recompute=recompute, zero=zero,
+                        reduce_dtype=space.reduce_dtype, shard_size=space.shard_size,
+                        shard_units=space.shard_units if (zero or 0) >= 2 else None,
+                        host_optimizer=space.host_optimizer == "always",
+                    )  # fmt: skip
+
+
+def _recomputes(graph: OperatorGraph, job: Job, space: Space) -> tuple[Recompute, ...]:
+    if job.runtime == STAGEWRIGHT:
+        return tuple(recompute_of(way, graph) for way in space.recompute or (None,))
+    if space.recompute is not None:
+        return space.recompute
+    partly = job.profile.selective is not None or bool(attention_scores(graph))
+    return ("none", "selective", "full") if partly else ("none", "full")
+
+
+def recompute_of(way: Recompute | None, graph: OperatorGraph) -> Recompute:
+    """Return what `way` means for a model; None is what the model's own code says, and ``auto`` where it says nothing.
+
+    Raises:
+        InputError: ``model`` of a model that checkpoints nothing.
+    """
+    if way == "model" and not has_regions(graph):
+        raise InputError(
+            f"recompute 'model' recomputes what the model's own code checkpoints, and '{graph.name}' calls "
+            "torch.utils.checkpoint nowhere: use auto, none or full"
+        )
+    return way or ("model" if has_regions(graph) else "auto")
+
+
+def _levels(num_holders: int, cluster: Cluster, job: Job, space: Space) -> tuple[int | None, ...]:
+    """Return the ZeRO stages to try."""
+    if num_holders == 1:
+        return (None,)
+    if space.zero is not None:
+        return space.zero
+    if job.runtime != STAGEWRIGHT:
+        return (2, 3) if job.profile.shard_units == "layers" else (1,)
+    # On CPUs, gradient all-reduces cannot overlap with compute.
+    levels = (None if cluster.kind == "cpu" else 0, 1, 2, 3)
+    return levels if job.kept.is_elementwise else levels[:1]
+
+
+def _schedules(
+    shape: Configuration, num_layers: int, job: Job, space: Space
+) -> Iterator[tuple[str, int | None]]:
+    """Yield schedules, and stages per rank of those that place any number, that a pipeline allows."""
+    for name in space.families if shape.pp > 1 else space.families[:1]:
+        if name not in _LOOPED or shape.pp == 1:
+            yield ("1f1b" if shape.pp == 1 and name in _LOOPED else name), None
             continue
         for chunks in space.chunks:
             if chunks == 1 and (name == "interleaved-1f1b" and "1f1b" in space.families):
                 continue
             if chunks == 1 and name == "breadth-first" and "gpipe" in space.families:
                 continue
+            num_stages = shape.pp * chunks
             wanted = (
-                fewest_layers(left.pp * chunks) if between_layers else left.pp * chunks // _STAGES_OF_LAYER
+                num_stages // _STAGES_OF_LAYER if job.runtime == STAGEWRIGHT else fewest_layers(num_stages)
             )
             if num_layers < wanted:
                 continue
-            if name == "interleaved-1f1b" and left.num_microbatches % left.pp:
+            if name == "interleaved-1f1b" and shape.num_microbatches % shape.pp:
                 continue
-            if 2 * left.pp * chunks * left.num_microbatches <= MOST_ACTIONS:
+            if 2 * num_stages * shape.num_microbatches <= MOST_ACTIONS:
                 yield name, chunks
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stagewright.planning.configuration import configuration_of, stage_layers, stage_ranks
 from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import configuration_of, stage_layers, stage_ranks
 from stagewright.report.plans import spare_bytes
 from stagewright.units import format_bytes, format_seconds
 

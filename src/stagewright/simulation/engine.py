@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Floats, Ints
+from stagewright.compiled import compiled, compiled_helper
 from stagewright.simulation.streams import NUM_STREAMS
 
 LOCAL, AT_ONCE, WHEN_POSTED, POST = range(4)
@@ -59,12 +59,8 @@ class Links(NamedTuple):
 _index = np.uint64
 _ONE = _index(1)
 
-# The helpers own no memory. Counting references to the arrays of `tables` and `links` at each of their calls
-# would take several times as long as the work itself.
-helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
 
-
-@numba.njit(cache=True, nogil=True)
+@compiled
 def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, token_s):
     """Fill in `start` and `end` of every action and `token_s`, the time at which each token is available (negative if
     never); return per rank the index of the first action that cannot start.
@@ -127,7 +123,7 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
     return reached
 
 
-@helper
+@compiled_helper
 def ready_at(p, m, now, tables, token_s):
     """Return when pattern `p` of microbatch `m` has all its tokens, and a missing token or -1."""
     for n in range(_index(tables.need_offsets[p]), _index(tables.need_offsets[p + _ONE])):
@@ -140,7 +136,7 @@ def ready_at(p, m, now, tables, token_s):
     return now, -1
 
 
-@helper
+@compiled_helper
 def _carry(slot, depart, tables, links):
     """Return the arrival of a transfer that starts at `depart` or as soon as its link is free."""
     link = tables.slot_link[slot]
@@ -150,7 +146,7 @@ def _carry(slot, depart, tables, links):
     return links.free[link]
 
 
-@helper
+@compiled_helper
 def _wake(token, rank, waits_for, ready, num_ready):
     """Make `rank` ready if it waits for `token`; return the number of ready ranks."""
     if waits_for[rank] != token:
@@ -160,7 +156,7 @@ def _wake(token, rank, waits_for, ready, num_ready):
     return num_ready + 1
 
 
-@helper
+@compiled_helper
 def _queue(slot, token, posted, sent, tables, links):
     """Append a transfer to its link's queue."""
     link = tables.slot_link[slot]
@@ -172,7 +168,7 @@ def _queue(slot, token, posted, sent, tables, links):
     links.tail[link] = place + 1
 
 
-@helper
+@compiled_helper
 def _drain(link, token_s, tables, links, waits_for, ready, num_ready):
     """Start the transfers at the head of the link's queue whose receives are posted."""
     while links.head[link] < links.tail[link]:
@@ -187,7 +183,7 @@ def _drain(link, token_s, tables, links, waits_for, ready, num_ready):
     return num_ready
 
 
-@numba.njit(cache=True)
+@compiled
 def _links(pattern, tables, num_links, is_shared):
     """Return idle links, with space in every queue for all transfers of the program that may wait for their receives."""
     offsets = queue_offsets(pattern, tables, num_links)
@@ -199,7 +195,7 @@ def _links(pattern, tables, num_links, is_shared):
     )  # fmt: skip
 
 
-@numba.njit(cache=True)
+@compiled
 def queue_offsets(pattern, tables, num_links):
     """Return the offsets of the queues of the links if all transfers wait for their receives."""
     lengths = np.zeros(num_links + 1, np.int64)

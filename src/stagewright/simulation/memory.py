@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Floats
+from stagewright.compiled import compiled
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.structure import Structure
 
@@ -61,7 +61,7 @@ def memory_curve(
     return MemoryCurve(time_s, base_bytes + np.concatenate([[0.0], np.cumsum(change[order])]))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def peaks_in_program_order(pattern, offsets, at_start, at_end, transient, base_bytes):
     """Return the peak bytes of every rank if events happen in program order."""
     peaks = base_bytes.copy()

@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.arrays import Floats, Ints
+from stagewright.compiled import compiled
 
 Words = NDArray[np.uint64]
 
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
     shares_nodes: bool
 
 
-@njit(cache=True)
+@compiled
 def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
     """The slowest edge of all rings, and their sum, where a node holds several units: each of its units in a ring drives an
     edge of its own to the next node, so that these edges are as much faster."""
@@ -77,7 +77,7 @@ def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
     return slowest, total
 
 
-@njit(cache=True)
+@compiled
 def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
     """Seconds (the slowest pipeline, busiest unit, slowest ring and slowest pair that ties), and the means of pipelines,
     pairs and rings."""
@@ -109,20 +109,20 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
     return through + longest + slowest + tying, mean
 
 
-@njit(cache=True)
+@compiled
 def cost(order: Ints, terms: Terms) -> float:
     """Seconds: the slowest pipeline, the busiest unit, the slowest ring, the slowest pair that ties."""
     return _weighed(order, terms)[0]
 
 
-@njit(cache=True)
+@compiled
 def guided(order: Ints, terms: Terms) -> float:
     """`cost` with a trace of the means of what it takes the maxima of."""
     seconds, mean = _weighed(order, terms)
     return seconds + _TIE * mean
 
 
-@njit(cache=True)
+@compiled
 def _drawn(state: Words, below: int) -> int:
     """A number from 0 to `below` - 1; `state` moves on.
 
@@ -137,13 +137,13 @@ def _drawn(state: Words, below: int) -> int:
     return int((word * np.uint64(2685821657736338717) >> np.uint64(33)) % np.uint64(below))
 
 
-@njit(cache=True)
+@compiled
 def _copy(source: Ints, out: Ints) -> None:
     for i in range(len(source)):
         out[i] = source[i]
 
 
-@njit(cache=True)
+@compiled
 def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
     """One of five moves of `order` into `out`: reverse a..b, insert, swap, move a..b, move a..b reversed."""
     size = len(order)
@@ -173,7 +173,7 @@ def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
             index += 1
 
 
-@njit(cache=True)
+@compiled
 def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, terms: Terms) -> Ints:
     """The best order seen in `num_steps` moves while the temperature falls from `hot` to `cold` seconds."""
     state = np.zeros(1, np.uint64)
@@ -198,7 +198,7 @@ def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, term
     return best
 
 
-@njit(cache=True)
+@compiled
 def descend(start: Ints, terms: Terms) -> Ints:
     """Until no swap, insertion or reversal is better."""
     order, trial = start.copy(), start.copy()
@@ -221,7 +221,7 @@ def descend(start: Ints, terms: Terms) -> Ints:
     return order
 
 
-@njit(cache=True)
+@compiled
 def next_permutation(values: Ints) -> bool:
     """The next in lexicographic order, in place; False after the last."""
     i = len(values) - 2
@@ -241,7 +241,7 @@ def next_permutation(values: Ints) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> Ints:
     """The best of all ways to put `values`, the units there in rising order, at `places`; the others stay."""
     trial, best = order.copy(), order.copy()
@@ -258,7 +258,7 @@ def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> I
     return best
 
 
-@njit(cache=True)
+@compiled
 def exhaust(order: Ints, terms: Terms) -> Ints:
     """The cheapest of all orders from `order`, which is sorted, on; the first of equal ones."""
     best = order.copy()

@@ -19,10 +19,10 @@ from stagewright.graph.repeat import REPEATS
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
+from stagewright.planning.configuration import Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
-from stagewright.planning.space import Recomputed
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Layers:
         self.costs = cache(self._costs)
         """Of every layer on a kind of device, where as much is recomputed as that says."""
 
-    def _costs(self, device: Device, recompute: Recomputed = "none") -> LayerCosts:
+    def _costs(self, device: Device, recompute: Recompute = "none") -> LayerCosts:
         body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
         backward = *stage.rebuild.nodes, *stage.backward.nodes
         state = np.diff(body.state_bytes[ends])
@@ -150,7 +150,7 @@ class Layers:
     def _boundary_bytes(self) -> float:
         return float(self._body.cuts.value_bytes[self._ends[-3]]) if len(self._ends) > 4 else 0.0
 
-    def _stage(self, recompute: Recomputed) -> Stage:
+    def _stage(self, recompute: Recompute) -> Stage:
         policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]
         return split_graph(self.graph, [], [policy(self.graph)])[0]
 

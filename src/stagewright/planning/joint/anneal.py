@@ -6,9 +6,9 @@ partition, placement and the number of stages alike.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from stagewright.compiled import compiled
 from stagewright.planning.joint.layout import build_stages
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
@@ -17,7 +17,7 @@ from stagewright.schedule.list_scheduler.terms import Rule
 NUM_MOVES = 11
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, give_up_s):
     """Of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
 
@@ -38,7 +38,7 @@ def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batc
     return left_out + list_schedule(stages, batch[0], rule, window, deadlines, give_up_s - left_out)[0]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, num_steps, start_share, seed):
     """The best layout and rule found in `num_steps` moves, and its makespan.
 
@@ -80,7 +80,7 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
     return best, best_ranks, best_cuts, best_thrift, best_rule, best_shifts
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _save(thrift, num_tables):
     """Let a rank make a little more or less again, or as much as another."""
     rank = np.random.randint(len(thrift))
@@ -90,7 +90,7 @@ def _save(thrift, num_tables):
         thrift[rank] = min(max(thrift[rank] + np.random.randint(5) - 2, 0), num_tables - 1)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _shift(shifts, ranks, cycle):
     """Change deadlines of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
     layers (all alike, or those near the start one way and those near the end the other). Either microbatch 0
@@ -113,7 +113,7 @@ def _shift(shifts, ranks, cycle):
                 shifts[row, each] += by if kind == 2 else by * (2.0 * each / num_layers - 1.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _other_rule(rule):
     """The rule with one choice changed."""
     which = np.random.randint(8)
@@ -139,7 +139,7 @@ def _other_rule(rule):
     return Rule(forward_next, oldest, deep, depth, share, max_deferred, rule.holds_back, deadline_scale)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def move_layers(ranks, cuts, num_ranks, sums):
     """Change the layout a little, in place."""
     num_layers = len(ranks)
@@ -172,7 +172,7 @@ def move_layers(ranks, cuts, num_ranks, sums):
                 ranks[each] = first
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _alike(layer, sums):
     """Another layer of the same cost, most often near: an exchange of the two changes no rank's work."""
     num_layers = sums.shape[1] - 1
@@ -189,7 +189,7 @@ def _alike(layer, sums):
     return layer
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _shift_boundary(ranks, layer):
     """Give the layer at the first change of rank from `layer` on to the other side."""
     for each in range(layer, len(ranks)):
@@ -201,7 +201,7 @@ def _shift_boundary(ranks, layer):
             return
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _recolour(ranks, layer, rank):
     """Move the run of layers around `layer` to `rank`."""
     own = ranks[layer]

@@ -18,15 +18,16 @@ from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.arranging import on_devices_of
+from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
-    Choice,
     make_plan,
     of_line,
     saving_candidate,
     under_program,
     with_program,
 )
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
@@ -40,11 +41,12 @@ from stagewright.planning.joint.traced import (
     with_backwards,
     without_splits,
 )
+from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, ways_on_hosts
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import run_timeline
-from stagewright.planning.space import JOINT, HostOptimizer
+from stagewright.planning.space import JOINT, HostOptimizer, Space
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 
@@ -70,64 +72,56 @@ _SAVED = 1
 """Of these, how many are made to fit by recomputing and offloading, which takes long."""
 
 
-def finalists(plans: Iterable[Plan], count: int = NUM_FINALISTS) -> list[Plan]:
-    """Of the pipelines that could still become the fastest plan, the fastest of each configuration: those
-    whose bounds are lowest, `count` at most."""
-    known = sorted(plans, key=lambda plan: plan.predictions.step_seconds)
-    shapes: dict[tuple[object, ...], Plan] = {}
-    for plan in known:
-        best_s = known[0].predictions.step_seconds
-        is_near = plan.predictions.step_seconds < (1 + MOST_FILLED) * best_s
+def finalists(fits: Iterable[Fit], count: int = NUM_FINALISTS) -> list[Fit]:
+    """Of the pipelines that could still become the fastest plan, return the fastest of each configuration: those
+    whose bounds are lowest, at most `count`."""
+    fastest_first = sorted(fits, key=lambda fit: fit.step_seconds)
+    shapes: dict[tuple[object, ...], Fit] = {}
+    for fit in fastest_first:
+        plan, best_s = fit.plan, fastest_first[0].step_seconds
+        is_near = fit.step_seconds < (1 + MOST_FILLED) * best_s
         if plan.pp > 1 and is_near and plan.predictions.lower_bound_seconds < best_s:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
-            shapes.setdefault(key, plan)
-    return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
-
-
-Start = tuple[Choice, RangeCosts, Cluster, bool]
-"""What a plan was made of: its choice, the costs of its model, the cluster as its ranks number it, and whether its stages
-may recompute and offload."""
+            shapes.setdefault(key, fit)
+    return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:count]
 
 
 def joint_plans(
-    plans: Sequence[Plan],
-    start_of: Callable[[Plan], Start],
-    job: Job,
-    reference: ModelReference,
-    *,
-    offload: bool = True,
-    host_optimizer: HostOptimizer = "auto",
-    report: Callable[[str], None] = lambda stage: None,
-    stop: threading.Event | None = None,
-) -> Iterator[Plan]:
-    """Plans of the joint search for the configurations of `plans`, those of the schedules, each faster than all of these and
-    than those before it; none on devices of several kinds.
+    fits: Sequence[Fit], coarse: Coarse, space: Space, stop: threading.Event | None = None
+) -> Iterator[Fit]:
+    """Yield plans of the joint search for the configurations of `fits`, those of the schedules, each faster than all of
+    these and than those before it; none on devices of several kinds.
 
     Ctrl-C during a search sets `stop`, which ends this with what the search has found.
     """
     stop = stop or threading.Event()
-    best = min((plan.predictions.step_seconds for plan in plans), default=0.0)
-    for known in finalists(plans):
+    job = coarse.job
+    best = min((fit.step_seconds for fit in fits), default=0.0)
+    for fit in finalists(fits):
         if stop.is_set():
             return
-        choice, body, cluster, saves = start_of(known)
+        known, entry = fit.plan, fit.entry
+        cluster = entry.cluster
         if known.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
-        searches = Searches(known, body, _joint(choice, known), cluster, best, saves, offload, report, stop)
-        found = _joint_plan(searches, job, reference, host_optimizer)
-        if found is not None and found.predictions.step_seconds < best:
-            best = found.predictions.step_seconds
-            yield on_devices_of(found, known.cluster.load(), cluster)
+        body = coarse.body(entry.configuration.traced)
+        configuration = _joint(entry.configuration, known, space)
+        searches = Searches(known, body, configuration, cluster, best, coarse.report, stop)
+        plan = _joint_plan(searches, job, coarse.reference, space.host_optimizer)
+        if plan is not None and plan.predictions.step_seconds < best:
+            best = plan.predictions.step_seconds
+            yield Fit(on_devices_of(plan, known.cluster.load(), cluster), entry)
 
 
-def _joint(choice: Choice, known: Plan) -> Choice:
-    """`choice`, of which `known` was made, its schedule to be found."""
+def _joint(configuration: Configuration, known: Plan, space: Space) -> Configuration:
+    """Return `configuration`, of which `known` was made, with its schedule to be searched."""
     return replace(
-        choice,
+        configuration,
         schedule=JOINT,
-        recompute="none" if choice.recompute == "full" else choice.recompute,
-        num_chunks=None,
+        recompute="none" if configuration.recompute == "full" else configuration.recompute,
+        chunks=None,
         layers_per_stage=None,
+        offload=space.offload,
         headroom=0,
         host_optimizer=bool(known.host_optimizer),
     )
@@ -158,25 +152,25 @@ def _joint_plan(
 
 @dataclass(frozen=True, eq=False)
 class Searches:
-    """The joint searches for one configuration, `choice`, of which `known` is the best plan of a family. Each is made once,
-    when it is first asked for; what they find is made to fit, with `saves` by recomputing and `offload` by moving values to
-    the host, as often as it takes."""
+    """The joint searches for one configuration, of which `known` is the best plan of a family.
+
+    Each is made once, when it is first needed; what they find is made to fit by recomputing and offloading as the
+    configuration allows.
+    """
 
     known: Plan
     body: RangeCosts
-    choice: Choice
+    configuration: Configuration
     cluster: Cluster
     below_s: float
     """Steps that take as long are of no use."""
-    saves: bool = True
-    offload: bool = True
     report: Callable[[str], None] = lambda stage: None
     stop: threading.Event = field(default_factory=threading.Event)
 
     @cached_property
     def ends(self) -> Ints:
         """Of the pieces that take the place of layers."""
-        return piece_ends(self.body, self.choice.pp)
+        return piece_ends(self.body, self.configuration.pp)
 
     @cached_property
     def unlimited(self) -> Found | None:
@@ -186,19 +180,24 @@ class Searches:
     @cached_property
     def limited(self) -> Found | None:
         """Within memory; None where nothing fits."""
-        return self._found(self._learnt, saves=self.saves)
+        return self._found(self._learnt, saves=self.configuration.saves)
 
     @cached_property
     def _learnt(self) -> Known:
-        return learn(self.known, self.body, self.choice)
+        return learn(self.known, self.body, self.configuration)
 
     def _found(self, learnt: Known, saves: bool) -> Found | None:
-        choice = self.choice
+        configuration = self.configuration
         wiring = Wiring(
-            self.cluster, choice.pp, choice.dp * choice.tp, self.known.job.uses_lanes(self.cluster)
+            self.cluster,
+            configuration.pp,
+            configuration.dp * configuration.tp,
+            self.known.job.uses_lanes(self.cluster),
         )
-        problem = problem_of(self.body, self.ends, choice.num_microbatches, wiring, learnt, saves=saves)
-        return _searched(problem, self.report, str(choice), self.stop)
+        problem = problem_of(
+            self.body, self.ends, configuration.num_microbatches, wiring, learnt, saves=saves
+        )
+        return _searched(problem, self.report, str(configuration), self.stop)
 
 
 def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Candidate | None:
@@ -228,14 +227,14 @@ def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
     if found.best.makespan_s > longest * (1 + _MISJUDGED):
         return []
     timed = sorted(_lines(found, searches, job), key=itemgetter(0))[:_JUDGED]
-    return [of_line(searches.choice, cuts, line) for seconds, cuts, line in timed if seconds < longest]
+    return [of_line(searches.configuration, cuts, line) for seconds, cuts, line in timed if seconds < longest]
 
 
 def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
     """The plans worth judging, each with split and with whole backwards, keeping everything, with the cuts of their stages;
     and the seconds of a batch with what the search would have the ranks make again. Without those that would be of no use
     if their pieces were misjudged like those in front of them."""
-    body, choice = searches.body, searches.choice
+    body, configuration = searches.body, searches.configuration
     misjudged = 1 - _MISJUDGED
     for plan in map(without_splits, _worth_judging(found)):
         if plan.makespan_s * misjudged > searches.below_s:
@@ -243,12 +242,12 @@ def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, 
         kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
         again = plan.makespan_s - kept.makespan_s
         cuts = cuts_of(plan, searches.ends)
-        split = with_program(body, choice, cuts, plan.program, searches.cluster, job)
+        split = with_program(body, configuration, cuts, plan.program, searches.cluster, job)
         seconds = _makespan(split) + again
         misjudged = max(misjudged, seconds / plan.makespan_s - _MISJUDGED_ALIKE)
         yield seconds, cuts, split
         if (whole := with_backwards(plan)) != plan.program:
-            line = under_program(split, choice, cuts, whole)
+            line = under_program(split, configuration, cuts, whole)
             yield _makespan(line) + again, cuts, line
 
 
@@ -256,22 +255,25 @@ def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limite
     """Of candidates in order, the first within memory; else the first that saving brings there. Unless the search was
     `limited` to memory, only of those that need less than twice of it: beyond that nearly everything is made again."""
     kept = next((one for one in candidates if one.excess_bytes <= 0), None)
-    if kept is not None or not searches.saves:
+    if kept is not None or not searches.configuration.saves:
         return kept
     hopeful = [
         one
         for one in candidates
         if limited or one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
     ]
-    found = (saving_candidate(one, searches.body, offload=searches.offload) for one in hopeful[:_SAVED])
+    found = (
+        saving_candidate(one, searches.body, offload=searches.configuration.offload)
+        for one in hopeful[:_SAVED]
+    )
     return next((one for one in found if one is not None), None)
 
 
-def learn(known: Plan, body: RangeCosts, choice: Choice) -> Known:
+def learn(known: Plan, body: RangeCosts, configuration: Configuration) -> Known:
     """What the predictions of `known` say beyond the costs of ranges."""
     stages, ranks = known.predictions.stages, known.predictions.ranks
     extra = 0.0
-    share = choice.state_share(known.job.precision)
+    share = configuration.state_share(known.job.precision)
     state = [0.0] * known.pp
     for stage, rank in zip(stages, known.placement, strict=True):
         took = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from stagewright.compiled import compiled
 from stagewright.planning.joint.anneal import makespan_of, move_layers
 
 MARGIN = 1e-9
@@ -14,7 +14,7 @@ _MOVES_PER_STEP = 20
 """Most moves are seen to add transfers, in a fraction of the time of a schedule."""
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def gather(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, limit_s, num_steps, seed):
     """Ranks and cuts with the fewest transfers that `num_steps` list schedules find, of equals with the fewest stages, and
     their makespan, which is no longer than `limit_s`.
@@ -55,7 +55,7 @@ def gather(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, li
     return best[0], best[1], best[2]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def count(ranks, cuts):
     """How often a microbatch goes from one rank to another, and how many stages there are."""
     transfers, stages = 0, 1

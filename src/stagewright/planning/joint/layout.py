@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Ints
+from stagewright.compiled import compiled
 from stagewright.planning.joint.problem import Problem
 from stagewright.schedule.list_scheduler.terms import Stages
 from stagewright.schedule.placement import Placement
@@ -126,7 +126,7 @@ def hops(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
     return {(stage, stage + 1): float(problem.transfer_s[cut]) for stage, cut in enumerate(layout.cuts)}
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s):
     """The `Stages` of layers on ranks; a stage ends where the rank changes or `is_cut` says so."""
     num_layers, num_ranks = len(rank_of_layer), len(speed)

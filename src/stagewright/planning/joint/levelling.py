@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Ints
+from stagewright.compiled import compiled
 from stagewright.planning.joint.problem import Problem
 
 
@@ -27,7 +27,7 @@ def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: in
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _level(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, seed):
     np.random.seed(seed)
     num_layers, num_ranks = len(rank_of_layer), len(speed)
@@ -58,7 +58,7 @@ def _level(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, s
     return ranks
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _time(rank, ranks, seconds, before, speed, num_microbatches):
     """Seconds before which `rank` cannot be done; infinite without a layer."""
     low = -1

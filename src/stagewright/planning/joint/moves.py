@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from stagewright.compiled import compiled
 from stagewright.schedule.list_scheduler.order_times import (
     least_times,
     new_order,
@@ -15,7 +15,7 @@ from stagewright.schedule.list_scheduler.order_times import (
 from stagewright.schedule.list_scheduler.terms import Order
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def improve_order(stages, num_microbatches, order, num_steps, start_share, good_enough_s, seed):
     """The best order found by moving passes to nearby places, and its makespan.
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Floats, Ints
+from stagewright.compiled import compiled
 from stagewright.planning.joint.problem import Problem
 
 _PRECISION = 1e-6
@@ -148,7 +148,7 @@ def _patterns(kinds: _Kinds, start: float, tail: float, limit: float) -> Ints:
     return np.array(found, np.int64).reshape(-1, len(kinds.count))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _extend(reached, patterns, count, strides):
     """The states that one more rank reaches, and where each came from; no kind beyond its count."""
     after = np.zeros_like(reached)

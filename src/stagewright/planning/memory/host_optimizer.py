@@ -10,7 +10,8 @@ from dataclasses import replace
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, Choice, least_saving, make_program
+from stagewright.planning.candidate import Candidate, least_saving, make_program
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import host_of, rank_memories
 from stagewright.planning.space import HOST_OPTIMIZER, HostOptimizer
@@ -38,9 +39,9 @@ def may_use_host(cluster: Cluster) -> bool:
     return all(group.device.kind != "cpu" and group.host is not None for group in cluster.nodes)
 
 
-def steps_once(choice: Choice) -> bool:
+def steps_once(configuration: Configuration) -> bool:
     """Whether parameters are updated at the end of a batch alone."""
-    return not any(action.kind is Kind.STEP for action in make_program(choice))
+    return not any(action.kind is Kind.STEP for action in make_program(configuration))
 
 
 def with_room_used(candidate: Candidate) -> Candidate:
@@ -57,7 +58,7 @@ def with_room_used(candidate: Candidate) -> Candidate:
 
 def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
     """`candidate`, and before it the same with no more on hosts than must be, where that is free to choose."""
-    chooses = host_optimizer == "auto" and candidate.choice.host_optimizer
+    chooses = host_optimizer == "auto" and candidate.configuration.host_optimizer
     return [with_room_used(candidate), candidate] if chooses else [candidate]
 
 
@@ -94,12 +95,12 @@ def saving_with_hosts(
     return least_saving(kept, body, offload=False, below_s=below_s, thorough=thorough)
 
 
-def misses_host(choice: Choice, missing: int, host_optimizer: HostOptimizer) -> PlanError:
-    """The error for a search in which nothing fits and `choice` lacks `missing` bytes of a host, the least of all."""
+def misses_host(configuration: Configuration, missing: int, host_optimizer: HostOptimizer) -> PlanError:
+    """The error for a search in which nothing fits and `configuration` lacks `missing` bytes of a host, the least of all."""
     instead = "leave out --host-optimizer always" if host_optimizer == "always" else "plan for more nodes"
     return PlanError(
-        f"no configuration fits: the best ({choice}) lacks {format_bytes(missing)} of memory on a host. It would fit with "
-        f"as much more in [nodes.host] of the cluster; or {instead}"
+        f"no configuration fits: the best ({configuration}) lacks {format_bytes(missing)} of memory on a host. It would "
+        f"fit with as much more in [nodes.host] of the cluster; or {instead}"
     )
 
 

@@ -20,9 +20,9 @@ def tightest(one: Candidate, body: RangeCosts) -> Candidate:
     least = sum(lacking) // len(lacking)  # if all had as much
     for _ in range(_HALVINGS):
         more = (least + most) // 2
-        found = within_memory(one.with_headroom(one.choice.headroom - more), body)
+        found = within_memory(one.with_headroom(one.configuration.headroom - more), body)
         if more + found.excess_bytes < most:
-            best, most = found.with_headroom(one.choice.headroom), more + found.excess_bytes
+            best, most = found.with_headroom(one.configuration.headroom), more + found.excess_bytes
         if found.excess_bytes > 0:
             least = more
     return best

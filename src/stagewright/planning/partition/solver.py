@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.arrays import Floats, Ints
+from stagewright.compiled import compiled
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 
@@ -184,7 +184,7 @@ def ends_in_reach(farthest: Callable[[int, int], int], num_stages: int, last: in
     return ends if start == last else None
 
 
-@njit(cache=True)
+@compiled
 def _extended(total: Floats, farthest: Ints) -> tuple[Floats, Ints]:
     """The least total of any start from which the next stage may end at each end, and that start; a window slides over the
     starts that reach so far, those behind a lesser one left out."""

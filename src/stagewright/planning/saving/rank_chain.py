@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numba import njit
 
 from stagewright.arrays import Floats, Ints
+from stagewright.compiled import compiled
 from stagewright.planning.saving.chain import Chain
 from stagewright.planning.saving.pieces import PieceNetwork, Point
 
@@ -274,7 +274,7 @@ def _moved(chain: Chain, start: int, stop: int, point: Point) -> list[int]:
     return [first + one if one >= 0 else chain.storages[roots[-1 - one]].maker for one in point.moved]
 
 
-@njit(cache=True)
+@compiled
 def _ways(
     ends: Ints,
     starts: Ints,
@@ -323,7 +323,7 @@ def _ways(
     return numbers, kept, seconds, before
 
 
-@njit(cache=True)
+@compiled
 def _thinned(kept: Floats, seconds: Floats) -> Ints:
     """Of labels those that no other beats in both; of too many those that differ most in bytes."""
     some = _fastest_by_bytes(kept, seconds) if len(kept) > _BINS else np.arange(len(kept))
@@ -344,7 +344,7 @@ def _thinned(kept: Floats, seconds: Floats) -> Ints:
     return chosen[np.minimum(spread, count - 1)]
 
 
-@njit(cache=True)
+@compiled
 def _fastest_by_bytes(kept: Floats, seconds: Floats) -> Ints:
     """The fastest of the labels that keep nearly as much as each other, and the one that keeps least."""
     low, high = kept.min(), kept.max()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Bools, Floats, Ints
+from stagewright.compiled import compiled
 
 _WHOLE = 0.3
 """Share of moves that change a storage for the whole backward."""
@@ -52,7 +52,7 @@ class Arrays(NamedTuple):
     others: float
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def run_phase(phase, here, there_next, arrays, last, runs):
     """Seconds and peak of a phase with the storages `here` in front of it and `there_next` behind it; sets `runs`, the
     operators that run again, and `last`, where in the phase each storage is used last."""
@@ -104,7 +104,7 @@ def run_phase(phase, here, there_next, arrays, last, runs):
     return seconds, max(peak, live - own + arrays.after[phase])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def forward_peak(kept, arrays):
     """Of the forward, with the storages `kept` from it."""
     peak = 0.0
@@ -117,7 +117,7 @@ def forward_peak(kept, arrays):
     return peak
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _excess(peaks, forward, kept, arrays, limit):
     """Bytes above `limit`, of the forward and all phases together, over the limit."""
     room = limit
@@ -130,7 +130,7 @@ def _excess(peaks, forward, kept, arrays, limit):
     return total / limit
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _drawn(by_size):
     """A storage, rather a large one; `by_size` are sums of their sizes."""
     if np.random.random() < _BY_SIZE:
@@ -138,7 +138,7 @@ def _drawn(by_size):
     return np.random.randint(len(by_size))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def anneal(there, arrays, limit, steps, seed, hot, cold, weight):
     """The least seconds found within `limit` bytes, infinite if none, and what is there then.
 
@@ -215,7 +215,7 @@ def anneal(there, arrays, limit, steps, seed, hot, cold, weight):
     return least, best
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def reruns_of(there, arrays):
     """Operators that run again in each phase, as a matrix."""
     num_phases, num_operators = len(arrays.before), len(arrays.seconds)
@@ -228,7 +228,7 @@ def reruns_of(there, arrays):
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def peak_of(there, arrays):
     """The most bytes of the forward and all phases, other sets included."""
     last, runs = np.empty(len(arrays.sizes), np.int64), np.zeros(len(arrays.seconds), np.bool_)

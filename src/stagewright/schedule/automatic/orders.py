@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.schedule.list_scheduler.arrivals import first_arrivals, helper
+from stagewright.compiled import compiled, compiled_helper
+from stagewright.schedule.list_scheduler.arrivals import first_arrivals
 from stagewright.schedule.list_scheduler.kernels import list_within
 from stagewright.schedule.list_scheduler.order_times import (
     FillRule,
@@ -53,7 +53,7 @@ class Patterns(NamedTuple):
     peak: Floats  # [pattern, rank] memory that an order needs when weight gradients follow at once
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def choose_starts(
     stages, num_microbatches, by_span, rules, most_s, enough_s, given, windows, finalists
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def choose_starts(
                 _consider(order, stages, by_span, rules, most_s, least, finalists, state)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def choose_patterns(stages, num_microbatches, by_span, rules, most_s, patterns, finalists):
     """Fill `finalists` as `choose_starts` does, from patterns."""
     state, order = new_state(stages, num_microbatches), new_order(finalists.passes.shape[1])
@@ -97,12 +97,12 @@ def choose_patterns(stages, num_microbatches, by_span, rules, most_s, patterns, 
             _consider(order, stages, by_span, rules, most_s, least, finalists, state)
 
 
-@helper
+@compiled_helper
 def _rule(row):
     return FillRule(row[0], row[1] > 0.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _consider(order, stages, by_span, rules, most_s, least, finalists, state):
     """Insert the order into `finalists` if it is shorter than one of them and than `most_s`."""
     best, best_rule = min(most_s, finalists.seconds[-1]), -1
@@ -129,7 +129,7 @@ def _consider(order, stages, by_span, rules, most_s, least, finalists, state):
     finalists.stages[place] = order.stages
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def order_of_pattern(n, patterns, stages, num_microbatches, order):
     """Fill `order` from pattern `n`, with overlapping passes in the order of their times; return each rank's peak memory if
     weight gradients follow at once."""
@@ -159,7 +159,7 @@ def order_of_pattern(n, patterns, stages, num_microbatches, order):
     return peak
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def peaks(patterns, stages, num_microbatches):
     """Fill in `patterns.peak`."""
     order = new_order(2 * num_microbatches * len(stages.rank))
@@ -167,7 +167,7 @@ def peaks(patterns, stages, num_microbatches):
         patterns.peak[n] = order_of_pattern(n, patterns, stages, num_microbatches, order)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def improve(
     order, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
 ):  # fmt: skip

@@ -6,16 +6,13 @@ always be that of microbatch k.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from stagewright.compiled import compiled, compiled_helper
 from stagewright.schedule.list_scheduler.terms import FORWARD
 
-# Helpers without reference counting are inlined well; it would double the time of the loop.
-helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
 
-
-@helper
+@compiled_helper
 def arrival(kind, stage, stages, passes):
     """Return when the input of the next forward or input gradient of `stage` arrives; infinite while unknown and after the
     last.
@@ -40,7 +37,7 @@ def arrival(kind, stage, stages, passes):
     return passes.input_grad_end[stage + 1, m] + stages.transfer[stage + 1]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def first_arrivals(stages):
     """Return the earliest time at which the first value can reach each rank."""
     first = np.full(len(stages.offsets) - 1, np.inf)
@@ -52,7 +49,7 @@ def first_arrivals(stages):
     return first
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def rank_seconds(stages):
     """Return the compute seconds of each rank per microbatch."""
     seconds = np.zeros(len(stages.offsets) - 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Floats, Ints
-from stagewright.schedule.list_scheduler.arrivals import helper
+from stagewright.compiled import compiled_helper
 from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD
 
 
@@ -47,7 +47,7 @@ class Pick(NamedTuple):
     held_input_grad: int
 
 
-@helper
+@compiled_helper
 def pick_ready(rank, now, stages, clocks, window):
     """Return the most urgent forward and input gradient that are ready."""
     low, high = stages.offsets[rank], stages.offsets[rank + 1]
@@ -58,7 +58,7 @@ def pick_ready(rank, now, stages, clocks, window):
     return Pick(forward, input_grad, -1, -1)
 
 
-@helper
+@compiled_helper
 def _most_urgent(low, high, now, at, deadlines):
     """Return the member from `low` to `high` with the earliest deadline among those whose input has arrived; -1 for none.
 
@@ -74,7 +74,7 @@ def _most_urgent(low, high, now, at, deadlines):
     return best
 
 
-@helper
+@compiled_helper
 def _admitted_forward(rank, now, stages, clocks, window):
     """Return the most urgent forward that is ready and fits the memory."""
     best = -1
@@ -85,7 +85,7 @@ def _admitted_forward(rank, now, stages, clocks, window):
     return best
 
 
-@helper
+@compiled_helper
 def pick_hidden(rank, now, stages, clocks, window):
     """Return the same as `pick_ready`, with work that AdaPtis' rule holds back separately."""
     forward, input_grad, held_forward, held_input_grad = -1, -1, -1, -1
@@ -106,13 +106,13 @@ def pick_hidden(rank, now, stages, clocks, window):
     return Pick(forward, input_grad, held_forward, held_input_grad)
 
 
-@helper
+@compiled_helper
 def _is_before(member, other, deadlines):
     """Whether `member` is more urgent than `other`; none (-1) is least urgent."""
     return member >= 0 and (other < 0 or deadlines[member] < deadlines[other])
 
 
-@helper
+@compiled_helper
 def later_choice(rank, now, stages, clocks, window):
     """Return the time of the next choice of `rank`."""
     later = np.inf
@@ -126,7 +126,7 @@ def later_choice(rank, now, stages, clocks, window):
     return later
 
 
-@helper
+@compiled_helper
 def choose(rank, now, pick, later, stages, clocks, rule):
     """Return the pass and member that `rank` starts now; member -1 for none."""
     if clocks.num_waiting[rank] > rule.max_deferred:
@@ -142,7 +142,7 @@ def choose(rank, now, pick, later, stages, clocks, rule):
     return _first(rank, pick.held_forward, pick.held_input_grad, clocks, rule)
 
 
-@helper
+@compiled_helper
 def _first(rank, forward, input_grad, clocks, rule):
     """Return which of a forward and an input gradient goes first; either may be missing."""
     if forward < 0:
@@ -158,7 +158,7 @@ def _first(rank, forward, input_grad, clocks, rule):
     return INPUT_GRAD, input_grad
 
 
-@helper
+@compiled_helper
 def _is_admitted(rank, stage, stages, clocks, window):
     if clocks.num_forward[stage] - clocks.num_input_grad[stage] >= window[stage]:
         return False
@@ -166,7 +166,7 @@ def _is_admitted(rank, stage, stages, clocks, window):
     return needed <= stages.limit[rank] * (1.0 + TINY)
 
 
-@helper
+@compiled_helper
 def _is_unhidden(kind, stage, rank, stages, clocks):
     """Whether the input comes from the last work of another rank, and arrived after this rank's last work began."""
     producer = stage - 1 if kind == FORWARD else stage + 1
@@ -182,7 +182,7 @@ def _is_unhidden(kind, stage, rank, stages, clocks):
     return is_last and clocks.free[other] > clocks.last_start[rank]
 
 
-@helper
+@compiled_helper
 def _oldest_weight_grad(rank, stages, clocks):
     deadlines = clocks.weight_grad_deadline
     return _most_urgent(stages.offsets[rank], stages.offsets[rank + 1], np.inf, deadlines, deadlines)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from stagewright.schedule.list_scheduler.arrivals import arrival, helper, rank_seconds
+from stagewright.compiled import compiled, compiled_helper
+from stagewright.schedule.list_scheduler.arrivals import arrival, rank_seconds
 from stagewright.schedule.list_scheduler.choosing import (
     Clocks,
     choose,
@@ -16,14 +16,14 @@ from stagewright.schedule.list_scheduler.choosing import (
 from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Order
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def list_schedule(stages, num_microbatches, rule, window, deadlines, give_up_s):
     """Return makespan and order; infinite once the schedule cannot end before `give_up_s`."""
     slack = give_up_s - num_microbatches * rank_seconds(stages)
     return list_within(stages, num_microbatches, rule, window, deadlines, slack)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def list_within(stages, num_microbatches, rule, window, deadlines, slack):
     """Return the same as `list_schedule`, infinite once a rank has idled for longer than its `slack`, which is modified.
 
@@ -91,7 +91,7 @@ def list_within(stages, num_microbatches, rule, window, deadlines, slack):
     return clocks.free.max(), order
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _wake_times(num_ranks):
     """Return the time of each rank's next choice, and a tournament tree whose node 1 holds the earliest rank."""
     size = 1
@@ -105,7 +105,7 @@ def _wake_times(num_ranks):
     return np.full(size, np.inf), first
 
 
-@helper
+@compiled_helper
 def _wake(rank, at, wake, first):
     """Set the next choice of `rank` to `at`; of two ranks at the same time the lower one comes first."""
     wake[rank] = at
@@ -118,7 +118,7 @@ def _wake(rank, at, wake, first):
         first[node] = rank
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _clocks(stages, num_microbatches, deadlines):
     num_stages, num_ranks = len(stages.rank), len(stages.offsets) - 1
     place = np.empty(num_stages, np.int64)
@@ -135,7 +135,7 @@ def _clocks(stages, num_microbatches, deadlines):
     )  # fmt: skip
 
 
-@helper
+@compiled_helper
 def _run_forward(rank, member, stage, now, stages, clocks, deadlines):
     """Run the next forward of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_forward[stage]
@@ -155,7 +155,7 @@ def _run_forward(rank, member, stage, now, stages, clocks, deadlines):
     return -1, np.inf
 
 
-@helper
+@compiled_helper
 def _run_input_grad(rank, member, stage, now, stages, clocks, deadlines):
     """Run the next input gradient of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_input_grad[stage]

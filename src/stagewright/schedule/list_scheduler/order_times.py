@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from stagewright.arrays import Floats, Ints
-from stagewright.schedule.list_scheduler.arrivals import arrival, first_arrivals, helper, rank_seconds
+from stagewright.compiled import compiled, compiled_helper
+from stagewright.schedule.list_scheduler.arrivals import arrival, first_arrivals, rank_seconds
 from stagewright.schedule.list_scheduler.terms import FORWARD, TINY, WEIGHT_GRAD, Order
 
 
@@ -49,7 +49,7 @@ class State(NamedTuple):
     written: Ints  # where the complete order of each rank goes on
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def new_state(stages, num_microbatches):
     num_stages, num_ranks = len(stages.rank), len(stages.offsets) - 1
     return State(
@@ -63,19 +63,19 @@ def new_state(stages, num_microbatches):
     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def new_order(length):
     return Order(np.empty(length, np.int8), np.empty(length, np.int16))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def least_times(stages, num_microbatches, by_span):
     """Return the seconds of each rank's span, or the makespan, if the rank never idles after its first pass."""
     least = num_microbatches * rank_seconds(stages)
     return least if by_span else least + first_arrivals(stages)
 
 
-@helper
+@compiled_helper
 def time_order(order, stages, rule, by_span, least, give_up_s, state, complete):
     """Return the longest span of a rank if `by_span`, else the makespan; infinite if the order gets stuck, exceeds the
     memory of a rank, or takes longer than `give_up_s` (see `least_times`).
@@ -169,7 +169,7 @@ def time_order(order, stages, rule, by_span, least, give_up_s, state, complete):
     return seconds
 
 
-@helper
+@compiled_helper
 def _reset(stages, per_stage, least, give_up_s, state):
     num_microbatches = state.forward_end.shape[1]
     for stage in range(len(state.num_forward)):
@@ -189,7 +189,7 @@ def _reset(stages, per_stage, least, give_up_s, state):
         state.written[rank] = 3 * num_microbatches * stages.offsets[rank]
 
 
-@helper
+@compiled_helper
 def _fill(rank, arrives, most, most_idle, clock, memory, stages, state, rule, complete):
     """Run the weight gradients that `rule` wants before a pass of `rank` that must find at most `most` memory in use; return
     the clock and the memory afterwards."""
@@ -207,7 +207,7 @@ def _fill(rank, arrives, most, most_idle, clock, memory, stages, state, rule, co
     return clock, memory
 
 
-@helper
+@compiled_helper
 def _next_waiting(rank, state, complete):
     """Run the weight gradient that has waited longest and return its stage."""
     stage = state.waiting[state.head[rank]]
@@ -216,7 +216,7 @@ def _next_waiting(rank, state, complete):
     return stage
 
 
-@helper
+@compiled_helper
 def _write(rank, kind, stage, state, complete):
     if len(complete.passes) > 0:
         complete.passes[state.written[rank]] = kind
@@ -224,7 +224,7 @@ def _write(rank, kind, stage, state, complete):
         state.written[rank] += 1
 
 
-@helper
+@compiled_helper
 def shift(row, source, target):
     """Move the entry at `source` to `target`."""
     entry = row[source]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from stagewright.compiled import compiled
 from stagewright.schedule.list_scheduler.arrivals import rank_seconds
 from stagewright.schedule.list_scheduler.terms import Deadlines
 
 UNLIMITED = 1 << 40
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def window_of(stages, depth):
     """Return the maximum microbatches of each stage between forward and input gradient.
 
@@ -32,7 +32,7 @@ def window_of(stages, depth):
     return window
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def deadlines_of(stages, rule, shifts):
     """Return when each pass of microbatch 0 should run: `deadline_scale` times the passes before it, plus its shift.
 

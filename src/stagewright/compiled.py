@@ -1,0 +1,96 @@
+"""Compiled kernels: numba's decorators, with machine code kept on disk for exactly these sources.
+
+numba keeps the code of a function as long as the file of that function is unchanged, though the code of other kernels that
+it calls is part of it, and fails where a class among its arguments has moved. So code is kept by a digest of all kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+from stagewright.errors import InputError
+from stagewright.files import cache_folder
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PACKAGE = Path(__file__).parent
+SOURCES = (
+    "estimation/allocator.py",
+    "planning/assignment/kernels.py",
+    "planning/joint/anneal.py",
+    "planning/joint/gathers.py",
+    "planning/joint/layout.py",
+    "planning/joint/levelling.py",
+    "planning/joint/moves.py",
+    "planning/joint/packing.py",
+    "planning/partition/solver.py",
+    "planning/saving/rank_chain.py",
+    "planning/saving/rerun_kernels.py",
+    "schedule/automatic/orders.py",
+    "schedule/list_scheduler/arrivals.py",
+    "schedule/list_scheduler/choosing.py",
+    "schedule/list_scheduler/kernels.py",
+    "schedule/list_scheduler/order_times.py",
+    "schedule/list_scheduler/priorities.py",
+    "simulation/engine.py",
+    "simulation/memory.py",
+)
+"""Files with kernels."""
+
+_MOST_KEPT = 4
+"""Folders of compiled code that are kept; older ones are removed."""
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function at its first call; it runs without the interpreter's lock."""
+    decorator: Callable[[Function], Any] = numba.njit(cache=True, nogil=True)
+    return _kept(decorator, function)
+
+
+def compiled_helper(function: Function) -> Function:
+    """Compile a function that owns no memory, to be called by kernels.
+
+    Counting references to the arrays that it is passed would take several times as long as the work itself.
+    """
+    decorator = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+    return _kept(decorator, function)
+
+
+def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:
+    folder, theirs = _folder(), numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    if folder is None:
+        return decorator(function)
+    numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
+    try:
+        return decorator(function)
+    finally:
+        numba.config.CACHE_DIR = theirs  # type: ignore[attr-defined]
+
+
+@cache
+def _folder() -> Path | None:
+    """Folder of the machine code of these sources; None, where it cannot be made, leaves the place to numba."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in SOURCES:
+        digest.update((PACKAGE / source).read_bytes())
+    try:
+        parent = PACKAGE / "__pycache__"
+        if not os.access(parent if parent.exists() else PACKAGE, os.W_OK):
+            parent = cache_folder("kernels")
+        folder = parent / f"kernels-{digest.hexdigest()[:16]}"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            kept = sorted(parent.glob("kernels-*"), key=lambda path: path.stat().st_mtime)
+            for old in kept[:-_MOST_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+    except (OSError, InputError):
+        return None
+    return folder

@@ -1,0 +1,476 @@
+"""Fitters: how a search bounds, cuts and fits its configurations.
+
+Other runtimes have stages of whole layers and recompute every layer alike; ours is cut between any two operators, and
+recomputes, offloads and keeps on the host what memory asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.arrays import Floats
+from stagewright.errors import PlanError
+from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.planning.advice import misses_memory
+from stagewright.planning.arranging import cluster_for
+from stagewright.planning.assignment.device_order import has_equal_nodes
+from stagewright.planning.bounds.coarse import Coarse
+from stagewright.planning.candidate import (
+    Candidate,
+    faster_candidate,
+    fastest_partition,
+    make_candidate,
+    make_plan,
+    make_program,
+)
+from stagewright.planning.configuration import Configuration
+from stagewright.planning.found import Excluded
+from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss
+from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
+from stagewright.planning.partition.line import Within, partition_within
+from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of
+from stagewright.planning.space import Space
+from stagewright.schedule.in_flight import in_flight
+from stagewright.units import format_bytes
+
+_SHIFTS = 6
+"""Maximum attempts to move layers off devices that run out of memory."""
+
+_ROUGH = 0.02
+"""Share of a step by which coarse costs of stages may be too high."""
+
+_ALIKE = 0.005
+"""Share of a step by which coarse costs are misjudged otherwise where the loss is evaluated in pieces."""
+
+_WHOLE_BACKWARDS = "1f1b", "gpipe", "interleaved-1f1b", "breadth-first"
+"""Schedules that run nothing while a rank waits for its first microbatch or for cotangents."""
+
+
+def fitter_of(coarse: Coarse, space: Space) -> Fitter:
+    """Return the fitter for the runtime of a search's job."""
+    kind = OperatorFitter if coarse.job.runtime == STAGEWRIGHT else LayerFitter
+    return kind(coarse, space)
+
+
+class Fitter(ABC):
+    """Bounds, cuts and fits the entries of a search, and keeps what did not fit."""
+
+    def __init__(self, coarse: Coarse, space: Space) -> None:
+        self.coarse, self.space = coarse, space
+        self.cluster, self.job = coarse.cluster, coarse.job
+        self.excluded: list[Excluded] = []
+        self.num_slow = 0
+        """Configurations that are too slow, as was seen on the way to their plans."""
+        self.alternatives: list[Entry] = []
+        """Entries worth trying in addition, which the search takes from here."""
+        self.nearest_bound: tuple[int, Entry] | None = None
+        """Of the configurations given up for their bounds, the one that lacks the fewest bytes, and these."""
+
+    def exclude(self, configuration: Configuration, reason: str, missing_bytes: int | None = None) -> None:
+        """Note why a configuration is no plan."""
+        self.excluded.append(Excluded.of(configuration, reason, missing_bytes))
+
+    def _lacks_by_bound(self, entry: Entry, missing: int) -> None:
+        self.exclude(
+            entry.configuration, f"lacks {format_bytes(missing)} of memory a device, or more", missing
+        )
+        self._note_bound(entry, missing)
+
+    def _note_bound(self, entry: Entry, missing: int) -> None:
+        if self.nearest_bound is None or missing < self.nearest_bound[0]:
+            self.nearest_bound = missing, entry
+
+    def bound_s(self, entry: Entry) -> float:
+        """Return a lower bound on the seconds of a step, before the model is cut."""
+        known = entry.graph_key
+        share = entry.configuration.microbatch / known.microbatch
+        if entry.bounded_by is not None:
+            share *= self.coarse.growing_share(known)
+        bound_s = share * self.coarse.first_bound_s(entry.configuration, known, entry.cluster)
+        return max(entry.compute_s, bound_s)
+
+    @abstractmethod
+    def fits_in_smaller(self, entry: Entry) -> bool:
+        """Whether an entry may fit, from the graph of smaller microbatches; if not, why is noted."""
+
+    @abstractmethod
+    def split(self, entry: Entry) -> tuple[float, Entry] | None:
+        """Return an entry with its cuts, and a lower bound on its seconds; None, with the reason noted, if it cannot fit."""
+
+    @abstractmethod
+    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+        """Return the plan of an entry that was split; None, with the reason noted, if it does not fit or is too slow.
+
+        Args:
+            best_s: seconds of the best plan so far.
+            longest_s: steps that take as long are of no use.
+        """
+
+    def failure(self) -> PlanError:
+        """Return why nothing fits."""
+        if self.nearest_bound is None:
+            return PlanError(self.excluded[0].reason)
+        missing, entry = self.nearest_bound
+        return PlanError(
+            f"no configuration fits on cluster '{self.cluster.name}': {entry.configuration} lacks {format_bytes(missing)} a "
+            "device or more, the least of all; use more devices, shorter samples, or a higher memory limit"
+        )
+
+
+class LayerFitter(Fitter):
+    """For runtimes that cut between layers and recompute every layer alike."""
+
+    def __init__(self, coarse: Coarse, space: Space) -> None:
+        super().__init__(coarse, space)
+        self._nearest: Candidate | None = None
+
+    def fits_in_smaller(self, entry: Entry) -> bool:
+        known = entry.graph_key
+        times = entry.configuration.microbatch // known.microbatch
+        smaller = replace(
+            entry.configuration, microbatch=known.microbatch, loss_pieces=known.loss_pieces,
+            num_microbatches=times * entry.configuration.num_microbatches,
+        )  # fmt: skip
+        missing = self.missing_bytes(self._in_layers(replace(entry, configuration=smaller)))
+        if missing > 0:  # larger ones do not need less
+            self._lacks_by_bound(entry, missing)
+        return missing <= 0
+
+    def split(self, entry: Entry) -> tuple[float, Entry] | None:
+        split = self._in_layers(entry)
+        if (missing := self.missing_bytes(split)) > 0:
+            self._lacks_by_bound(split, missing)
+            return None
+        configuration = split.configuration
+        bound_s = self.coarse.bound_s(configuration, configuration.traced, split.cluster)
+        return bound_s, replace(split, compute_s=bound_s)
+
+    def _in_layers(self, entry: Entry) -> Entry:
+        """Return an entry with the layers of its stages."""
+        configuration = entry.configuration
+        counts = self.coarse.split(configuration, configuration.traced, entry.cluster)
+        return replace(entry, configuration=replace(configuration, layers_per_stage=counts), is_split=True)
+
+    def missing_bytes(self, entry: Entry) -> int:
+        """Return a lower bound on the bytes that a device lacks; negative where all have some to spare."""
+        configuration = entry.configuration
+        return self.coarse.missing_bytes(configuration, configuration.traced, entry.cluster)
+
+    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+        candidate = self._candidate(entry, longest_s)
+        if candidate is None:
+            self.num_slow += 1
+            return None
+        missing = candidate.excess_bytes
+        if missing <= 0:
+            body = self.coarse.body(entry.configuration.traced)
+            plan = make_plan(candidate, body, self.coarse.reference)
+            missing = max(
+                rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank)
+                for rank in plan.predictions.ranks
+            )
+            if missing <= 0:
+                return Fit(plan, entry)
+        self.exclude(entry.configuration, f"lacks {format_bytes(missing)} of memory a device", missing)
+        if self._nearest is None or missing < self._nearest.excess_bytes:
+            self._nearest = replace(candidate, excess_bytes=missing)
+        return None
+
+    def _candidate(self, entry: Entry, longest_s: float) -> Candidate | None:
+        """Return the fastest layers per stage, or where devices differ and one lacks memory, others that fit if they can.
+
+        None where a step is known to be too slow; time is looked at first, because memory takes longer.
+        """
+        configuration, cluster = entry.configuration, entry.cluster
+        body = self.coarse.body(configuration.traced)
+        fastest = faster_candidate(body, configuration, cluster, self.job, longest_s)
+        if fastest is None or fastest.excess_bytes <= 0:
+            return fastest
+        if has_equal_nodes(cluster) or configuration.layers_per_stage is None:
+            return fastest
+        counts = configuration.layers_per_stage
+        most, candidate = [sum(counts)] * len(counts), fastest
+        for _ in range(_SHIFTS):
+            line = candidate.line
+            for memory in candidate.memories:
+                usable = line.usable_bytes(memory.rank)
+                if (excess := line.missing_bytes([memory])) > 0:
+                    for stage in line.program.placement.stages_of(memory.rank):
+                        most[stage] = min(counts[stage] - 1, int(counts[stage] * usable / (usable + excess)))
+            if min(most) < 1 or sum(most) < sum(counts):
+                break
+            counts = self.coarse.split(configuration, configuration.traced, cluster, most) or counts
+            shifted = replace(configuration, layers_per_stage=counts)
+            candidate = make_candidate(body, shifted, cluster, self.job)
+            if candidate.excess_bytes <= 0:
+                return candidate
+        return fastest
+
+    def failure(self) -> PlanError:
+        return super().failure() if self._nearest is None else misses_memory(self._nearest, self.job)
+
+
+class OperatorFitter(Fitter):
+    """For our own runtime."""
+
+    def __init__(self, coarse: Coarse, space: Space) -> None:
+        super().__init__(coarse, space)
+        self.fitting = Fitting(coarse.reference, self.job, space.host_optimizer)
+        self._misses: list[Miss] = []
+        self._misjudged: dict[Configuration, float] = {}
+        """Step seconds of plans as shares of what was expected, by `_alike` configurations."""
+        self._without_room: dict[tuple[object, ...], list[tuple[Floats, float]]] = {}
+        """By `_room`, what `_needs` says of configurations that lack memory whatever they save."""
+        self._lost_share = 0.0
+        """Of memory, what the last plan lost to fragmentation."""
+        self._tried_on_host: set[Configuration] = set()
+
+    def fits_in_smaller(self, entry: Entry) -> bool:
+        return True  # what is saved is given up where it does not fit
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    def bound_s(self, entry: Entry) -> float:
+        configuration = entry.configuration
+        shared_s = super().bound_s(replace(entry, compute_s=0.0))
+        # In front of a rank's first microbatch and after its last one there are the stages before its own.
+        whole_s = shared_s * configuration.pp / configuration.num_microbatches
+        waits = configuration.schedule in _WHOLE_BACKWARDS
+        fill_s = whole_s * (configuration.pp - 1) / configuration.num_stages if waits else 0.0
+        return self.with_network(entry, max(entry.compute_s, shared_s + fill_s))
+
+    def with_network(self, entry: Entry, compute_s: float) -> float:
+        """Return the seconds of a step whose passes take so long."""
+        known = entry.graph_key
+        sharding_s = self.coarse.sharding_s(entry.configuration, known, entry.cluster)
+        return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, known, entry.cluster)
+
+    def _judgement(self, configuration: Configuration) -> float:
+        """Return a lower bound on step seconds as a share of what coarse costs say: as the same configuration turned out,
+        or nearly as it did with its loss at once."""
+        alike = _alike(configuration)
+        whole = self._misjudged.get(replace(alike, loss_pieces=1), 1 - _ROUGH + _ALIKE)
+        return self._misjudged.get(alike, whole - _ALIKE)
+
+    # -- cuts --------------------------------------------------------------------------------------------------------
+
+    def split(self, entry: Entry) -> tuple[float, Entry] | None:
+        configuration = entry.configuration
+        key = configuration.traced
+        missing = self.coarse.missing_anywhere(configuration, key, entry.cluster)
+        if missing > 0:
+            self._lacks_by_bound(entry, missing)
+            self._try_on_host(entry)
+            return None
+        if configuration.saves and self._needs_more_than_what_lacks(entry):
+            self._lacks_whatever(entry, missing)
+            return None
+        body = self.coarse.body(key)
+        try:
+            cluster = entry.cluster
+            if has_equal_nodes(cluster):
+                cluster = cluster_for(configuration, body, cluster, self.job)
+            cuts, compute_s = fastest_partition(body, configuration, cluster)
+        except PlanError as error:  # too few legal cuts
+            self.exclude(configuration, str(error))
+            return None
+        busy_s = configuration.num_microbatches * float(body.seconds[-1]) / configuration.pp
+        split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
+        if configuration.saves:
+            within = self._within_memory(split)
+            if within is None and self.space.offload:  # which is rarely faster than to recompute
+                split = replace(split, configuration=replace(configuration, offload=True))
+                within = self._within_memory(split)
+            if within is None:
+                needs = self._needs(configuration)
+                self._without_room.setdefault(_room(entry, len(needs[0])), []).append(needs)
+                self._lacks_whatever(entry, missing)
+                return None
+            compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
+        elif (miss := self.fitting.without_partition(split, body)) is not None:
+            self._note(miss)
+            self._try_on_host(entry)
+            return None
+        # Ranges leave out what splitting adds, such as summing up gradients of weights.
+        more = max(1.0, self.coarse.costs(key).total_seconds / float(body.seconds[-1]))
+        split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
+        return self.with_network(split, split.compute_s) * self._judgement(configuration), split
+
+    def _within_memory(self, split: Entry) -> Within | None:
+        """Return the fastest partition within memory with what it must save, from range sums; None where none is."""
+        configuration, cluster, cuts = split.configuration, split.cluster, split.cuts
+        assert cuts is not None
+        body = self.coarse.body(configuration.traced)
+        program = make_program(configuration)
+        placed = program.placement
+        width = configuration.num_holders * configuration.tp
+        of_rank = bodies_of(body, cluster, configuration.pp, width)
+        bodies = [of_rank[rank] for rank in placed.rank_of_stage]
+        capacities = [
+            allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
+            / len(placed.stages_of(rank))
+            for costs, rank in zip(bodies, placed.rank_of_stage, strict=True)
+        ]
+        firsts = [rank * width for rank in placed.rank_of_stage]
+        return partition_within(
+            bodies, program, cuts, capacities, in_flight(program),
+            lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
+            state_share=configuration.state_share(self.job.precision), offload=configuration.offload,
+        )  # fmt: skip
+
+    def _needs(self, configuration: Configuration) -> tuple[Floats, float]:
+        """Sets of saved values that every stage has in flight, and the part of its state that a rank keeps."""
+        counts = np.array(in_flight(make_program(configuration)), float)
+        return counts, configuration.state_share(self.job.precision)
+
+    def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
+        """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
+        if not self._without_room:
+            return False
+        counts, share = self._needs(entry.configuration)
+        known = self._without_room.get(_room(entry, len(counts)), ())
+        return any(share >= least and (counts >= fewest).all() for fewest, least in known)
+
+    def _lacks_whatever(self, entry: Entry, missing: int) -> None:
+        self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")
+        self._note_bound(entry, missing)
+        self._try_on_host(entry)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+        configuration = entry.configuration
+        body = self.coarse.body(configuration.traced)
+        result = self.fitting.fit(
+            entry, body, below_s=best_s, longest_s=longest_s, lost_share=self._lost_share
+        )
+        if isinstance(result, Miss):
+            self._note(result)
+            if result.was_short and not self._lacks_more_than_state(result):
+                self._try_on_host(entry)
+            return None
+        if result.was_short:
+            self._try_on_host(entry)
+        if configuration.saves:
+            self._lost_share = result.lost_share
+        expected_s = self.with_network(entry, entry.compute_s)
+        self._misjudged.setdefault(_alike(configuration), result.step_seconds / expected_s)
+        return result
+
+    def _note(self, miss: Miss) -> None:
+        """Keep why an entry is no plan."""
+        if not miss.reason:
+            self.num_slow += 1
+        else:
+            self.exclude(miss.entry.configuration, miss.reason, miss.missing_bytes)
+            self._misses.append(miss)
+
+    def _lacks_more_than_state(self, miss: Miss) -> bool:
+        """Whether what was left out would not fit without the state of the optimizer."""
+        if miss.missing_bytes is None:
+            return False
+        configuration = miss.entry.configuration
+        on_host = replace(configuration, host_optimizer=True)
+        saved_share = configuration.state_share(self.job.precision) - on_host.state_share(self.job.precision)
+        state_bytes = self.coarse.body(configuration.traced).state_bytes[-1]
+        return miss.missing_bytes > saved_share * state_bytes / configuration.pp
+
+    def _try_on_host(self, entry: Entry) -> None:
+        """Add the entry with the optimizer on the host to the alternatives, if that is one more way to try."""
+        on_host = replace(entry.configuration, host_optimizer=True, offload=False)
+        is_free = self.space.host_optimizer == "auto" and not entry.configuration.host_optimizer
+        is_new = on_host not in self._tried_on_host
+        if is_free and is_new and may_use_host(entry.cluster) and steps_once(entry.configuration):
+            self._tried_on_host.add(on_host)
+            self.alternatives.append(Entry(on_host, entry.cluster, entry.larger))
+
+    def afresh(self, fit: Fit, below_s: float, *, offload: bool, headroom: int | None = None) -> Fit | None:
+        """Return the plan of the same cuts as if they were the first looked at; None if it takes `below_s` or longer."""
+        configuration = fit.entry.configuration
+        entry = replace(fit.entry, configuration=replace(configuration, offload=offload))
+        body = self.coarse.body(configuration.traced)
+        result = self.fitting.fit(entry, body, below_s=below_s, longest_s=below_s, headroom=headroom)
+        return result if isinstance(result, Fit) and result.step_seconds < below_s else None
+
+    def refined(self, entry: Entry) -> Fit | None:
+        """Return the plan of an entry after a longer look at what is recomputed, if it fits."""
+        body = self.coarse.body(entry.configuration.traced)
+        result = replace(self.fitting, thorough=True).fit(entry, body)
+        return result if isinstance(result, Fit) else None
+
+    def last_resort(self) -> Fit | None:
+        """Where nothing has fitted, return the plan of the configuration that misses memory by least.
+
+        It is looked at longer for what may be recomputed, or all of it is recomputed, with the cuts that take least memory.
+        """
+        entry = self._nearest_entry()
+        if entry is None:
+            return None
+        if entry.configuration.saves:
+            if (refined := self.refined(entry)) is not None:
+                return refined
+            entry = replace(entry, configuration=replace(entry.configuration, recompute="full"))
+        body = self.coarse.body(entry.configuration.traced)
+        cuts, _ = fastest_partition(body, entry.configuration, entry.cluster)
+        result = self.fitting.fit(replace(entry, cuts=cuts), body, tight=True)
+        if isinstance(result, Fit):
+            return result
+        self._note(result)
+        return None
+
+    def _nearest_entry(self) -> Entry | None:
+        """Return what misses memory by least, as far as is known, with cuts."""
+        if worked_out := [miss for miss in self._misses if miss.candidate is not None]:
+            return min(worked_out, key=_missing).entry
+        bounded = [miss for miss in self._misses if miss.least_bytes is not None]
+        if bounded:
+            entry = min(bounded, key=lambda miss: miss.least_bytes or 0).entry
+        elif self.nearest_bound is not None:
+            entry = self.nearest_bound[1]
+        else:
+            return None
+        configuration = entry.configuration
+        body = self.coarse.body(configuration.traced)
+        try:
+            cuts, _ = fastest_partition(body, configuration, entry.cluster)
+        except PlanError:  # too few legal cuts
+            return None
+        entry = replace(entry, cuts=cuts, is_split=True)
+        candidate = make_candidate(body, configuration, entry.cluster, self.job)
+        self._misses.append(Miss(entry, "lacks memory", candidate.excess_bytes, candidate))
+        return entry
+
+    def failure(self) -> PlanError:
+        worked_out = [miss for miss in self._misses if miss.candidate is not None]
+        on_hosts = [
+            miss
+            for miss in self._misses
+            if miss.candidate is None and miss.least_bytes is None and miss.missing_bytes is not None
+        ]
+        host_optimizer = self.space.host_optimizer
+        if on_hosts and (host_optimizer == "always" or not worked_out):
+            nearest = min(on_hosts, key=_missing)
+            return misses_host(nearest.entry.configuration, nearest.missing_bytes or 0, host_optimizer)
+        if worked_out:
+            candidates = [miss.candidate for miss in worked_out if miss.candidate is not None]
+            return misses_memory(min(candidates, key=lambda candidate: candidate.excess_bytes), self.job)
+        return super().failure()
+
+
+def _missing(miss: Miss) -> float:
+    return math.inf if miss.missing_bytes is None else miss.missing_bytes
+
+
+def _alike(configuration: Configuration) -> Configuration:
+    """The same wherever the optimizer is, which takes little time, and for all ways to save."""
+    return replace(configuration, host_optimizer=False, offload=False)
+
+
+def _room(entry: Entry, num_stages: int) -> tuple[object, ...]:
+    """The same for all whose stages, so many, have the same operators to keep the values of, and as much memory for them."""
+    configuration = entry.configuration
+    return configuration.traced, configuration.pp, num_stages, configuration.host_optimizer, entry.cluster

@@ -1,0 +1,161 @@
+"""Improving on the best plans of a search: loss pieces, whole sequences, recomputation, and the joint search."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stagewright.errors import InputError, TraceError
+from stagewright.planning.configuration import Configuration
+from stagewright.planning.fitters import OperatorFitter
+from stagewright.planning.found import Excluded
+from stagewright.planning.joint.finalists import NUM_FINALISTS, finalists, joint_plans
+from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
+from stagewright.planning.plan import Plan
+from stagewright.planning.space import JOINT
+
+if TYPE_CHECKING:
+    from stagewright.planning.search import Search
+
+_REFINED = 250
+"""Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
+
+_WORTH_REFINING = 0.02
+"""Share of its busy time that a plan must spend on saving for a longer look at what it recomputes to gain anything."""
+
+_SLACK = 0.04
+"""Share of a device's memory that the best plan must leave unused for it to be worked out again with less headroom."""
+
+
+def improve(search: Search) -> None:
+    """Add what is better than the best plans of a search under our own runtime, and near to them.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; what was found until then is added.
+    """
+    fitter = search.fitter
+    assert isinstance(fitter, OperatorFitter)
+    _try_pieces(search)
+    _try_whole_sequences(search)
+    if not search.fits:
+        search.report("making room")
+        last = fitter.last_resort()
+        if last is not None:
+            search.fits.append(last)
+        return
+    _refine(search, fitter)
+    if JOINT in (search.space.schedules or ()):
+        _add_finalists(search, fitter)
+        _search_jointly(search)
+
+
+def _try_pieces(search: Search) -> None:
+    """Try what is short of the memory that logits take once more with the loss in pieces."""
+    for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
+        if search.piece_tokens and search.fits:
+            break
+        plans = [fit.plan for fit in search.fits]
+        shapes = short_of_memory(plans, search.fitter.excluded, search.logits_bytes, search.usable_bytes)
+        search.piece_tokens = tokens
+        for shape in shapes:
+            same = [
+                replace(key, loss_pieces=1)
+                for key in search.coarse.graphs
+                if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
+            ]
+            _try_degrees(search, same, set(shape.widths))
+
+
+def _try_whole_sequences(search: Search) -> None:
+    """Try the degrees of the best without sequence parallelism, where its ranks split the sequence."""
+    best = search.best
+    if best is not None and best.plan.sequence_parallel and search.space.sequence_parallel is None:
+        whole = replace(best.entry.configuration.traced, sequence_parallel=False)
+        _try_degrees(search, [whole], {(best.plan.dp, best.plan.pp)})
+
+
+def _try_degrees(search: Search, keys: Iterable[Configuration], shapes: set[tuple[int, int]]) -> None:
+    """Work out more graphs, with those numbers of replicas and ranks of a pipeline alone."""
+    for key in dict.fromkeys(keys):
+        if search.with_pieces(key) not in search.coarse.graphs:
+            try:
+                search.gather_sizes(key, [key.microbatch], strictly=True)
+            except (InputError, TraceError) as error:
+                search.fitter.excluded.append(Excluded(str(error), 1, 1, key.microbatch, tp=key.tp))
+    search.waiting.keep(lambda entry: (entry.configuration.dp, entry.configuration.pp) in shapes)
+    search.work_out()
+
+
+def _refine(search: Search, fitter: OperatorFitter) -> None:
+    """Look longer for what the best plan recomputes, and whether offloading is faster, where it saves by much."""
+    best = search.best
+    if best is None or not best.entry.configuration.saves or _saving_share(best.plan) < _WORTH_REFINING:
+        return
+    search.report("looking for what is best recomputed")
+    offloads = best.entry.configuration.offload
+    fits = [best]
+    if best.headroom and _unused_share(best.plan, search.usable_bytes) > _SLACK:
+        fits += filter(None, [fitter.afresh(best, best.step_seconds, offload=offloads)])
+    headroom = fits[-1].headroom
+    if _may_be_refined(fits[-1].plan):
+        fits += filter(None, [fitter.refined(best.entry)])
+    if search.space.offload and not offloads and search.cluster.kind != "cpu":
+        below_s = min(fit.step_seconds for fit in fits)
+        fits += filter(None, [fitter.afresh(best, below_s, offload=True, headroom=headroom)])
+    fastest = min(fits, key=lambda fit: fit.step_seconds)
+    if fastest is not best:
+        search.fits.remove(best)
+        search.add(replace(fastest, entry=best.entry))
+
+
+def _saving_share(plan: Plan) -> float:
+    """Of the time that stages are busy, what they spend on making values again and on waiting for the host."""
+    stages = plan.predictions.stages
+    saving_s = sum(stage.recompute_seconds + stage.waiting_seconds for stage in stages)
+    busy_s = sum(
+        stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds for stage in stages
+    )
+    return saving_s / busy_s
+
+
+def _unused_share(plan: Plan, usable_bytes: int) -> float:
+    """Of memory, what the fullest rank does not reserve: too much was left free for fragmentation."""
+    return 1 - max(rank.reserved_peak_bytes for rank in plan.predictions.ranks) / usable_bytes
+
+
+def _may_be_refined(plan: Plan) -> bool:
+    """Whether a stage that recomputes is small enough to look longer."""
+    return any(
+        stage.recompute_seconds and stage.stop - stage.start <= _REFINED for stage in plan.predictions.stages
+    )
+
+
+def _search_jointly(search: Search) -> None:
+    """Add plans of the joint search that are faster than the best of the families."""
+    stop = threading.Event()
+    for fit in joint_plans(list(search.fits), search.coarse, search.space, stop):
+        search.fits.append(fit)
+    if stop.is_set():
+        raise KeyboardInterrupt
+
+
+def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
+    """Add plans of pipelines that are slower for their bubbles alone, which the joint search may fill."""
+    if (best := search.best) is None:
+        return
+    shapes = {fit.entry.shape for fit in search.fits}
+    least_s: dict[Configuration, float] = {}
+    for entry in search.slower:
+        busy_s = fitter.with_network(entry, entry.busy_s)
+        least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
+    for entry in search.slower:
+        if len(finalists(search.fits)) >= NUM_FINALISTS:
+            break
+        if entry.shape in shapes or least_s[entry.shape] >= best.step_seconds:
+            continue
+        shapes.add(entry.shape)
+        if (fit := fitter.fit(entry, math.inf, math.inf)) is not None:
+            search.add(fit)
