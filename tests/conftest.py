@@ -48,12 +48,22 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "torture: damage by chance, of which make torture does much more than the gate"
     )
     config.addinivalue_line("markers", "compares: models are compared with their graphs, as users' are")
-    config.addinivalue_line("markers", "slow: takes a minute or more; runs with STAGEWRIGHT_TEST_ALL=1 only")
+    config.addinivalue_line("markers", "slow: runs with STAGEWRIGHT_TEST_ALL=1 only (make test-all), nightly")
+
+
+def nightly_tests() -> frozenset[str]:
+    """Tests, or single cases of them, that are as slow as others of their kind are fast."""
+    lines = (Path(__file__).parent / "nightly.txt").read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torture.TEST_ALL:
         return
+    nightly = nightly_tests()
+    for item in items:
+        if not nightly.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker("slow")
     if "matrix" not in config.getoption("-m"):
         left_out = [item for item in items if item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=left_out)

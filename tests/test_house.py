@@ -126,3 +126,10 @@ def test_mentions_finds_whole_words_only() -> None:
         "cd /build/tree/src",
         "A Secret!",
     ]
+
+
+def test_nightly_tests_exist() -> None:
+    for line in (ROOT / "tests" / "nightly.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            path, _, name = line.partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), line
