@@ -26,7 +26,7 @@ from stagewright.planning.prediction.bubble import bubble
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs, costing
 from stagewright.planning.prediction.predict import run_timeline, step_costs, step_seconds
 from stagewright.planning.prediction.step_times import simulated
-from stagewright.planning.prediction.transfers import flight_seconds, lane_seconds, transfers_slow
+from stagewright.planning.prediction.transfers import lane_seconds, transfer_seconds, transfers_slow
 from stagewright.planning.predictions import StepCosts, TransferCosts
 from stagewright.schedule import build, chain, insert_communication
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
@@ -95,7 +95,7 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     configuration = Configuration(2, 2, 1, 4, "gpipe")
     line = make_candidate(body, configuration, cluster, job).line
     (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
-    assert flight_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
+    assert transfer_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
     per_byte = terms_of(line, body, [4, 4])[0].boundary_s_per_byte
     assert per_byte == cluster.point_to_point_seconds(1e9, 1, 3) / 1e9 / 2
     _, bandwidth = Wiring(cluster, 2, 2).link()
