@@ -25,7 +25,7 @@ def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:
     for share in (0.9, 0.75):
         found = search.within(share * search.most_bytes)
         assert found is not None
-        saved = whole.under(Policy(reruns=stage.reruns(found.there)))
+        saved = whole.under(Policy(reruns=stage.reruns(found.present)))
         assert saved.peak_bytes <= share * search.most_bytes + beside
         assert saved.added_seconds == pytest.approx(found.seconds, rel=1e-9)
 

@@ -132,7 +132,7 @@ _NAMES = {
 def _parts(
     timeline: Timeline, costs: StepCosts, step_s: float, recompute_s: Sequence[float]
 ) -> tuple[list[Part], dict[int, float]]:
-    """Return the parts of the critical path, and its compute seconds by rank; recomputation in backwards is a separate part."""
+    """Return the parts of the critical path, and its compute seconds by rank; recomputation in backwards is its own part."""
     seconds: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     on_rank: dict[int, float] = defaultdict(float)

@@ -105,8 +105,8 @@ class StepCosts(StrictModel):
     """Whether receives are posted right before their use: a transfer begins when its receiver has done everything before the
     action that uses it, which waits for it."""
     sum_seconds: tuple[Seconds, ...] = ()
-    """Seconds of gradient reductions after the batch, per pipeline rank: over replicas, unless actions reduced them, and over
-    ranks that hold a tied parameter. Empty where the program updates parameters itself."""
+    """Seconds of gradient reductions after the batch, per pipeline rank: over replicas, unless actions reduced them, and
+    over ranks that hold a tied parameter. Empty where the program updates parameters itself."""
     norm_seconds: Seconds = 0.0
     """Seconds of the gradient norm over all ranks, after that."""
     optimizer_seconds: tuple[Seconds, ...] = ()

@@ -159,7 +159,7 @@ def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
             dropped = [
                 (position[start + number], chain.storages[root].num_bytes)
                 for number in sorted({*dear.ran} - {*cheap.ran})
-                for root in chain.made[start + number]
+                for root in chain.outputs[start + number]
                 if chain.storages[root].needed
             ]
             whole = sum(num_bytes for _, num_bytes in dropped)
