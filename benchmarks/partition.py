@@ -35,7 +35,7 @@ from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
 from stagewright.planning.partition.bisection import Found, bisect, last_true
 from stagewright.planning.partition.leaves import Leaves, Terms
-from stagewright.planning.partition.ranges import Givable, Ranges, ranges_of
+from stagewright.planning.partition.ranges import Ranges, Recomputable, ranges_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -86,9 +86,10 @@ def random_body(draw: np.random.Generator, mix: str, size: int) -> Ranges:
     again = seconds / 3 * (0.1 + 0.9 * draw.random(size))
     boundary = np.concatenate([[0.0], draw.random(size - 1), [0.0]])
     legal = 1 + np.flatnonzero(draw.random(size - 1) < 0.9)
-    givable = Givable.sorted(list(range(size)), saved.tolist(), again.tolist())
+    recomputable = Recomputable.sorted(list(range(size)), saved.tolist(), again.tolist())
     return Ranges(
-        sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved), noise[3], boundary, legal, givable
+        sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved), noise[3], boundary, legal,
+        recomputable,
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class Leaves:
         state = min(one.state_share for one in self.terms) * float(ranges.state_bytes[-1])
         if any(math.isfinite(one.link_s_per_byte) for one in self.terms):
             return state
-        saved = float(ranges.saved_bytes[-1] - ranges.givable.num_bytes.sum())
+        saved = float(ranges.saved_bytes[-1] - ranges.recomputable.num_bytes.sum())
         return state + min(one.copies for one in self.terms) * max(0.0, saved)
 
     def transfer_seconds(self, stage: int, stop: int) -> float:
@@ -102,7 +102,7 @@ class Leaves:
         if needed <= 0:
             return 0.0
         needed += self.ranges.most_with_work(start, stop) - self.ranges.most_transient(start, stop)
-        given = self.ranges.givable
+        given = self.ranges.recomputable
         inside = (given.place >= start) & (given.place < stop)
         sizes, costs = given.num_bytes[inside], given.seconds[inside] * terms.slowness
         forward = float(self.ranges.forward_seconds[stop] - self.ranges.forward_seconds[start])

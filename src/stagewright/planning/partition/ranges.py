@@ -42,15 +42,15 @@ class RangeMaximum:
 
 
 @dataclass(frozen=True)
-class Givable:
-    """Saved values that may be recomputed, the cheapest per byte first: where they are made, bytes, and seconds."""
+class Recomputable:
+    """Saved values that may be recomputed, the cheapest per byte first: position of their maker, bytes and seconds."""
 
     place: Ints
     num_bytes: Floats
     seconds: Floats
 
     @classmethod
-    def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Givable:
+    def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Recomputable:
         sizes, costs = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
         order = np.argsort(costs / np.maximum(sizes, 1.0), kind="stable")
         return cls(np.asarray(place, np.int64)[order], sizes[order], costs[order])
@@ -76,7 +76,7 @@ class Ranges:
     transient_bytes: Floats
     boundary_bytes: Floats
     legal: Ints
-    givable: Givable
+    recomputable: Recomputable
     work_bytes: Floats | None = None
     """Per position, what is alive of recomputed values while those of its piece, between two kept ones, are used."""
 
@@ -110,7 +110,7 @@ def ranges_of(body: RangeCosts) -> Ranges:
         _transients(body.few)[body.copies.places],
         body.boundary_bytes,
         body.legal_cuts,
-        *_givable(body),
+        *_recomputable(body),
     )
 
 
@@ -139,9 +139,9 @@ def _transients(graph: OperatorGraph) -> Floats:
     return most
 
 
-def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
-    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the
-    values that go; and per position how much is alive at once where all of its piece is recomputed."""
+def _recomputable(body: RangeCosts) -> tuple[Recomputable, Floats]:
+    """Return what may be recomputed: the edges of each piece's hull of bytes and seconds, divided among the values that each
+    edge drops; and per position the bytes alive at once where all of its piece is recomputed."""
     from stagewright.graph.split import split_graph
 
     (whole,) = split_graph(body.few, [])
@@ -170,5 +170,5 @@ def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
                 costs.append(share * (dear.seconds - cheap.seconds))
         work[position[start] : position[stop - 1] + 1] = found[-1].work_bytes
     everywhere, which = body.copies.of_places(places)
-    givable = Givable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
-    return givable, work[body.copies.places]
+    recomputable = Recomputable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
+    return recomputable, work[body.copies.places]
