@@ -21,7 +21,7 @@ from stagewright.planning.candidate import (
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.prediction.pipeline import pipeline
 from stagewright.planning.prediction.regions import kept_policy
@@ -100,7 +100,7 @@ def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, j
     start = _timed(body, configuration, cluster, job)
     terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
     leaves = corrected(
-        start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), configuration.pp), terms)
+        start.line, start.memories, StageRanges(at_blocks(body, known_ranges(body), configuration.pp), terms)
     )
     found = exact(leaves)
     if found is None:
