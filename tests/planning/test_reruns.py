@@ -63,8 +63,8 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
-        ({"reruns": [["a:1", ["b:1"]]]}, "'b:1' is in one only"),
-        ({"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1", "c:1"]}, "'c:1' is in one only"),
+        ({"reruns": [["a:1", ["b:1"]]]}, "'b:1' is in only one of them"),
+        ({"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1", "c:1"]}, "'c:1' is in only one of them"),
         (
             {"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1"], "checkpoints": ["c:1"]},
             "leave out checkpoints",

@@ -93,12 +93,12 @@ class Offer:
     """The plans for one part of a cluster, and the bill of training with the best of them."""
 
     cluster: Cluster
-    found: Found
+    result: Found
     bill: Bill
 
     @property
     def best(self) -> Plan:
-        return self.found.plans[0]
+        return self.result.plans[0]
 
 
 def offers(
@@ -128,7 +128,7 @@ def offers(
         prices = prices_of(cluster, terms)
         names = dict.fromkeys(group.device.name for group in cluster.nodes if group.device.name not in prices)
         raise InputError(
-            f"no price {terms} is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
+            f"no {terms} price is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
         )
     check_tokens(tokens)
     check_price(price_per_hour)

@@ -128,11 +128,13 @@ class UntilCtrlC:
         self.is_ended = isinstance(error, KeyboardInterrupt) and self.may and bool(self.so_far)
         return self.is_ended
 
-    def told(self, found: Found) -> Found:
-        """`found`, with the warning if Ctrl-C has ended its search."""
-        return found.interrupted() if self.is_ended else found
+    def annotated(self, result: Found) -> Found:
+        """Return `result`, with the warning if Ctrl-C has ended its search."""
+        return result.interrupted() if self.is_ended else result
 
 
 def operator_warnings(without_rule: Iterable[str]) -> list[str]:
     """Return a warning for each operator without a cost rule."""
-    return [f"operator {name} has no rule: its time is that of its bytes" for name in sorted(without_rule)]
+    return [
+        f"operator {name} has no cost rule: its time is that of its bytes" for name in sorted(without_rule)
+    ]

@@ -35,7 +35,7 @@ from stagewright.planning.space import (
     microbatch_sizes,
     most_stages,
     obstacle,
-    widths,
+    parallel_degrees,
 )
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
@@ -107,7 +107,7 @@ def plan(
         search.work_out()
         if job.runtime == STAGEWRIGHT and (is_improved or not search.fits):
             improve(search)
-    return over_lengths(searching.told(search.result()), cluster, report, trace)
+    return over_lengths(searching.annotated(search.result()), cluster, report, trace)
 
 
 def over_lengths(
@@ -123,7 +123,7 @@ def over_lengths(
     """
     if not result.plans[0].job.sequence_lengths:
         return result
-    report("judging all lengths")
+    report("judging all sequence lengths")
     judged = best_over_lengths(result.plans, cluster, lambda plan: graph_of(plan, report, trace))
     return replace(result, plans=judged)
 
@@ -210,7 +210,7 @@ class Search:
         space = self.space
         every = {
             degrees: microbatch_sizes(degrees, self.cluster, self.job, space)
-            for degrees in widths(self.cluster, self.job, space)
+            for degrees in parallel_degrees(self.cluster, self.job, space)
         }
         sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
         if not sizes_of:
@@ -279,7 +279,7 @@ class Search:
         them and the request does not fix them.
         """
         keys = [self.with_pieces(replace(degrees, microbatch=size)) for size in sizes]
-        self.report(f"widths of {keys[0]}")
+        self.report(f"degrees {keys[0]}")
         try:
             num_layers = self.coarse.costs(keys[0]).num_layers
             graph = self.coarse.graph(keys[0])
@@ -397,7 +397,7 @@ class Search:
         """Return `entry` once its graph is traced; None, with the reason noted, where that fails."""
         key = self.with_pieces(entry.configuration.traced)
         configuration = replace(entry.configuration, loss_pieces=key.loss_pieces)
-        self.report(f"widths of {key}")
+        self.report(f"degrees {key}")
         try:
             self.coarse.costs(key)
         except (InputError, TraceError, ContractError) as error:
