@@ -414,7 +414,7 @@ class Job(StrictModel):
         self.check_runtime()
         if self.profile.loop is not None:
             raise InputError(
-                f"runtime '{self.runtime}' runs on one device, where nothing is to be searched: predict it with "
+                f"runtime '{self.runtime}' runs on one device, where there is nothing to search: predict it with "
                 "`stagewright estimate`, or name another --runtime"
             )
 

@@ -74,8 +74,8 @@ class ModelSection(StrictModel):
         name = split_factory(self.text)
         if name is None or not name.is_file or Path(name.module).expanduser().exists():
             return self
-        beside = folder / name.module
-        return self.model_copy(update={"text": f"{beside}:{name.function}"}) if beside.is_file() else self
+        nearby = folder / name.module
+        return self.model_copy(update={"text": f"{nearby}:{name.function}"}) if nearby.is_file() else self
 
     def reference(self) -> ModelReference:
         """Return the model as it is now, which may have changed. Raises `InputError` if it no longer exists."""
@@ -217,9 +217,9 @@ class Plan(StrictModel):
     def __repr__(self) -> str:
         """Return the main facts; a plan's document is long."""
         more = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
-        widths = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
+        degrees = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
         return (
-            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{widths}, {self.schedule}, "
+            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{degrees}, {self.schedule}, "
             f"{self.num_microbatches} microbatches of size {self.microbatch_size}, "
             f"{format_seconds(self.predictions.step_seconds)} a step>"
         )
@@ -432,10 +432,10 @@ class Plan(StrictModel):
     def host_bound(self) -> float:
         """Fraction of the step in which devices wait for the host to issue operators, on the pipeline rank that waits
         longest."""
-        behind = [0.0] * self.pp
+        waiting_s = [0.0] * self.pp
         for rank, stage in zip(self.placement, self.predictions.stages, strict=True):
-            behind[rank] += stage.behind_seconds * self.num_microbatches
-        return max(behind) / self.predictions.step_seconds
+            waiting_s[rank] += stage.behind_seconds * self.num_microbatches
+        return max(waiting_s) / self.predictions.step_seconds
 
     @property
     def reduce_torch_name(self) -> str | None:

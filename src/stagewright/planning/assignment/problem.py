@@ -42,7 +42,7 @@ class AssignmentProblem:
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
         wanted = {
-            "hop": (units, units), "ring": (units, units), "ring_share": (stages,),
+            "transfer": (units, units), "ring": (units, units), "ring_share": (stages,),
             "fill": (units, stages), "busy": (units, stages),
         }  # fmt: skip
         for name, shape in wanted.items():

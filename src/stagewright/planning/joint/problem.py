@@ -149,7 +149,7 @@ class Problem:
             )
         if layers.num_layers < num_ranks:
             raise PlanError(
-                f"{num_ranks} ranks need as many layers, but the cost table has {layers.num_layers}: "
+                f"{num_ranks} ranks need at least {num_ranks} layers, but the cost table has {layers.num_layers}: "
                 "use fewer ranks"
             )
         speeds = per_rank("speed", speed, num_ranks)

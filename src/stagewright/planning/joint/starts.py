@@ -25,7 +25,9 @@ def even(problem: Problem, placement: Placement) -> Layout:
     """
     num_layers, num_stages = problem.layers.num_layers, placement.num_stages
     if num_layers < num_stages:
-        raise PlanError(f"{num_stages} stages need as many layers, but there are {num_layers}")
+        raise PlanError(
+            f"{num_stages} stages need at least {num_stages} layers, but there are {num_layers}: use fewer stages"
+        )
     counted = num_layers - 1 if num_layers > num_stages else num_layers
     size, longer = divmod(counted, num_stages)
     sizes = [size + (stage < longer) for stage in range(num_stages)]

@@ -102,19 +102,19 @@ class _Halves:
 
     def _is_left_faster(self, index: int) -> bool:
         """Return whether the left half is no slower; False where neither half fits."""
-        left, right = self.left(index)[0], self.right(index)[0]
-        if math.isinf(left) and math.isinf(right):
+        left_s, right_s = self.left(index)[0], self.right(index)[0]
+        if math.isinf(left_s) and math.isinf(right_s):
             return False
-        return left <= right
+        return left_s <= right_s
 
     def _at(self, index: int) -> Solved:
-        left, left_cuts = self.left(index)
-        right, right_cuts = self.right(index)
+        left_s, left_cuts = self.left(index)
+        right_s, right_cuts = self.right(index)
         if left_cuts is None or right_cuts is None:
             return math.inf, None
         cut = int(self.search.ends[index])
         transfer = self.search.stage_ranges.transfer_seconds(self.groups[0][1] - 1, cut)
-        return max(left, right, transfer), (*left_cuts, cut, *right_cuts)
+        return max(left_s, right_s, transfer), (*left_cuts, cut, *right_cuts)
 
     def _around(self, best: Solved, crossing: int, low: int, high: int) -> Solved:
         """Return the best of `best` and the cuts near the crossing, whose boundaries may be smaller, as far as one half
@@ -141,12 +141,15 @@ def time_balance(
     stage_ranges: StageRanges, ends: Ints, low: int, high: int, start: int, stop: int, x: Group, y: Group
 ) -> int:
     """Return the index into `ends`, from `low` to `high`, of the last cut at which the left group is no slower."""
-    left, right = _speed(stage_ranges, x), _speed(stage_ranges, y)
+    left_speed, right_speed = _speed(stage_ranges, x), _speed(stage_ranges, y)
     seconds = stage_ranges.ranges.seconds
 
     def is_left_faster(index: int) -> bool:
         cut = int(ends[index])
-        return float(seconds[cut] - seconds[start]) / left <= float(seconds[stop] - seconds[cut]) / right
+        return (
+            float(seconds[cut] - seconds[start]) / left_speed
+            <= float(seconds[stop] - seconds[cut]) / right_speed
+        )
 
     return last_true(is_left_faster, low, high)
 

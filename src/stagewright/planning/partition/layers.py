@@ -35,7 +35,7 @@ def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tupl
     """
     num_stages, num_layers = len(seconds), len(seconds[0]) - 2
     if num_layers < fewest_layers(num_stages):
-        raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
+        raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer stages")
     most = most or [num_layers] * num_stages
     if sum(most) < num_layers or min(most) < 1:
         raise InputError(

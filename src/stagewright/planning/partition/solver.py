@@ -33,7 +33,7 @@ def partition(
     the one with the smallest sum of boundaries is taken.
 
     Raises:
-        PlanError: the model has too few legal cuts for so many stages.
+        PlanError: the model has too few legal cuts for the number of stages.
     """
     for search in _searches(costs, budget):
         cuts = search.cuts(slack)
@@ -46,7 +46,7 @@ def has_partition(costs: Sequence[RangeCosts], budget: MemoryBudget) -> bool:
     """Return whether a partition within `budget` exists.
 
     Raises:
-        PlanError: the model has too few legal cuts for so many stages.
+        PlanError: the model has too few legal cuts for the number of stages.
     """
     return any(search.is_feasible(np.inf) for search in _searches(costs, budget))
 
