@@ -14,8 +14,8 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
+    fastest_fitted,
     fastest_partition,
-    least_saving,
     of_line,
     with_cuts,
 )
@@ -120,7 +120,7 @@ def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, j
 
 def _own(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
     start = with_cuts(body, configuration, fastest_partition(body, configuration, cluster)[0], cluster, job)
-    return start if start.excess_bytes <= 0 else least_saving([start], body)
+    return start if start.excess_bytes <= 0 else fastest_fitted([start], body)
 
 
 STRATEGIES = {

@@ -366,7 +366,7 @@ def _best_in_units(
         if candidates[0].excess_bytes > 0:
             if len(divisions) > 1 and _waits_for_network(body, configuration, cluster, job):
                 return next(
-                    filter(_has_room_for_state, map(in_units, reversed(divisions[1:]))), candidates[0]
+                    filter(_has_memory_for_state, map(in_units, reversed(divisions[1:]))), candidates[0]
                 )
             return candidates[0]
     fitting = [candidate for candidate in candidates if candidate.excess_bytes <= 0]
@@ -412,7 +412,7 @@ def _waits_for_network(body: RangeCosts, configuration: Configuration, cluster: 
     return network_seconds(configuration, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
 
 
-def _has_room_for_state(candidate: Candidate) -> bool:
+def _has_memory_for_state(candidate: Candidate) -> bool:
     """Return whether all ranks would fit if they saved almost nothing."""
     line = candidate.line
     return all(
@@ -481,7 +481,7 @@ def _named(
     return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
-def saving_candidate(
+def fitted_candidate(
     plain: Candidate, body: RangeCosts, *, offload: bool = True, thorough: bool = False
 ) -> Candidate | None:
     """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
@@ -498,7 +498,7 @@ def saving_candidate(
     )
 
 
-def least_saving(
+def fastest_fitted(
     kept: Sequence[Candidate],
     body: RangeCosts,
     *,
@@ -523,7 +523,7 @@ def least_saving(
             plain = by_cuts.get(cuts) or with_cuts(
                 body, configuration, cuts, first.line.cluster, first.line.job
             )
-            fitted = saving_candidate(plain, body, offload=offload, thorough=thorough)
+            fitted = fitted_candidate(plain, body, offload=offload, thorough=thorough)
             if fitted is not None:
                 return fitted
     return None

@@ -45,7 +45,7 @@ class Excluded:
 
 
 @dataclass(frozen=True)
-class Promised:
+class NextBest:
     """A configuration that was not evaluated, and a lower bound on the seconds of its step."""
 
     configuration: str
@@ -61,7 +61,7 @@ class Found:
     warnings: list[str] = field(default_factory=list)
     num_bounded: int = 0
     """Number of configurations that were not evaluated, because they cannot be faster than the last of the plans."""
-    next_best: Promised | None = None
+    next_best: NextBest | None = None
     """The most promising of these."""
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.fitters import fitter_of
-from stagewright.planning.found import Excluded, Found, Promised, UntilCtrlC, operator_warnings
+from stagewright.planning.found import Excluded, Found, NextBest, UntilCtrlC, operator_warnings
 from stagewright.planning.improvement import improve
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import MOST_FILLED
@@ -181,7 +181,7 @@ class Search:
     refused: list[StagewrightError] = field(default_factory=list)
     num_bounded: int = 0
     """Number of configurations that cannot be faster than the last of the plans."""
-    next_best: Promised | None = None
+    next_best: NextBest | None = None
     """The most promising of these."""
     slower: list[Entry] = field(default_factory=list)
     """Partitioned pipelines whose bound is slightly above the best plan, the most promising first."""
@@ -353,8 +353,8 @@ class Search:
     def work_out(self) -> None:
         """Evaluate the queued entries, the most promising first, until no other can be among the best."""
         total = len(self.waiting)
-        while self.waiting or self._may_promise():
-            if self._may_promise() and not self.untraced[0].bound_s > self.waiting.least_s:
+        while self.waiting or self._may_be_fast():
+            if self._may_be_fast() and not self.untraced[0].bound_s > self.waiting.least_s:
                 self._gather_untraced()
                 continue
             bound_s, entry = self.waiting.pop()
@@ -379,7 +379,7 @@ class Search:
             while self.fitter.alternatives:
                 self._queue(self.fitter.alternatives.pop(0))
 
-    def _may_promise(self) -> bool:
+    def _may_be_fast(self) -> bool:
         """Return whether untraced degrees may be fast enough."""
         return bool(self.untraced) and self.untraced[0].bound_s < self.longest_s
 
@@ -387,7 +387,7 @@ class Search:
         """Leave out `first` and all queued entries as too slow."""
         self.num_bounded += sum(1 + len(entry.larger) for entry in (first, *self.waiting))
         if self.next_best is None or bound_s < self.next_best.seconds:
-            self.next_best = Promised(str(first.configuration), bound_s)
+            self.next_best = NextBest(str(first.configuration), bound_s)
         near_s = (1 + MOST_FILLED) * self.longest_s
         for slower_s, _, entry in sorted([(bound_s, -1, first), *self.waiting.entries]):
             if entry.is_split and entry.configuration.pp > 1 and slower_s < near_s:

@@ -32,7 +32,7 @@ JOINT = "joint"
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "breadth-first", JOINT)
 """Schedules tried under our own runtime."""
 
-_ELSEWHERE = ("1f1b", "interleaved-1f1b")
+_OTHER_SCHEDULES = ("1f1b", "interleaved-1f1b")
 """Schedules tried under other runtimes, which support them."""
 
 _STAGES_OF_LAYER = 2
@@ -122,7 +122,7 @@ class Space:
         if job.runtime == STAGEWRIGHT:
             return
         ours = {
-            "--schedule": self.schedules is not None and not set(self.schedules) <= set(_ELSEWHERE),
+            "--schedule": self.schedules is not None and not set(self.schedules) <= set(_OTHER_SCHEDULES),
             "--recompute": any(setting in ("auto", "model") for setting in self.recompute or ()),
             "--host-optimizer": self.host_optimizer == "always",
             "--reduce-dtype": self.reduce_dtype is not None,
@@ -143,7 +143,7 @@ class Space:
             tp=self.tp or (None if job.kept.is_elementwise else 1),
             cp=self.cp or (1 if is_own else None),
             ep=self.ep or (1 if is_own else None),
-            schedules=self.schedules or (SCHEDULES if is_own else _ELSEWHERE),
+            schedules=self.schedules or (SCHEDULES if is_own else _OTHER_SCHEDULES),
             largest_microbatch=self.largest_microbatch or (job.global_batch if is_own else 8),
         )
 

@@ -211,8 +211,8 @@ class Coarse:
             whole += parameters / (configuration.chunks or 1) * ITEM_BYTES[self.job.torch_name]
         usable = usable_bytes_of_ranks(self.job, cluster, configuration.pp)[0]
         state = self.missing_anywhere(configuration, key, cluster) + usable
-        has_room = state + NUM_BUFFERS * whole <= OF_STATE * usable
-        return network_seconds(configuration, parameters, cluster, self.job, in_units=not has_room)
+        fits_whole = state + NUM_BUFFERS * whole <= OF_STATE * usable
+        return network_seconds(configuration, parameters, cluster, self.job, in_units=not fits_whole)
 
     def _parameters(self, configuration: Configuration, key: Configuration) -> float:
         """Return the number of trained parameters of a rank, as if all ranks had equally many."""

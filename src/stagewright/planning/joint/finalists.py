@@ -21,9 +21,9 @@ from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
+    fitted_candidate,
     make_plan,
     of_line,
-    saving_candidate,
     under_program,
     with_program,
 )
@@ -269,14 +269,14 @@ def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limite
     kept = next((candidate for candidate in candidates if candidate.excess_bytes <= 0), None)
     if kept is not None or not searches.configuration.saves:
         return kept
-    hopeful = [
+    promising = [
         candidate
         for candidate in candidates
         if limited or candidate.excess_bytes < candidate.line.job.usable_bytes(candidate.line.cluster.device)
     ]
     fitted = (
-        saving_candidate(candidate, searches.body, offload=searches.configuration.offload)
-        for candidate in hopeful[:_SAVED]
+        fitted_candidate(candidate, searches.body, offload=searches.configuration.offload)
+        for candidate in promising[:_SAVED]
     )
     return next((candidate for candidate in fitted if candidate is not None), None)
 

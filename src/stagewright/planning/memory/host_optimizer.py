@@ -10,7 +10,7 @@ from dataclasses import replace
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, least_saving, make_program
+from stagewright.planning.candidate import Candidate, fastest_fitted, make_program
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import host_of, rank_memories
@@ -44,7 +44,7 @@ def steps_once(configuration: Configuration) -> bool:
     return not any(action.kind is Kind.STEP for action in make_program(configuration))
 
 
-def with_room_used(candidate: Candidate) -> Candidate:
+def with_devices_filled(candidate: Candidate) -> Candidate:
     """Return `candidate`, which fits, with optimizer state back on every device that has the memory for it."""
     line = candidate.line
     on_devices = replace(line, host_optimizer=frozenset())
@@ -59,7 +59,7 @@ def with_room_used(candidate: Candidate) -> Candidate:
 def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
     """Return `candidate`, preceded by it with as little state on hosts as possible if the setting allows that."""
     chooses = host_optimizer == "auto" and candidate.configuration.host_optimizer
-    return [with_room_used(candidate), candidate] if chooses else [candidate]
+    return [with_devices_filled(candidate), candidate] if chooses else [candidate]
 
 
 def host_excess_bytes(line: Pipeline) -> int:
@@ -86,13 +86,13 @@ def saving_with_hosts(
     below_s: float = math.inf,
     thorough: bool = False,
 ) -> Candidate | None:
-    """Return the result of `least_saving`, without offloading where it does not fit on the hosts."""
-    candidate = least_saving(kept, body, offload=offload, below_s=below_s, thorough=thorough)
+    """Return the result of `fastest_fitted`, without offloading where it does not fit on the hosts."""
+    candidate = fastest_fitted(kept, body, offload=offload, below_s=below_s, thorough=thorough)
     if candidate is None or not any(summary.offloaded_bytes for summary in candidate.line.summaries):
         return candidate
     if any(host_excess_bytes(option.line) <= 0 for option in ways_on_hosts(candidate, host_optimizer)):
         return candidate
-    return least_saving(kept, body, offload=False, below_s=below_s, thorough=thorough)
+    return fastest_fitted(kept, body, offload=False, below_s=below_s, thorough=thorough)
 
 
 def misses_host(configuration: Configuration, missing: int, host_optimizer: HostOptimizer) -> PlanError:

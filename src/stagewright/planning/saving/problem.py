@@ -119,10 +119,10 @@ def with_choice(
     partition, keeps everything."""
     kept = program or variants.line.program
     stage_policies = policies(units, choice, variants.line.stages)
-    return variants.under(saving_program(kept, units, choice), stage_policies)
+    return variants.under(recomputing_program(kept, units, choice), stage_policies)
 
 
-def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
+def recomputing_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
     """Return `program` with the recomputation that a choice needs."""
     stages = {units[index].stage for index in choice.recomputed}
     other_stages = {stage for stage, _ in (*choice.moved, *choice.reruns)}
