@@ -14,7 +14,7 @@ from numba import njit
 
 from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, cost, move
-from stagewright.planning.assignment.problem import Grid
+from stagewright.planning.assignment.problem import AssignmentProblem
 from stagewright.planning.assignment.solve import assign
 
 LINKS = Path(__file__).parents[1] / "validation" / "data" / "links"
@@ -29,7 +29,9 @@ def measured() -> np.ndarray:
     return np.array([[float(text) for text in row[-16:]] for row in rows]) * 1e6
 
 
-def grid(rate: np.ndarray, replicas: int, stages: int, boundary: float = 25e6, gradient: float = 1e9) -> Grid:
+def grid(
+    rate: np.ndarray, replicas: int, stages: int, boundary: float = 25e6, gradient: float = 1e9
+) -> AssignmentProblem:
     """A configuration whose units are whole hosts."""
     units = len(rate)
     seconds = 1 / rate
@@ -37,7 +39,7 @@ def grid(rate: np.ndarray, replicas: int, stages: int, boundary: float = 25e6, g
     share = 2 * (replicas - 1) / replicas
     zeros = np.zeros((units, stages))
     hop = 8 * boundary * (seconds + seconds.T)
-    return Grid(replicas, stages, hop, share * gradient * seconds, np.ones(stages), zeros, zeros)
+    return AssignmentProblem(replicas, stages, hop, share * gradient * seconds, np.ones(stages), zeros, zeros)
 
 
 def planted(units: int, seed: int, num_slow: int = 3) -> np.ndarray:
@@ -74,7 +76,7 @@ def published(start, num_steps, seed, temperature, factor, grid):
     return best
 
 
-def theirs(one: Grid, seconds: float) -> float:
+def theirs(one: AssignmentProblem, seconds: float) -> float:
     """The published annealer, compiled, for so many seconds."""
     start = np.random.default_rng(0).permutation(one.num_units)
     published(start, 10, 0, 1.0, 0.999, one.terms)
@@ -106,7 +108,7 @@ def exact(num_clusters: int) -> dict[str, object]:
     return {"clusters": num_clusters, "annealed to the optimum": reached}
 
 
-def against(name: str, one: Grid) -> dict[str, object]:
+def against(name: str, one: AssignmentProblem) -> dict[str, object]:
     """Both on one grid."""
     assign(one, num_steps=100)
     begun = time.perf_counter()

@@ -33,9 +33,9 @@ from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
-from stagewright.planning.partition.bisection import Found, bisect, last_true
-from stagewright.planning.partition.leaves import Leaves, Terms
-from stagewright.planning.partition.ranges import Givable, Ranges, ranges_of
+from stagewright.planning.partition.bisection import Partition, bisect, last_true
+from stagewright.planning.partition.leaves import StageRanges, Terms
+from stagewright.planning.partition.ranges import Ranges, Recomputable, ranges_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -45,7 +45,7 @@ MODELS = ("tiny-llama", "tiny-bert", "tiny-gpt2", "tiny-mixtral", "tiny-nemotron
 SCHEDULES = ("1f1b", "gpipe", "async", "2bw")
 NUM_STAGES = (2, 3, 4, 6, 8, 12, 16)
 TIGHTNESS = (0.6, 0.7, 0.85, 1.0, 1.3)
-SEARCHES: dict[str, Callable[[Leaves], Found | None]] = {
+SEARCHES: dict[str, Callable[[StageRanges], Partition | None]] = {
     "bisection": bisect,
     "halving": binary,
     "both, moved": best_partition,
@@ -86,9 +86,10 @@ def random_body(draw: np.random.Generator, mix: str, size: int) -> Ranges:
     again = seconds / 3 * (0.1 + 0.9 * draw.random(size))
     boundary = np.concatenate([[0.0], draw.random(size - 1), [0.0]])
     legal = 1 + np.flatnonzero(draw.random(size - 1) < 0.9)
-    givable = Givable.sorted(list(range(size)), saved.tolist(), again.tolist())
+    recomputable = Recomputable.sorted(list(range(size)), saved.tolist(), again.tolist())
     return Ranges(
-        sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved), noise[3], boundary, legal, givable
+        sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved), noise[3], boundary, legal,
+        recomputable,
     )  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def random_terms(
             copies=copies[stage],
             capacity=float(tight * demand * (1 + uneven * draw.uniform(-0.3, 0.5))),
             versions=versions[stage],
-            slowness=float(1 + uneven * draw.random()),
+            inverse_speed=float(1 + uneven * draw.random()),
             link_s_per_byte=float(link),
             boundary_s_per_byte=float(wide),
         )
@@ -153,11 +154,11 @@ def judged(number: int) -> tuple[dict[str, dict[str, Tally]], int]:
     infeasible = 0
     for name, ranges, terms in instances(number):
         tallies = found.setdefault(name, {search: Tally() for search in ("exact", *SEARCHES)})
-        best = timed(exact, Leaves(ranges, terms), tallies["exact"])
+        best = timed(exact, StageRanges(ranges, terms), tallies["exact"])
         infeasible += best is None
         for search, run in SEARCHES.items():
             tally = tallies[search]
-            got = timed(run, Leaves(ranges, terms), tally)
+            got = timed(run, StageRanges(ranges, terms), tally)
             if best is None:
                 assert got is None
             elif got is None:
@@ -167,7 +168,9 @@ def judged(number: int) -> tuple[dict[str, dict[str, Tally]], int]:
     return found, infeasible
 
 
-def timed(run: Callable[[Leaves], Found | None], leaves: Leaves, tally: Tally) -> Found | None:
+def timed(
+    run: Callable[[StageRanges], Partition | None], leaves: StageRanges, tally: Tally
+) -> Partition | None:
     begin = time.perf_counter()
     found = run(leaves)
     tally.seconds += time.perf_counter() - begin
@@ -202,11 +205,11 @@ def theorem(number: int) -> dict[str, tuple[Share, Share]]:
         if len(ends) < 3:
             continue
         pair = [replace(one, boundary_s_per_byte=0.0) for one in terms[stage : stage + 2]]
-        judge_pair(Leaves(ranges, pair), ends, low, high, shares)
+        judge_pair(StageRanges(ranges, pair), ends, low, high, shares)
     return found
 
 
-def judge_pair(leaves: Leaves, ends: np.ndarray, low: int, high: int, shares: Sequence[Share]) -> None:
+def judge_pair(leaves: StageRanges, ends: np.ndarray, low: int, high: int, shares: Sequence[Share]) -> None:
     costs = np.array([max(leaves.cost(0, low, cut), leaves.cost(1, cut, high)) for cut in ends])
     best = float(costs.min())
     if not math.isfinite(best):

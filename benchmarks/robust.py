@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from adaptis_costs import cell
-from stagewright.planning.joint.layout import hops, stage_costs
+from stagewright.planning.joint.layout import stage_costs, transfer_times
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.search import Effort, Found, search
+from stagewright.planning.joint.search import Effort, JointResult, search
 from stagewright.simulation import simulate
 
 FAMILIES = ("Gemma", "DeepSeek", "Nemotron-H")
@@ -41,7 +41,9 @@ def scenarios(problem: Problem, error: float, count: int, seed: int = 0) -> Iter
 def makespan_under(plan: JointPlan, problem: Problem) -> float:
     """Makespan of the program of `plan` when the costs are those of `problem`."""
     costs = stage_costs(problem, plan.layout)
-    timeline = simulate(plan.encoded, costs, hops(problem, plan.layout), action_overhead_s=problem.overhead_s)
+    timeline = simulate(
+        plan.encoded, costs, transfer_times(problem, plan.layout), action_overhead_s=problem.overhead_s
+    )
     return timeline.makespan_s
 
 
@@ -50,7 +52,7 @@ def worst_case(plan: JointPlan, error: float, count: int = 20, seed: int = 0) ->
     return max(makespan_under(plan, other) for other in scenarios(plan.problem, error, count, seed))
 
 
-def most_robust(found: Found, error: float, count: int = 20) -> JointPlan:
+def most_robust(found: JointResult, error: float, count: int = 20) -> JointPlan:
     """Of the best plan, its runners-up and the baselines that fit, the one whose worst case is shortest."""
     return min((found.best, *found.runners_up), key=lambda plan: worst_case(plan, error, count))
 

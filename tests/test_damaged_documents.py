@@ -22,7 +22,7 @@ from stagewright.execution.record import load_record
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.promise import promise_of
+from stagewright.planning.joint.promise import prediction_of
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
@@ -50,7 +50,7 @@ def write_program(path: Path, plan: Plan) -> None:
     layers = LayerTable.of([0.1] * 4, [0.1] * 4, [0.2] * 4, saved_bytes=[8.0] * 4)
     found = search(Problem.of(layers, 2, 3), Effort(rounds=1))
     path.write_text(
-        program_text(path, found.best.program, promise_of(found.best, found.bound.seconds, "given"))
+        program_text(path, found.best.program, prediction_of(found.best, found.bound.seconds, "given"))
     )
 
 

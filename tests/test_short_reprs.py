@@ -21,7 +21,7 @@ def test_long_values_are_shown_in_a_line() -> None:
     timeline = stagewright.simulate(build("1f1b", 2, 4), StageCosts.uniform(2))
     graph = stagewright.trace("tiny-llama", 1, sequence_length=64)
     shown = {
-        "plan": (plan, "<Plan of tiny-llama on 2x-h100: pp 2 x dp 1, 1f1b, 4 microbatches of 1, "),
+        "plan": (plan, "<Plan of tiny-llama on 2x-h100: pp 2 x dp 1, 1f1b, 4 microbatches of size 1, "),
         "found": (Found([plan], []), "<Found 1 plans, the best <Plan of tiny-llama"),
         "cluster": (cluster, "<Cluster 2x-h100: 1 x 2 h100>"),
         "timeline": (timeline, "<Timeline of 2 ranks: "),

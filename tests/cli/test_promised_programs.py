@@ -18,7 +18,7 @@ from stagewright.cli.app import app
 from stagewright.cli.program_file import program_text, read_promised_program
 from stagewright.documents import read_sealed_json
 from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.promise import promise_of
+from stagewright.planning.joint.promise import prediction_of
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import read_torch_csv, verify
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_simulated_as_promised(
     found = search(problem, Effort(rounds=1))
     path = tmp_path_factory.mktemp("promised") / "program.json"
     for plan in (found.best, *found.runners_up[:4]):
-        promise = promise_of(plan, found.bound.seconds, "given")
+        promise = prediction_of(plan, found.bound.seconds, "given")
         path.write_text(program_text(path, plan.program, promise))
         program, read = read_promised_program(path)
         assert read == promise and program == plan.program and read is not None

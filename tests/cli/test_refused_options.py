@@ -131,7 +131,7 @@ def refused(*words: str, option: str, remedy: str) -> str:
         ("--runtime torch-eager --pp 1 --dp 1 --microbatch 1", "a --microbatch of the global batch"),
         ("--runtime megatron-lm --loss-pieces 2", "leave out --loss-pieces"),
         ("--layers-per-stage 1,x", "numbers of layers"),
-        ("--recompute selective", "runtimes do that store"),
+        ("--recompute selective", "only for other runtimes"),
     ],
 )
 def test_what_contradicts_a_runtime_is_refused(arguments: str, said: str) -> None:

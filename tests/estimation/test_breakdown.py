@@ -56,7 +56,7 @@ def test_a_plain_loop_is_predicted_by_its_allocations() -> None:
     assert rank.reserved_peak_bytes >= rank.allocated_peak_bytes == sum(rank.categories.values())
     with pytest.raises(InputError, match="whole batches on one device"):
         estimate("tiny-llama", CLUSTER, looped)
-    with pytest.raises(InputError, match="nothing is to be searched"):
+    with pytest.raises(InputError, match="there is nothing to search"):
         search("tiny-llama", CLUSTER, looped)
     assert estimate(eager, CLUSTER).predictions == eager.predictions
     with pytest.raises(InputError, match="give --recompute none or model"):

@@ -248,7 +248,7 @@ def test_selective_recomputation_keeps_less_than_none_and_more_than_full() -> No
         assert [rank.allocated_peak_bytes for rank in again.ranks] == [
             rank.allocated_peak_bytes for rank in one.predictions.ranks
         ]
-    with pytest.raises(InputError, match="runtimes do that store"):
+    with pytest.raises(InputError, match="only for other runtimes"):
         estimate(reference, cluster, job("stagewright"), pp=2, dp=1, recompute="selective")
     with pytest.raises(InputError, match="never stores"):
         estimate(reference, cluster, job("megatron-core+te"), pp=2, dp=1, recompute="selective")
@@ -268,14 +268,14 @@ def test_gradients_and_state_have_the_runtimes_types() -> None:
 def test_plans_of_other_runtimes_are_found_but_not_run() -> None:
     reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
     found = plan(reference, cluster, job("megatron-lm")).plans[0]
-    with pytest.raises(InputError, match="not ours to run"):
+    with pytest.raises(InputError, match="Stagewright does not run"):
         refuse_what_is_not_run(found, "plan.json")
     with pytest.raises(InputError, match="does not train in fp32"):
         estimate(reference, cluster, job("megatron-lm").model_copy(update={"dtype": "fp32"}))
     with pytest.raises(InputError, match="leave out --compiled"):
         estimate(reference, cluster, job("megatron-lm", compiled=True))
     made = estimate(reference, cluster, job("megatron-lm"), pp=2, dp=1)
-    with pytest.raises(InputError, match="not ours to run"):
+    with pytest.raises(InputError, match="Stagewright does not run"):
         refuse_what_is_not_run(made, "plan.json")
 
 

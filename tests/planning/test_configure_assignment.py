@@ -13,25 +13,25 @@ from stagewright.cluster import Cluster, MeasuredBandwidth, load_cluster
 from stagewright.errors import InputError
 from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, anneal, move
-from stagewright.planning.assignment.problem import Grid, grid_of
+from stagewright.planning.assignment.problem import AssignmentProblem, assignment_problem
 from stagewright.planning.assignment.solve import _repaired, assign
 
 
-def random_grid(replicas: int, stages: int, seed: int) -> Grid:
+def random_grid(replicas: int, stages: int, seed: int) -> AssignmentProblem:
     generator = np.random.default_rng(seed)
     units = replicas * stages
-    return Grid(
+    return AssignmentProblem(
         replicas, stages, generator.random((units, units)), generator.random((units, units)),
         generator.random(stages), generator.random((units, stages)), generator.random((units, stages)),
     )  # fmt: skip
 
 
-def plainly(grid: Grid, order: tuple[int, ...]) -> float:
+def plainly(grid: AssignmentProblem, order: tuple[int, ...]) -> float:
     """The objective written out in Python."""
     place = np.array(order).reshape(grid.num_replicas, grid.num_stages)
     through = max(
         sum(grid.fill[unit, stage] for stage, unit in enumerate(row))
-        + sum(grid.hop[a, b] for a, b in pairwise(row))
+        + sum(grid.transfer[a, b] for a, b in pairwise(row))
         for row in place
     )
     busy = max(grid.busy[unit, stage] for row in place for stage, unit in enumerate(row))
@@ -89,7 +89,7 @@ def slow_link_cluster(slow: tuple[int, int]) -> Cluster:
 
 def test_a_planted_slow_link_is_left_unused() -> None:
     cluster = slow_link_cluster((2, 3))
-    grid = grid_of(
+    grid = assignment_problem(
         cluster, tp=8, num_replicas=4, num_stages=4, boundary_bytes=1e7, gradient_bytes=np.full(4, 1e8),
         num_exposed=4.0,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_planted_slow_link_is_left_unused() -> None:
 
 def test_units_are_single_devices_too() -> None:
     cluster = load_cluster("2x4x-a100-80")
-    grid = grid_of(
+    grid = assignment_problem(
         cluster, tp=1, num_replicas=4, num_stages=2, boundary_bytes=1e6, gradient_bytes=np.full(2, 1e9),
         num_exposed=2.0,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_units_are_single_devices_too() -> None:
 def test_a_slow_device_gets_the_light_stage() -> None:
     seconds = np.array([[3.0, 1.0], [3.0, 1.0], [6.0, 2.0], [3.0, 1.0]])
     cluster = load_cluster("4x-a100-80")
-    grid = grid_of(
+    grid = assignment_problem(
         cluster, tp=1, num_replicas=2, num_stages=2, boundary_bytes=1.0, gradient_bytes=np.ones(2),
         num_exposed=1.0, unit_seconds=seconds, num_microbatches=8,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_slow_device_gets_the_light_stage() -> None:
 
 def test_widths_that_do_not_fill_the_cluster_are_named() -> None:
     with pytest.raises(InputError, match="are 4 devices"):
-        grid_of(
+        assignment_problem(
             load_cluster("8x-a100-80"), tp=2, num_replicas=1, num_stages=2, boundary_bytes=1.0,
             gradient_bytes=np.ones(2), num_exposed=1.0,
         )  # fmt: skip

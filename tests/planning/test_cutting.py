@@ -14,8 +14,8 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
 from stagewright.planning.partition.bisection import bisect, bottleneck
-from stagewright.planning.partition.leaves import Leaves, Terms
-from stagewright.planning.partition.ranges import Givable, RangeMaximum, Ranges, ranges_of
+from stagewright.planning.partition.leaves import StageRanges, Terms
+from stagewright.planning.partition.ranges import RangeMaximum, Ranges, Recomputable, ranges_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.tracing.cache import trace
 
@@ -33,16 +33,16 @@ def random_ranges(draw: np.random.Generator, size: int) -> Ranges:
     weights[0] += 8
     seconds[-1] *= 4
     width = np.concatenate([[0.0], draw.random(size - 1), [0.0]])
-    givable = Givable.sorted(
+    recomputable = Recomputable.sorted(
         np.arange(size).tolist(), saved.tolist(), (seconds / 3 * draw.random(size)).tolist()
     )
     return Ranges(
         sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved),
-        draw.random(size) * 0.5, width, np.flatnonzero(draw.random(size) < 0.9)[1:], givable,
+        draw.random(size) * 0.5, width, np.flatnonzero(draw.random(size) < 0.9)[1:], recomputable,
     )  # fmt: skip
 
 
-def random_leaves(seed: int) -> Leaves:
+def random_leaves(seed: int) -> StageRanges:
     draw = np.random.default_rng(seed)
     ranges = random_ranges(draw, int(draw.integers(20, 45)))
     count = int(draw.integers(2, 7))
@@ -56,13 +56,13 @@ def random_leaves(seed: int) -> Leaves:
             copies=copies[stage],
             capacity=float(demand * draw.choice([0.6, 0.9, 1.3]) * (0.8 + 0.4 * draw.random() * uneven)),
             versions=versions[stage],
-            slowness=1 + float(draw.random()) * uneven,
+            inverse_speed=1 + float(draw.random()) * uneven,
             link_s_per_byte=link,
             boundary_s_per_byte=0.5,
         )
         for stage in range(count)
     ]
-    return Leaves(ranges, terms)
+    return StageRanges(ranges, terms)
 
 
 @pytest.mark.parametrize("search", [best_partition, binary])
@@ -85,13 +85,13 @@ def test_the_best_cut_of_a_pair_of_equal_operators_lies_between_the_balances() -
     """Equal operators and ranks: more demand means more overhead, as the theorem assumes."""
     size = 60
     ones, none = np.ones(size), np.zeros(size)
-    givable = Givable.sorted(list(range(size)), [1.0] * size, [0.2] * size)
+    recomputable = Recomputable.sorted(list(range(size)), [1.0] * size, [0.2] * size)
     ranges = Ranges(
         sums(ones), sums(ones / 3), sums(0.5 * ones), sums(none), sums(ones), none, np.zeros(size + 1),
-        np.arange(1, size), givable,
+        np.arange(1, size), recomputable,
     )  # fmt: skip
     for capacity in np.linspace(60, 160, 21):
-        leaves = Leaves(ranges, [Terms(4, capacity), Terms(3, capacity)])
+        leaves = StageRanges(ranges, [Terms(4, capacity), Terms(3, capacity)])
         costs = [max(leaves.cost(0, 0, cut), leaves.cost(1, cut, size)) for cut in ranges.legal]
         sides = (leaves, ranges.legal, 0, len(ranges.legal) - 1, 0, size, (0, 1), (1, 2))
         low, high = sorted((time_balance(*sides), memory_balance(*sides)))
@@ -113,9 +113,12 @@ def test_the_ranges_of_a_traced_model_add_up() -> None:
     ranges = ranges_of(body)
     assert ranges.size == body.size
     assert ranges.parameter_bytes[-1] == pytest.approx(4 * graph.num_parameters)
-    assert 0.5 * body.saved_bytes[-1] < ranges.givable.num_bytes.sum() <= body.saved_bytes[-1]
-    rates = ranges.givable.seconds / ranges.givable.num_bytes
-    assert np.all(np.diff(rates) >= 0) and 0 < ranges.givable.seconds.sum() < body.forward_seconds[-1] * 1.01
+    assert 0.5 * body.saved_bytes[-1] < ranges.recomputable.num_bytes.sum() <= body.saved_bytes[-1]
+    rates = ranges.recomputable.seconds / ranges.recomputable.num_bytes
+    assert (
+        np.all(np.diff(rates) >= 0)
+        and 0 < ranges.recomputable.seconds.sum() < body.forward_seconds[-1] * 1.01
+    )
     assert 0 < ranges.transient_bytes.max() < body.saved_bytes[-1]
 
 
@@ -124,7 +127,7 @@ def test_more_memory_never_costs_time() -> None:
     ranges = random_ranges(draw, 30)
     for link in (math.inf, 0.5):
         costs = [
-            Leaves(ranges, [Terms(4, capacity, link_s_per_byte=link)]).cost(0, 3, 25)
+            StageRanges(ranges, [Terms(4, capacity, link_s_per_byte=link)]).cost(0, 3, 25)
             for capacity in np.linspace(20, 200, 60)
         ]
         assert costs[0] == math.inf and costs[-1] == pytest.approx(ranges.seconds[25] - ranges.seconds[3])
@@ -145,9 +148,9 @@ def test_a_stage_that_cannot_take_what_comes_next_leaves_it_to_its_successor() -
         np.zeros(size),
         0 * ones,
         np.arange(1, size),
-        Givable.sorted([], [], []),
+        Recomputable.sorted([], [], []),
     )
     terms = [Terms(copies=1, capacity=capacity) for capacity in (4.0, 4.0, 14.0)]
-    found, best = bisect(Leaves(ranges, terms)), exact(Leaves(ranges, terms))
+    found, best = bisect(StageRanges(ranges, terms)), exact(StageRanges(ranges, terms))
     assert found is not None and best is not None
     assert found.seconds == pytest.approx(best.seconds, rel=1e-3)

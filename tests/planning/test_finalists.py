@@ -93,7 +93,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
 def test_plans_that_differ_in_what_is_made_again_alone_are_judged_once() -> None:
     layers = LayerTable.of([2.0] * 4, [2.0] * 4, [2.0] * 4, saved_bytes=8.0)
     plain = search(Problem.of(layers, 2, 4), Effort(rounds=1))
-    twin = replace(plain.best, layout=replace(plain.best.layout, thrift=(1, 1)))
+    twin = replace(plain.best, layout=replace(plain.best.layout, recompute=(1, 1)))
     assert list(_worth_judging(replace(plain, runners_up=(twin,), baselines=()))) == [plain.best]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.bounds import lower_bound
-from stagewright.planning.joint.layout import Layout, hops, stage_costs
+from stagewright.planning.joint.layout import Layout, stage_costs, transfer_times
 from stagewright.planning.joint.plan import judged, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
@@ -76,7 +76,7 @@ def test_the_kernel_and_the_greedy_family_give_the_same_times():
         ours = scheduled("ours", problem, layout, Policy.of(GREEDY, 9))
         assert ours is not None
         verify(ours.program)
-        assert hops(problem, layout)[0, 1] == problem.latency_s
+        assert transfer_times(problem, layout)[0, 1] == problem.latency_s
         costs = stage_costs(problem, layout)
         passes = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
         nothing = np.zeros((2, layout.num_stages))

@@ -8,7 +8,7 @@ import pytest
 
 from stagewright.errors import PlanError
 from stagewright.planning.joint.bounds import memory_bound
-from stagewright.planning.joint.layout import hops, stage_costs
+from stagewright.planning.joint.layout import stage_costs, transfer_times
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.simulation import simulate
@@ -28,16 +28,16 @@ LEANEST = replace(
 )
 
 
-def problem(memory: float, thrifty: tuple[LayerTable, ...] = (LEAN, LEANEST)) -> Problem:
-    return Problem.of(KEPT, 4, 8, memory_bytes=memory, thrifty=thrifty)
+def problem(memory: float, recomputing: tuple[LayerTable, ...] = (LEAN, LEANEST)) -> Problem:
+    return Problem.of(KEPT, 4, 8, memory_bytes=memory, recomputing=recomputing)
 
 
 def test_ranks_make_values_again_where_memory_is_short_and_it_pays() -> None:
     effort = Effort(rounds=4)
     enough = search(problem(float("inf")), effort).best
-    assert enough.layout.thrift == ()
+    assert enough.layout.recompute == ()
     short = search(problem(34.0), effort).best
-    assert any(short.layout.thrift) and short.fits and short.peak_bytes <= 34.0
+    assert any(short.layout.recompute) and short.fits and short.peak_bytes <= 34.0
     kept = search(problem(34.0, ()), effort).best
     assert enough.makespan_s < short.makespan_s < 0.92 * kept.makespan_s
 
@@ -46,10 +46,10 @@ def test_a_plan_is_found_where_keeping_everything_fits_nowhere() -> None:
     with pytest.raises(PlanError, match="no plan fits"):
         search(problem(14.0, ()), Effort(rounds=2))
     found = search(problem(14.0), Effort(rounds=2))
-    assert found.best.fits and all(found.best.layout.thrift)
+    assert found.best.fits and all(found.best.layout.recompute)
     assert found.bound.seconds <= found.best.makespan_s
     best = found.best
-    costs, between = stage_costs(best.problem, best.layout), hops(best.problem, best.layout)
+    costs, between = stage_costs(best.problem, best.layout), transfer_times(best.problem, best.layout)
     assert simulate(best.encoded, costs, between).makespan_s == best.makespan_s
 
 
@@ -74,7 +74,7 @@ def _shifted(column: str, by: float) -> LayerTable:
 
 
 @pytest.mark.parametrize(
-    "thrifty",
+    "table",
     [
         KEPT,
         _shifted("saved_bytes", 1.0),
@@ -84,6 +84,6 @@ def _shifted(column: str, by: float) -> LayerTable:
     ],
     ids=["everything", "saved", "held", "parameters", "backward"],
 )
-def test_thrift_must_cost_time_and_save_bytes_on_every_layer(thrifty: LayerTable) -> None:
-    with pytest.raises(PlanError, match="thrifty"):
-        Problem.of(LEAN, 2, 4, thrifty=(thrifty,))
+def test_thrift_must_cost_time_and_save_bytes_on_every_layer(table: LayerTable) -> None:
+    with pytest.raises(PlanError, match="recomputing"):
+        Problem.of(LEAN, 2, 4, recomputing=(table,))

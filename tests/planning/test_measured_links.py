@@ -12,12 +12,12 @@ from stagewright.cluster import Cluster, MeasuredBandwidth, all_reduce_seconds, 
 from stagewright.planning.assignment.placing import (
     device_places,
     devices_of,
-    grid_of_line,
+    line_assignment_problem,
     on_devices,
     placed,
     unit_width,
 )
-from stagewright.planning.assignment.problem import as_numbered, grid_of
+from stagewright.planning.assignment.problem import as_numbered, assignment_problem
 from stagewright.planning.assignment.solve import assign
 from stagewright.planning.candidate import make_candidate
 from stagewright.planning.configuration import Configuration
@@ -127,7 +127,7 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
     units = 9
     there = 1 + np.triu(np.full((units, units), 0.5), 1) - np.tril(np.full((units, units), 0.5), -1)
     cluster = with_links((1e9 / there).tolist(), load_cluster("9x1x-a100-80"))
-    grid = grid_of(
+    grid = assignment_problem(
         cluster,
         tp=1,
         num_replicas=3,
@@ -165,7 +165,7 @@ def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
     cluster, stages = with_slow((1, 2)), 32 // replicas
     one = line(cluster, dp=replicas, pp=stages)
     sizes = 100 * np.array([sum(gradient_bytes(one.stages_of(rank)).values()) for rank in range(stages)])
-    grid = grid_of(
+    grid = assignment_problem(
         cluster, tp=1, num_replicas=replicas, num_stages=stages, boundary_bytes=0.0, gradient_bytes=sizes,
         num_exposed=0.0,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
 def test_what_is_placed_is_no_slower() -> None:
     slow = with_slow((0, 2))
     one = line(slow, dp=2, pp=2, tp=8)
-    grid = grid_of_line(one)
+    grid = line_assignment_problem(one)
     assert grid.num_units == 4
     moved, order = placed(one)
     assert order and moved.cluster is not one.cluster

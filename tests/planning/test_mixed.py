@@ -20,7 +20,7 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
-from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import known_ranges, terms_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.planning.partition.solver import partition
@@ -182,8 +182,8 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
         ).line
         ends = [*(stage.start for stage in line.stages), body.size]
         known = terms_of(line, body, in_flight(line.program))
-        assert [one.slowness < 0.6 for one in known] == [device == 2 for device in order]
-        demands = [Leaves(ranges, known).demand(rank, *ends[rank : rank + 2]) for rank in range(3)]
+        assert [one.inverse_speed < 0.6 for one in known] == [device == 2 for device in order]
+        demands = [StageRanges(ranges, known).demand(rank, *ends[rank : rank + 2]) for rank in range(3)]
         for fast, slow in ((1.0, 1.0), (0.8, 1.5), (1.5, 0.9)):  # what they have of what they would need
             limits = [
                 demand * (fast if device == 2 else slow)
@@ -191,7 +191,7 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
             ]
             terms = known
             terms = [one.with_capacity(limit) for one, limit in zip(terms, limits, strict=True)]
-            leaves = Leaves(ranges, terms)
+            leaves = StageRanges(ranges, terms)
             found = best_partition(leaves)
             wanted = min(bottleneck(leaves, cuts) for cuts in combinations(ranges.legal.tolist(), 2))
             assert math.isfinite(wanted), "or there would be nothing to compare"

@@ -74,7 +74,7 @@ def test_the_longest_is_what_must_fit() -> None:
         for length in one.by_length.values():
             assert all(rank.reserved_peak_bytes <= limit for rank in length.ranks)
     refused = plain.model_copy(update={"job": plain.job.model_copy(update={"memory_limit": 2**20})})
-    with pytest.raises(PlanError, match=r"no plan fits at all of the lengths \[64\]"):
+    with pytest.raises(PlanError, match=r"no plan fits at all of the sequence lengths \[64\]"):
         best_over_lengths([refused], CLUSTER, lambda _: pytest.fail("nothing to trace"))
 
 

@@ -16,7 +16,7 @@ from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
-from stagewright.planning.promises import check_promised_memory, check_promised_time, usable_bytes
+from stagewright.planning.promises import check_predicted_memory, check_predicted_time, usable_bytes
 from stagewright.planning.search import plan as search
 from stagewright.tracing.models.reference import resolve
 
@@ -58,7 +58,7 @@ def check_kept(plan: Plan, cluster: Cluster, path: Path) -> None:
         known = run_timeline(line_of(one, cluster))
         assert timeline.start_s.tolist() == known.start_s.tolist()
         assert timeline.end_s.tolist() == known.end_s.tolist()
-        assert "per step" in check_promised_time(one, costs)
+        assert "per step" in check_predicted_time(one, costs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,17 +102,17 @@ def test_what_does_not_follow_from_the_costs_is_refused() -> None:
     boast = plan.model_copy(update={"predictions": faster})
     assert faster.costs is not None
     with pytest.raises(PlanError, match=r"the plan says .* per step, but its program takes .*: plan again"):
-        check_promised_time(boast, faster.costs)
+        check_predicted_time(boast, faster.costs)
 
 
 def test_promised_memory_is_held_against_the_devices() -> None:
     plan = estimate(MODEL, H100, job(), pp=2, dp=2)
     assert usable_bytes(plan, H100) == [H100.device.usable_bytes] * 2
-    assert "as the plan says" in check_promised_memory(plan, H100)
+    assert "as the plan says" in check_predicted_memory(plan, H100)
     needed = plan.predictions.reserved_peak_bytes
     tight = plan.model_copy(update={"job": plan.job.model_copy(update={"memory_limit": needed - 1})})
     with pytest.raises(PlanError, match="1 B more than it may use"):
-        check_promised_memory(tight, H100)
+        check_predicted_memory(tight, H100)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_promised_memory_is_held_against_the_devices() -> None:
         ("sum_seconds", [], "one of sum_seconds and optimizer_seconds"),
         ("norm_seconds", 1e40, "norm_seconds"),
         ("transfers", "reversed", "go from a stage to a later one"),
-        ("transfers", "twice", "once each"),
+        ("transfers", "twice", "each pair once"),
         ("transfers", "far", "go from a stage to a later one"),
     ],
 )

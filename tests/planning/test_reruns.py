@@ -25,7 +25,7 @@ def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:
     for share in (0.9, 0.75):
         found = search.within(share * search.most_bytes)
         assert found is not None
-        saved = whole.under(Policy(reruns=stage.reruns(found.there)))
+        saved = whole.under(Policy(reruns=stage.reruns(found.present)))
         assert saved.peak_bytes <= share * search.most_bytes + beside
         assert saved.added_seconds == pytest.approx(found.seconds, rel=1e-9)
 
@@ -63,8 +63,8 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
-        ({"reruns": [["a:1", ["b:1"]]]}, "'b:1' is in one only"),
-        ({"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1", "c:1"]}, "'c:1' is in one only"),
+        ({"reruns": [["a:1", ["b:1"]]]}, "'b:1' is in only one of them"),
+        ({"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1", "c:1"]}, "'c:1' is in only one of them"),
         (
             {"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1"], "checkpoints": ["c:1"]},
             "leave out checkpoints",

@@ -226,7 +226,7 @@ def test_what_the_bounds_let_pass_and_the_replay_does_not_says_what_would_fit() 
     [
         (Space(tp=3), "tp = 3 does not divide the 8 devices"),
         (Space(tp=4, pp=4), "tp 4 x pp 4 does not divide the 8 devices"),
-        (Space(cp=3), "cp 3 cuts samples into 6 equal parts, which 512 tokens are not"),
+        (Space(cp=3), "cp 3 cuts samples into 6 parts, which do not divide 512 tokens"),
         (Space(tp=1, cp=1, pp=64, microbatch=1), "pp = 64 does not divide the 8 devices"),
         (Space(tp=1, cp=1, ep=2, microbatch=1), "leave out --ep"),
         (Space(microbatch=5), "microbatches of 5 do not divide the global batch of 16"),
@@ -262,7 +262,7 @@ def test_cost_tries_parts_of_the_cluster() -> None:
     assert costs == sorted(costs)
     listed = offers(model(), two, JOB, "cost", 1e9, space=bounds, keep=1)
     assert listed[0].bill.dollars == pytest.approx(3.20 / 2.0 * (by_cost[0].bill.dollars or 0.0))
-    with pytest.raises(InputError, match="no price spot is known for device 'h100': give --price"):
+    with pytest.raises(InputError, match="no spot price is known for device 'h100': give --price"):
         offers(model(), two, JOB, "cost", 1e9, terms="spot")
 
 

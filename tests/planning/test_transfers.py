@@ -15,18 +15,18 @@ from stagewright.planning.candidate import approximate_seconds, make_candidate
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
+from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
 from stagewright.planning.joint.plan import scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.traced import Wiring
+from stagewright.planning.joint.traced import LinkModel
 from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.bubble import bubble
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs, costing
 from stagewright.planning.prediction.predict import run_timeline, step_costs, step_seconds
 from stagewright.planning.prediction.step_times import simulated
-from stagewright.planning.prediction.transfers import flight_seconds, lane_seconds, transfers_slow
+from stagewright.planning.prediction.transfers import lane_seconds, transfer_seconds, transfers_slow
 from stagewright.planning.predictions import StepCosts, TransferCosts
 from stagewright.schedule import build, chain, insert_communication
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
@@ -95,10 +95,10 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     configuration = Configuration(2, 2, 1, 4, "gpipe")
     line = make_candidate(body, configuration, cluster, job).line
     (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
-    assert flight_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
+    assert transfer_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
     per_byte = terms_of(line, body, [4, 4])[0].boundary_s_per_byte
     assert per_byte == cluster.point_to_point_seconds(1e9, 1, 3) / 1e9 / 2
-    _, bandwidth = Wiring(cluster, 2, 2).link()
+    _, bandwidth = LinkModel(cluster, 2, 2).link()
     assert bandwidth == pytest.approx(cluster.link_between(1, 3).bandwidth)
     assert inside < across
     cuts = [stage.start for stage in line.stages[1:]]
@@ -198,7 +198,7 @@ def test_the_joint_search_sees_what_receivers_wait_for() -> None:
     policy = Policy.of(Rule(1, False, False, float("inf"), 0.0, UNLIMITED, False, 0.0), 4)
     problem = Problem.of(table, 2, 3, bytes_per_s=8.0, receivers_wait=True)
     stages, costs = stages_of(problem, layout), stage_costs(problem, layout)
-    assert stages.transfer.tolist() == [0] * 4 and set(hops(problem, layout).values()) == {0}
+    assert stages.transfer.tolist() == [0] * 4 and set(transfer_times(problem, layout).values()) == {0}
     assert stages.forward.tolist() == costs.forward_s.tolist() == [1, 2.5, 3, 1.5]
     assert stages.input_grad.tolist() == costs.input_grad_s.tolist() == [1.5, 2, 3.5, 1]
     waiting, hidden = (

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found, Promised
+from stagewright.planning.found import Found, NextBest
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
@@ -68,7 +68,7 @@ def test_alternatives_lose_what_they_are_slower_by(plan: Plan) -> None:
     slower = plan.model_copy(
         update={"predictions": plan.predictions.model_copy(update={"step_seconds": 1.5 * step})}
     )
-    found = Found([plan, slower], [], next_best=Promised("dp 2", 2 * step))
+    found = Found([plan, slower], [], next_best=NextBest("dp 2", 2 * step))
     losses = column(tables(plan, found)["alternatives"], "slower by")
     assert losses == pytest.approx([0.0, 0.5, 1.0])
 

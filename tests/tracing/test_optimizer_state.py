@@ -77,7 +77,7 @@ def test_products_are_those_of_the_matrix(known: dict[str, OptimizerState]) -> N
         ({"optimizer": "sgd", "optimizer_options": {"momntum": 0.9}}, "no option 'momntum'.*momentum"),
         ({"optimizer": "sgd", "betas": (0.5, 0.5)}, "betas is AdamW's"),
         ({"optimizer": "rprop", "weight_decay": 0.1}, "has no weight decay"),
-        ({"optimizer": "sgd", "runtime": "megatron-lm"}, "predicted with AdamW"),
+        ({"optimizer": "sgd", "runtime": "megatron-lm"}, "predicted only with AdamW"),
         ({"optimizer": "sgd", "optimizer_options": {"momentum": -1.0}}, "momentum"),
     ],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from stagewright.planning.partition.bisection import Found
-from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.bisection import Partition
+from stagewright.planning.partition.leaves import StageRanges
 
 
-def exact(leaves: Leaves) -> Found | None:
+def exact(leaves: StageRanges) -> Partition | None:
     """The partition of least bottleneck by a program over (stage, end), or None if none fits.
 
     Evaluates every stage over every range that leaves enough positions to the others.
@@ -33,4 +33,4 @@ def exact(leaves: Leaves) -> Found | None:
     if last not in best:
         return None
     seconds, cuts = best[last]
-    return Found(cuts[:-1], seconds)
+    return Partition(cuts[:-1], seconds)

@@ -11,7 +11,7 @@ from stagewright.arrays import Ints
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect
-from stagewright.planning.partition.leaves import Leaves, Terms
+from stagewright.planning.partition.leaves import StageRanges, Terms
 from stagewright.planning.partition.ranges import Ranges
 from stagewright.planning.saving.anchors import narrow_places
 
@@ -45,7 +45,7 @@ def timed_cuts(body: RangeCosts, ranges: Ranges, num_stages: int) -> tuple[int, 
     """The blocks whose slowest stage is fastest, whatever they take."""
     legal = block_ends(body, num_stages)
     unlimited = [Terms(copies=1, capacity=float("inf"))] * num_stages
-    found = bisect(Leaves(_cut_at(ranges, legal), unlimited))
+    found = bisect(StageRanges(_cut_at(ranges, legal), unlimited))
     assert found is not None, "without a limit there is a partition"
     return found.cuts
 

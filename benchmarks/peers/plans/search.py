@@ -18,7 +18,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
-from stagewright.planning.space import Space, microbatch_sizes, obstacle, pipelines, widths
+from stagewright.planning.space import Space, microbatch_sizes, obstacle, parallel_degrees, pipelines
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -49,7 +49,7 @@ def plan_with(
     job.check_devices(cluster)
     reference = model if isinstance(model, ModelReference) else resolve(model)
     space = Space(tp=1, cp=1, ep=1, pp=pp, dp=dp, microbatch=microbatch)
-    (whole,) = widths(cluster, job, space)
+    (whole,) = parallel_degrees(cluster, job, space)
     sizes = microbatch_sizes(whole, cluster, job, space)
     if not any(_shares(whole, size, cluster, job, space) for size in sizes):
         raise InputError(obstacle(cluster, job, space))

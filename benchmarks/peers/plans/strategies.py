@@ -14,14 +14,14 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
+    fastest_fitted,
     fastest_partition,
-    least_saving,
     of_line,
     with_cuts,
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.prediction.pipeline import pipeline
 from stagewright.planning.prediction.regions import kept_policy
@@ -100,7 +100,7 @@ def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, j
     start = _timed(body, configuration, cluster, job)
     terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
     leaves = corrected(
-        start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), configuration.pp), terms)
+        start.line, start.memories, StageRanges(at_blocks(body, known_ranges(body), configuration.pp), terms)
     )
     found = exact(leaves)
     if found is None:
@@ -120,7 +120,7 @@ def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, j
 
 def _own(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
     start = with_cuts(body, configuration, fastest_partition(body, configuration, cluster)[0], cluster, job)
-    return start if start.excess_bytes <= 0 else least_saving([start], body)
+    return start if start.excess_bytes <= 0 else fastest_fitted([start], body)
 
 
 STRATEGIES = {

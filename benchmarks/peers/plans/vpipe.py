@@ -16,7 +16,7 @@ from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
-from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
@@ -31,7 +31,7 @@ def suffix_cuts(plain: Candidate, body: RangeCosts) -> tuple[int, ...]:
     line = plain.line
     ends = block_ends(body, len(line.stages))
     terms = terms_of(line, body, in_flight(line.program), offload=False)
-    leaves = corrected(line, plain.memories, Leaves(known_ranges(body), terms))
+    leaves = corrected(line, plain.memories, StageRanges(known_ranges(body), terms))
 
     def cost(cuts: Sequence[int]) -> tuple[float, ...]:
         bounds = [0, *cuts, body.size]
@@ -51,14 +51,14 @@ class _Suffix:
     missing: float
 
 
-def _suffix(leaves: Leaves, ends: Ints, stage: int, start: int, stop: int) -> _Suffix:
+def _suffix(leaves: StageRanges, ends: Ints, stage: int, start: int, stop: int) -> _Suffix:
     """With as few blocks recomputed as fit; the set in use is whole while the backward runs."""
     ranges, terms = leaves.ranges, leaves.terms[stage]
     seconds, demand = leaves.seconds(stage, start, stop), leaves.demand(stage, start, stop)
     inside = [int(end) for end in ends[(ends > start) & (ends < stop)]]
     for begin in (stop, *reversed(inside), start):
         freed = float(ranges.saved_bytes[stop] - ranges.saved_bytes[begin]) * (terms.copies - 1)
-        again = float(ranges.forward_seconds[stop] - ranges.forward_seconds[begin]) * terms.slowness
+        again = float(ranges.forward_seconds[stop] - ranges.forward_seconds[begin]) * terms.inverse_speed
         missing = max(0.0, demand - freed - terms.capacity)
         if missing <= 0 or begin == start:
             return _Suffix(begin, seconds + again, missing)

@@ -200,7 +200,7 @@ def plan(
             reference, target, wanted, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress, interruptible=True,
         )  # fmt: skip
-        found, on = offered[0].found, offered[0].cluster
+        found, on = offered[0].result, offered[0].cluster
         compared = (
             None if reading is None else _compared(reading, result, reference, target, wanted, progress)
         )

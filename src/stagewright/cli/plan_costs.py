@@ -66,7 +66,7 @@ def plan_costs(
     Example:
         stagewright plan-costs layers.csv --ranks 4 --microbatches 16
     """
-    from stagewright.planning.joint.promise import promise_of
+    from stagewright.planning.joint.promise import prediction_of
     from stagewright.planning.joint.search import Effort, search
     from stagewright.planning.promises import check_transfers
     from stagewright.report import joint as report
@@ -83,7 +83,7 @@ def plan_costs(
         found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
     plan = found.best
     check_transfers(verify(plan.program), chain(plan.program.num_stages), on_lanes=True)
-    promise = promise_of(plan, found.bound.seconds, bandwidth)
+    promise = prediction_of(plan, found.bound.seconds, bandwidth)
     if output is not None:
         write_whole(output, program_text(output, plan.program, promise))
         warn([lost] if (lost := lost_in(output)) else [])

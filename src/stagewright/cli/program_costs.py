@@ -104,7 +104,7 @@ def _of_table(
 ) -> tuple[StageCosts, Transfers]:
     """What the stages of the promise cost with the layers of a table, and what their transfers take."""
     from stagewright.cli.cost_table import layer_table, read_cost_table
-    from stagewright.planning.joint.layout import Layout, hops, stage_costs
+    from stagewright.planning.joint.layout import Layout, stage_costs, transfer_times
     from stagewright.planning.joint.problem import Problem
 
     layers, assumed = layer_table(read_cost_table(table)), promise.assumptions
@@ -118,4 +118,4 @@ def _of_table(
         bytes_per_s=float("inf") if assumed.bytes_per_second is None else assumed.bytes_per_second,
     )  # fmt: skip
     layout = Layout((*promise.cuts, layers.num_layers), tuple(rank_of_stage))
-    return stage_costs(problem, layout), hops(problem, layout)
+    return stage_costs(problem, layout), transfer_times(problem, layout)

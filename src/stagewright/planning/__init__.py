@@ -1,1 +1,1 @@
-"""The search for the best plan: partition, memory saving, placement, schedule, widths and rank mapping."""
+"""The search for the best plan: parallel degrees, partition, schedule, activation checkpointing and device order."""

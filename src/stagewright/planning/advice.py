@@ -1,4 +1,4 @@
-"""What to change when nothing fits."""
+"""Advice for a search in which nothing fits."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
 from stagewright.units import format_bytes
 
-_REGIONS = (
-    ". What is recomputed is what the model's own code checkpoints: --recompute auto may make more room"
-)
+_REGIONS = ". Only what the model's own code checkpoints is recomputed: --recompute auto may need less memory"
 _PER_MICROBATCH = ("activations", "recomputed", "transient", "boundary", "inputs")
 """Categories that grow with samples and tokens; the others belong to the weights."""
 
 
 def misses_memory(best: Candidate, job: Job) -> PlanError:
-    """The error for a search in which nothing fits and `best` misses by least: by its `excess_bytes`, whether they are those
-    of what is alive or of what the allocator reserves for it."""
+    """Return the error for a search in which nothing fits and `best` is over by least: by its `excess_bytes`, either of live
+    values or of what the allocator reserves for them."""
     line = best.line
     fullest = max(best.memories, key=lambda memory: (line.missing_bytes([memory]), memory.peak_bytes))
     device = line.device_of(fullest.rank)
     limit = job.usable_bytes(device, line.cluster)
     needed = limit + best.excess_bytes
     allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
-    ways = "; or ".join(_ways(best, fullest, device, limit, needed, job))
+    remedies = "; or ".join(_remedies(best, fullest, device, limit, needed, job))
     return PlanError(
         f"no configuration fits: the best ({best.configuration}) needs {format_bytes(needed)} on rank "
         f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
-        f"It would fit with {ways}{_REGIONS if best.configuration.recompute == 'model' else ''}"
+        f"It would fit with {remedies}{_REGIONS if best.configuration.recompute == 'model' else ''}"
     )
 
 
-def _ways(
+def _remedies(
     best: Candidate, fullest: RankMemory, device: Device, limit: int, needed: int, job: Job
 ) -> Iterator[str]:
-    """Changes, each of which is enough by itself if memory scales with what it is made of."""
+    """Yield changes, each of which is enough by itself if memory scales in proportion to its parts."""
     growing = sum(fullest.categories.get(name, 0) for name in _PER_MICROBATCH)
     fixed = needed - growing
     configuration = best.configuration
@@ -64,7 +62,7 @@ def _ways(
 
 
 def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:
-    """Whether bf16 is enough; never where types are as short already."""
+    """Return whether bf16 is enough; False where types are that small already."""
     now, then = job.torch_name, "bfloat16"
     if ITEM_BYTES[now] <= ITEM_BYTES[then]:
         return False
@@ -75,7 +73,7 @@ def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:
 
 
 def _shorter(length: int, fixed: int, growing: int, limit: int) -> int:
-    """A round sequence length that fits if what grows does so in proportion to it; 0 if none."""
+    """Return a round sequence length that fits if memory grows in proportion to it; 0 if none does."""
     if limit <= fixed or not growing:
         return 0
     fitting = int(length * (limit - fixed) / growing * 0.95)

@@ -1,4 +1,4 @@
-"""Measured links before a partition is chosen: on which devices the ranks of a configuration will be."""
+"""The device order of a configuration on measured links, before its partition is chosen."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stagewright.planning.plan import ClusterSection, Plan
 
 
 def cluster_for(configuration: Configuration, body: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
-    """Return `cluster` with the ranks of a configuration on the devices that suit it; as it is where nothing was measured.
+    """Return `cluster` in the device order that suits a configuration; unchanged where links were not measured.
 
-    The cuts are those that it would have if all links were as described: else a slow link that ranks can go around would
-    decide over cuts and widths.
+    The cuts are those for links as described: otherwise a slow link that the device order avoids would determine cuts and
+    parallel degrees.
 
     Raises:
         PlanError: more stages than legal cuts allow.
@@ -37,7 +37,7 @@ def _as_described(cluster: Cluster) -> Cluster:
 
 
 def on_devices_of(plan: Plan, cluster: Cluster, where: Cluster) -> Plan:
-    """A plan made for `where`, an arrangement of `cluster`, with the device of every rank."""
+    """Return a plan made for `where`, a device order of `cluster`, with the device of every rank."""
     if not isinstance(where, ArrangedCluster):
         return plan
     return plan.model_copy(update={"cluster": ClusterSection.of(cluster), "devices": where.order})

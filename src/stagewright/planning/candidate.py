@@ -1,4 +1,4 @@
-"""One configuration made into a plan: partition it, within memory if that is possible, and predict it."""
+"""Candidates: configurations that are partitioned, within memory where possible, and turned into plans."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
 
 SLACKS = (0.0, 0.02, 0.1)
-"""How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
+"""Slowdowns of the slowest stage that are accepted in exchange for smaller boundaries; all are tried."""
 
 _SHRINKS = (0.0, 0.04, 0.12)
-"""Parts of the memory left free when cutting by ranges, which see a stage less exactly than a replay does."""
+"""Fractions of the memory left free when cutting by range sums, which are less exact than a replay."""
 
 _HIDDEN = 0.8
-"""Transfers that take less than this part of the computations are hidden behind them."""
+"""Fraction of the compute time below which communication is taken to be hidden by it."""
 
 OF_STATE = 0.8
-"""The part of memory that may be taken by all but saved values where these are to be given up."""
+"""Maximum fraction of memory for everything but saved values, where these are to be recomputed or offloaded."""
 
 _ALL_TOGETHER = ("breadth-first", "gpipe")
-"""Schedules in which all microbatches go through a stage before another one of the rank has its turn."""
+"""Schedules that run all microbatches through a stage before the rank turns to its next stage."""
 
 _MOST_FITTED = 2
-"""How many partitions are made to fit, the most promising first, before more memory is left free."""
+"""Number of partitions, the most promising first, that are made to fit before more memory is left free."""
 
 _MEMORY_ROUNDS = 4
-"""Partitions tried within memory; each knows better than the last what a stage needs beside what is saved."""
+"""Maximum number of partitions tried within memory; each estimates what a stage needs besides saved values better."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partitioned configuration and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare).
+    """A partitioned configuration and the memory of its ranks; the fullest is over by `excess_bytes` (negative: headroom).
 
-    `cuts` are those between the stages of its schedule; every sharding unit of them is a stage of `line`.
+    `cuts` separate the stages of its schedule; each of their sharding units is a stage of `line`.
     """
 
     configuration: Configuration
@@ -87,7 +87,7 @@ class Candidate:
     memory_policy: tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]
 
     def with_headroom(self, num_bytes: int) -> Candidate:
-        """The same where every device leaves so many bytes free; where they are negative it has as much more."""
+        """Return this candidate with `num_bytes` left free on every device; a negative number adds memory."""
         line, configuration = (
             replace(self.line, headroom=num_bytes),
             replace(self.configuration, headroom=num_bytes),
@@ -98,7 +98,7 @@ class Candidate:
 
 
 def make_program(configuration: Configuration) -> Program:
-    """Return the computations of every rank, in order."""
+    """Return the program of a configuration: the computations of every rank, in order."""
     program = configuration.program or built(
         configuration.schedule, configuration.pp, configuration.num_microbatches, configuration.chunks
     )
@@ -108,7 +108,7 @@ def make_program(configuration: Configuration) -> Program:
 
 
 def policies(configuration: Configuration, program: Program, graph: OperatorGraph) -> list[Policy]:
-    """The memory policy of every stage that `program` says: recompute as `configuration` does, or keep everything."""
+    """Return the memory policy of every stage of `program`: recompute as `configuration` asks, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     if configuration.recompute == "selective":
         return [selective_policy(graph)] * program.num_stages
@@ -118,8 +118,10 @@ def policies(configuration: Configuration, program: Program, graph: OperatorGrap
 
 
 def saved_counts(program: Program, body: RangeCosts) -> list[float]:
-    """The most microbatches of which each stage holds what its backward needs; of a stage that recomputes, sets as large as
-    what enters its layers is of all."""
+    """Return the maximum number of microbatches whose saved values each stage holds at once.
+
+    For a stage that recomputes, the number is scaled by the fraction of the saved values that its layers' inputs are.
+    """
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     share = _share_of_layer_inputs(body) if recomputed else 1.0
     return [count * share if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
@@ -134,15 +136,17 @@ def _share_of_layer_inputs(body: RangeCosts) -> float:
 def approximate_seconds(
     bodies: Sequence[RangeCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
-    """Makespan of a batch from range sums, without splitting; `bodies` are the costs of the model on the device of every
-    stage, which `num_ranks` devices hold."""
+    """Return the makespan of a batch from range sums, without splitting the graph.
+
+    `bodies` are the costs of the model on the device of every stage; `num_ranks` devices hold each stage.
+    """
     ends = np.array([0, *cuts, bodies[0].size])
     spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
     forward = np.array(
         [body.forward_seconds[stop] - body.forward_seconds[start] for body, start, stop in spans]
     )
     total = np.array([body.seconds[stop] - body.seconds[start] for body, start, stop in spans])
-    total = np.maximum(total, forward)  # differences of sums, of which rounding may leave less
+    total = np.maximum(total, forward)  # rounding may make differences of sums smaller
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
@@ -151,7 +155,7 @@ def approximate_seconds(
         return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
     backward = total - forward
-    if cluster.kind != "cpu" and runtime_of(bodies[0].few).name == STAGEWRIGHT:  # whose receivers wait
+    if cluster.kind != "cpu" and runtime_of(bodies[0].few).name == STAGEWRIGHT:  # its receivers wait
         for stage in range(1, len(placed)):
             if placed[stage - 1] != placed[stage]:
                 seconds = transfer(stage - 1, stage)
@@ -164,16 +168,16 @@ def approximate_seconds(
 def best_partition(
     body: RangeCosts, configuration: Configuration, cluster: Cluster, budget: MemoryBudget | None
 ) -> tuple[tuple[int, ...], float] | None:
-    """The fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if
-    none stays within `budget`.
+    """Return the fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if none
+    stays within `budget`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
     program = make_program(configuration)
     width = configuration.num_holders * configuration.tp
-    own = bodies_of(body, cluster, configuration.pp, width)
-    bodies = [own[rank] for rank in program.placement.rank_of_stage]
+    rank_bodies = bodies_of(body, cluster, configuration.pp, width)
+    bodies = [rank_bodies[rank] for rank in program.placement.rank_of_stage]
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
         cuts = partition(bodies, slack, budget) if budget else _unlimited_partition(tuple(bodies), slack)
@@ -184,22 +188,23 @@ def best_partition(
 
 @lru_cache(maxsize=64)
 def _unlimited_partition(bodies: tuple[RangeCosts, ...], slack: float) -> list[int] | None:
-    """Kept: schedules of as many stages, whatever they share out, have the same."""
+    """Return the partition without a memory budget; cached, since schedules with equally many stages share it."""
     return partition(bodies, slack)
 
 
 def fastest_partition(
     body: RangeCosts, configuration: Configuration, cluster: Cluster
 ) -> tuple[tuple[int, ...], float]:
-    """The fastest partition whatever its memory, and its makespan from range sums; raises as `best_partition`."""
-    found = best_partition(body, configuration, cluster, None)
-    assert found is not None, "without a budget there is a partition"
-    return found
+    """Return the fastest partition regardless of memory, and its makespan from range sums; raises as `best_partition`."""
+    best = best_partition(body, configuration, cluster, None)
+    assert best is not None, "without a budget there is a partition"
+    return best
 
 
 def make_candidate(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
-    """The partition that `configuration` or the runtime says; else the fastest if it fits the memory limit, and otherwise as
-    `within_memory`.
+    """Return the candidate with the partition that `configuration` or the runtime prescribes.
+
+    Where neither prescribes one, the fastest partition if it fits the memory limit, otherwise that of `within_memory`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
@@ -219,7 +224,7 @@ def make_candidate(body: RangeCosts, configuration: Configuration, cluster: Clus
 def faster_candidate(
     body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
-    """As `make_candidate`; None where a step is known to take `below_s` or longer."""
+    """Return the candidate of `make_candidate`, or None where a step is known to take `below_s` or longer."""
     if not is_cut_between_layers(configuration, job):
         return make_candidate(body, configuration, cluster, job)
     cuts = _cuts_between_layers(body.graph, configuration, make_program(configuration))
@@ -236,15 +241,17 @@ def takes_longer(
     job: Job,
     below_s: float,
 ) -> bool:
-    """Whether a step of this partition, its ranks on the devices that suit them, is known to take `below_s` or longer, which
-    takes less time to see than what memory a rank needs."""
+    """Return whether a step of this partition, on the best device order, is known to take `below_s` or longer.
+
+    That is cheaper to find out than the memory of the ranks.
+    """
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
     line = with_program(body, configuration, cuts, make_program(configuration), cluster, job)
     if step_seconds(line, run_timeline(line)) < below_s:
         return False
-    there = placed(line)[0]
-    return there is line or step_seconds(there, run_timeline(there)) >= below_s
+    placed_line = placed(line)[0]
+    return placed_line is line or step_seconds(placed_line, run_timeline(placed_line)) >= below_s
 
 
 def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
@@ -254,34 +261,33 @@ def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
 def _cuts_between_layers(
     graph: OperatorGraph, configuration: Configuration, program: Program
 ) -> tuple[int, ...]:
-    """Stages of as many layers as `configuration` says; else of as even numbers as there can be."""
-    asked, wanted = configuration.layers_per_stage, program.num_stages
-    if asked is None:
-        return layer_cuts(graph, even_layers(graph, wanted)) if wanted > 1 else ()
-    if len(asked) != wanted:
+    """Return the cuts for the layers per stage of `configuration`, or for numbers as even as possible."""
+    layers_per_stage, num_stages = configuration.layers_per_stage, program.num_stages
+    if layers_per_stage is None:
+        return layer_cuts(graph, even_layers(graph, num_stages)) if num_stages > 1 else ()
+    if len(layers_per_stage) != num_stages:
         raise PlanError(
-            f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
-            f"'{configuration.schedule}' on pp {configuration.pp}"
+            f"{len(layers_per_stage)} numbers of layers per stage for {num_stages} stages: give one for each of the stages "
+            f"of schedule '{configuration.schedule}' on pp {configuration.pp}"
         )
-    return layer_cuts(graph, asked)
+    return layer_cuts(graph, layers_per_stage)
 
 
 def within_memory(start: Candidate, body: RangeCosts) -> Candidate:
-    """`start` if it fits the memory limit; otherwise a partition within memory, or of those tried the one that misses the
-    limit by least."""
+    """Return `start` if it fits the memory limit, otherwise a partition that fits, or else the one over by least."""
     cluster, job = start.line.cluster, start.line.job
     best = latest = start
     if (
         start.excess_bytes > 0 and start.configuration.level >= GRADIENTS
-    ):  # other units may fit what these do not
+    ):  # other units may fit where these do not
         best = latest = with_cuts(body, start.configuration, start.cuts, cluster, job)
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        found = best_partition(body, start.configuration, cluster, _budget(body, latest, job))
-        if found is None or found[0] == latest.cuts:
+        fastest = best_partition(body, start.configuration, cluster, _budget(body, latest, job))
+        if fastest is None or fastest[0] == latest.cuts:
             break
-        latest = with_cuts(body, start.configuration, found[0], cluster, job)
+        latest = with_cuts(body, start.configuration, fastest[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best
@@ -295,7 +301,7 @@ def with_cuts(
     job: Job,
     program: Program | None = None,
 ) -> Candidate:
-    """`configuration` with the given partition, under `program` in place of that of its schedule if one is given."""
+    """Return the candidate of `configuration` with the given cuts; `program` replaces that of its schedule if given."""
     program = program or make_program(configuration)
     if configuration.level >= GRADIENTS:
         return _best_in_units(body, configuration, cuts, program, cluster, job)
@@ -310,7 +316,7 @@ def with_program(
     cluster: Cluster,
     job: Job,
 ) -> Pipeline:
-    """The given partition under the given computations, and what the replicas of `configuration` share out."""
+    """Return the model cut at `cuts` under `program`, sharded as `configuration` asks."""
     if configuration.level >= GRADIENTS:
         return _best_in_units(body, configuration, cuts, program, cluster, job).line
     return _split_model(body, configuration, cuts, program, cluster, job)
@@ -343,39 +349,43 @@ def _best_in_units(
     cluster: Cluster,
     job: Job,
 ) -> Candidate:
-    """Return the partition in the sharding units that `configuration` names, or in those that are fastest within memory; in
-    the smallest, which take least, where these do not fit."""
+    """Return the partition in the sharding units that `configuration` names, or in the fastest that fit.
+
+    Where none fit, the smallest units are taken, which need the least memory.
+    """
 
     def in_units(inside: Sequence[Sequence[int]]) -> Candidate:
-        every = sorted([*cuts, *(cut for own in inside for cut in own)])
-        divided = subdivided(program, [len(own) + 1 for own in inside])
+        every = sorted([*cuts, *(cut for unit_cuts in inside for cut in unit_cuts)])
+        divided = subdivided(program, [len(unit_cuts) + 1 for unit_cuts in inside])
         return of_line(configuration, cuts, _split_model(body, configuration, every, divided, cluster, job))
 
-    ways = list(units_to_try(body, cuts, configuration.shard_units))
-    found: list[Candidate] = []
-    for inside in ways:
-        found.append(in_units(inside))
-        if found[0].excess_bytes > 0:
-            if len(ways) > 1 and _waits_for_network(body, configuration, cluster, job):
-                return next(filter(_has_room_for_state, map(in_units, reversed(ways[1:]))), found[0])
-            return found[0]
-    fitting = [one for one in found if one.excess_bytes <= 0]
+    divisions = list(units_to_try(body, cuts, configuration.shard_units))
+    candidates: list[Candidate] = []
+    for inside in divisions:
+        candidates.append(in_units(inside))
+        if candidates[0].excess_bytes > 0:
+            if len(divisions) > 1 and _waits_for_network(body, configuration, cluster, job):
+                return next(
+                    filter(_has_memory_for_state, map(in_units, reversed(divisions[1:]))), candidates[0]
+                )
+            return candidates[0]
+    fitting = [candidate for candidate in candidates if candidate.excess_bytes <= 0]
     if len(fitting) == 1:
         return fitting[0]
-    return min(fitting, key=lambda one: step_seconds(one.line, run_timeline(one.line)))
+    return min(fitting, key=lambda candidate: step_seconds(candidate.line, run_timeline(candidate.line)))
 
 
 def network_seconds(
     configuration: Configuration, parameters: float, cluster: Cluster, job: Job, *, in_units: bool = False
 ) -> float:
-    """What the network of a rank with so many `parameters` takes to gather them and to reduce their gradients in a batch.
+    """Return the seconds in which a rank gathers its `parameters` and reduces their gradients in one batch.
 
-    Once for every time that the rank comes to a stage: for each microbatch where these go by one after the other, or where
-    stages are divided `in_units`; for as many as there are ranks where a rank has several stages in turn; and once where all
-    go by together.
+    They are gathered and reduced once per visit of a stage: per microbatch where microbatches pass one by one, or where
+    stages are divided `in_units`; per `pp` microbatches where a rank alternates between several stages; and once where all
+    microbatches pass together.
 
     Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism (arXiv 2211.05953), traffic of sharded data parallelism.
-    Ignores: which of it is behind computations.
+    Ignores: overlap with computations.
     """
     if configuration.level < GRADIENTS or configuration.num_holders == 1:
         return 0.0
@@ -396,26 +406,26 @@ def network_seconds(
 
 
 def _waits_for_network(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> bool:
-    """Whether small units would have ranks wait for the network for longer than they compute."""
+    """Return whether small units would make communication too long to be hidden by the computations."""
     parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / configuration.pp
     busy_s = float(body.seconds[-1]) * configuration.num_microbatches / configuration.pp
     return network_seconds(configuration, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
 
 
-def _has_room_for_state(one: Candidate) -> bool:
-    """Whether all ranks would fit if they saved next to nothing."""
-    line = one.line
+def _has_memory_for_state(candidate: Candidate) -> bool:
+    """Return whether all ranks would fit if they saved almost nothing."""
+    line = candidate.line
     return all(
         memory.peak_bytes - memory.categories.get("activations", 0)
         <= OF_STATE * line.allocatable_bytes(memory.rank)
-        for memory in one.memories
+        for memory in candidate.memories
     )
 
 
 def under_program(
     line: Pipeline, configuration: Configuration, cuts: Sequence[int], program: Program
 ) -> Pipeline:
-    """The partition of `line`, a result of `with_program` for `cuts`, under other computations with the same memory
+    """Return the partition of `line`, a result of `with_program` for `cuts`, under another program with the same memory
     policies."""
     ends = [*cuts, line.stages[-1].stop]
     numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
@@ -429,15 +439,18 @@ def under_program(
 
 
 def of_line(configuration: Configuration, cuts: Sequence[int], line: Pipeline) -> Candidate:
-    """`line`, the stages between `cuts` or units of them, which keep or recompute everything or as the model says, with the
-    memory of its ranks."""
+    """Return the candidate of `line` with the memory of its ranks.
+
+    The stages of `line` are those between `cuts` or their sharding units; they keep or recompute everything, or recompute
+    what the model's own code checkpoints.
+    """
     memories = tuple(rank_memories(line))
     excess = line.missing_bytes(memories)
     return Candidate(configuration, line, tuple(cuts), memories, excess, _named(configuration, line))
 
 
 def _as_chosen(line: Pipeline, configuration: Configuration) -> Pipeline:
-    """`line` with what its replicas share out, and with what is on the host."""
+    """Return `line` with the headroom, host optimizer and sharding of `configuration`."""
     line = replace(line, headroom=configuration.headroom)
     if configuration.host_optimizer:
         line = replace(line, host_optimizer=frozenset(range(line.pp)))
@@ -457,22 +470,22 @@ def _as_chosen(line: Pipeline, configuration: Configuration) -> Pipeline:
 def _named(
     configuration: Configuration, line: Pipeline
 ) -> tuple[Literal["keep", "layers", "selective"] | StagePolicy, ...]:
-    """The policies of `policies`, as plans name them, or what the model says."""
+    """Return the policies of `policies`, or those of the model's own code, as plans name them."""
     if configuration.recompute == "model":
         return tuple(named_policy(stage) for stage in line.stages)
     if configuration.recompute == "selective":
         return ("selective",) * line.program.num_stages
-    if configuration.recompute != "full":  # what the runtime always makes again is no policy
+    if configuration.recompute != "full":  # what the runtime always recomputes is no policy
         return ("keep",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
-def saving_candidate(
+def fitted_candidate(
     plain: Candidate, body: RangeCosts, *, offload: bool = True, thorough: bool = False
 ) -> Candidate | None:
-    """`plain`, which keeps everything and lacks memory, with some of it recomputed or offloaded; None if that does not
-    make it fit. Where it is `thorough`, operators may run again several times."""
+    """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
+    not enough. If `thorough`, operators may be recomputed several times."""
     fitted = fit(plain.line, body, offload=offload, thorough=thorough)
     if fitted is None:
         return None
@@ -485,7 +498,7 @@ def saving_candidate(
     )
 
 
-def least_saving(
+def fastest_fitted(
     kept: Sequence[Candidate],
     body: RangeCosts,
     *,
@@ -493,35 +506,38 @@ def least_saving(
     below_s: float = math.inf,
     thorough: bool = False,
 ) -> Candidate | None:
-    """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
-    is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
+    """Return the fastest partition including what it must recompute and offload, or None.
+
+    The partitions of `kept`, which recompute and offload nothing, are tried too. None if no partition fits, or none is
+    predicted to take less than `below_s` per batch.
+    """
     first, configuration = kept[0], kept[0].configuration
-    known = {one.cuts: one for one in kept}
+    by_cuts = {candidate.cuts: candidate for candidate in kept}
     whole = _whole_stages(first, body) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
-            whole, first.memories, body, in_flight(whole.program), () if shrink else known,
+            whole, first.memories, body, in_flight(whole.program), () if shrink else by_cuts,
             state_share=configuration.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
         )  # fmt: skip
         for cuts in tried[:_MOST_FITTED]:
-            plain = known.get(cuts) or with_cuts(
+            plain = by_cuts.get(cuts) or with_cuts(
                 body, configuration, cuts, first.line.cluster, first.line.job
             )
-            found = saving_candidate(plain, body, offload=offload, thorough=thorough)
-            if found is not None:
-                return found
+            fitted = fitted_candidate(plain, body, offload=offload, thorough=thorough)
+            if fitted is not None:
+                return fitted
     return None
 
 
-def _whole_stages(one: Candidate, body: RangeCosts) -> Pipeline:
-    """The stages of the schedule of a candidate, not divided into units."""
-    if len(one.line.stages) == len(one.cuts) + 1:
-        return one.line
-    configuration, line = one.configuration, one.line
+def _whole_stages(candidate: Candidate, body: RangeCosts) -> Pipeline:
+    """Return the stages of a candidate's schedule, not divided into sharding units."""
+    if len(candidate.line.stages) == len(candidate.cuts) + 1:
+        return candidate.line
+    configuration, line = candidate.configuration, candidate.line
     return with_program(
         body,
         replace(configuration, shard_units=1),
-        one.cuts,
+        candidate.cuts,
         make_program(configuration),
         line.cluster,
         line.job,
@@ -529,24 +545,24 @@ def _whole_stages(one: Candidate, body: RangeCosts) -> Pipeline:
 
 
 def _budget(body: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
-    """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
+    """Return the bytes of state and saved values that each stage may have, if it needs as much besides as in `tried`."""
     program = make_program(tried.configuration)
     counts = saved_counts(program, body)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.configuration.state_share(job.precision)
-    known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
+    stage_bytes = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
         line = tried.line
         spare = line.usable_bytes(memory.rank) - reserved_bytes(memory, line.device_of(memory.rank))
         for stage in stages:
-            allowed[stage] = float(known[stage]) + spare / len(stages)
+            allowed[stage] = float(stage_bytes[stage]) + spare / len(stages)
     return MemoryBudget(allowed, counts, share)
 
 
 def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference) -> Plan:
-    """The document of a candidate, predictions included."""
+    """Return the plan of a candidate, with its predictions."""
     configuration, cluster = candidate.configuration, candidate.line.cluster
     line, devices = placed(candidate.line)
     program = line.program
@@ -573,7 +589,7 @@ def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference)
         schedule=configuration.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
-        # Other runtimes run other operators than those that are traced.
+        # Other runtimes do not run the operators that were traced.
         graph=graph_section(body.graph, cuts, candidate.memory_policy) if is_run else None,
         sharding=(configuration.level,) * program.num_stages,  # type: ignore[arg-type]
         reduce_dtype=configuration.reduce_dtype if configuration.num_holders > 1 else None,

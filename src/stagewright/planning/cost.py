@@ -1,4 +1,4 @@
-"""The best plans by speed or by cost, over parts of the cluster: days, dollars and prices."""
+"""The best plans by speed or by cost over parts of a cluster, with days, dollars and prices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DAY, HOUR = 86_400.0, 3_600.0
 
 @dataclass(frozen=True)
 class Bill:
-    """What training on `tokens` takes."""
+    """The days and dollars of training on `tokens`."""
 
     num_devices: int
     global_batch: int
@@ -40,7 +40,7 @@ def bill(
     num_devices: int,
     price_per_hour: float | None,
 ) -> Bill:
-    """Days and dollars of so many tokens at a rate.
+    """Return the days and dollars of training on `tokens` at a rate.
 
     >>> bill(8.64e9, 8, 1e5, 16, 2.0)
     Bill(num_devices=16, global_batch=8, tokens=8640000000.0, days=1.0, dollars=768.0)
@@ -55,31 +55,31 @@ def bill(
 
 
 def check_tokens(tokens: float) -> None:
-    """Raises `InputError` for a number that nothing is trained on."""
+    """Raise `InputError` unless `tokens` is positive and finite."""
     if not 0 < tokens < math.inf:
         raise InputError(f"tokens of {tokens}: give a finite number above 0")
 
 
 def check_price(price_per_hour: float | None) -> None:
-    """Raises `InputError` for dollars that nothing costs."""
+    """Raise `InputError` unless the price, if any, is finite and not negative."""
     if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
         raise InputError(f"a price of {price_per_hour} dollars an hour: give a finite number, at least 0")
 
 
 def prices_of(cluster: Cluster, terms: Terms = "on-demand") -> dict[str, Price]:
-    """By the name of a kind of device its price: of the cluster's description, else of the catalog's list; without the
-    kinds that have none."""
-    found = {}
+    """Return the price of each kind of device by its name: that of the cluster's description, else of the catalog's list;
+    kinds without a price are left out."""
+    prices = {}
     for device in {group.device.name: group.device for group in cluster.nodes}.values():
         if device.price_per_hour is not None:
-            found[device.name] = Price(device.price_per_hour, "the cluster's description", None)
+            prices[device.name] = Price(device.price_per_hour, "the cluster's description", None)
         elif listed := list_prices(device.name).get(terms):
-            found[device.name] = listed
-    return found
+            prices[device.name] = listed
+    return prices
 
 
 def price_of(cluster: Cluster, terms: Terms = "on-demand") -> float | None:
-    """Dollars per device and hour, on average over its kinds; None where one has no price."""
+    """Return dollars per device and hour, averaged over the devices, or None where a kind has no price."""
     prices, total = prices_of(cluster, terms), 0.0
     for group in cluster.nodes:
         if group.device.name not in prices:
@@ -90,15 +90,15 @@ def price_of(cluster: Cluster, terms: Terms = "on-demand") -> float | None:
 
 @dataclass(frozen=True)
 class Offer:
-    """The plans for one part of a cluster, and what training by the best of them takes."""
+    """The plans for one part of a cluster, and the bill of training with the best of them."""
 
     cluster: Cluster
-    found: Found
+    result: Found
     bill: Bill
 
     @property
     def best(self) -> Plan:
-        return self.found.plans[0]
+        return self.result.plans[0]
 
 
 def offers(
@@ -115,56 +115,56 @@ def offers(
     report: Callable[[str], None] = lambda stage: None,
     interruptible: bool = False,
 ) -> tuple[Offer, ...]:
-    """What is best first: the cluster as it is, and each kind of its devices alone, for speed; all its halves for cost.
+    """Return the offers, best first: for speed, the whole cluster and each kind of its devices alone; for cost, its halves.
 
-    Ctrl-C ends an `interruptible` search with what was found until then. Days and dollars are those of training on `tokens`,
+    Ctrl-C ends an `interruptible` search with the plans found so far. Days and dollars are those of training on `tokens`,
     at `price_per_hour` per device, else at the price of the cluster's description, or of the catalog's list for the `terms`.
 
     Raises:
-        InputError: cost without a price, or a price or number of tokens that cannot be.
+        InputError: cost without a price, or an impossible price or number of tokens.
         PlanError: nothing fits on any size.
     """
     if objective == "cost" and price_per_hour is None and price_of(cluster, terms) is None:
-        known = prices_of(cluster, terms)
-        names = dict.fromkeys(group.device.name for group in cluster.nodes if group.device.name not in known)
+        prices = prices_of(cluster, terms)
+        names = dict.fromkeys(group.device.name for group in cluster.nodes if group.device.name not in prices)
         raise InputError(
-            f"no price {terms} is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
+            f"no {terms} price is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
         )
     check_tokens(tokens)
     check_price(price_per_hour)
-    made: list[Offer] = []
+    ranked: list[Offer] = []
     failure: PlanError | InputError | None = None
     for part in _parts(cluster, objective):
 
-        def report_part(what: str, part: Cluster = part) -> None:
+        def report_part(text: str, part: Cluster = part) -> None:
             is_whole = objective == "speed" and part is cluster
-            report(what if is_whole else f"{part.num_devices} devices: {what}")
+            report(text if is_whole else f"{part.num_devices} devices: {text}")
 
         try:
-            found = plan(model, part, job, space, keep=keep, report=report_part, interruptible=interruptible)
+            result = plan(model, part, job, space, keep=keep, report=report_part, interruptible=interruptible)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
-        rate = found.plans[0].predictions.tokens_per_second
+        rate = result.plans[0].predictions.tokens_per_second
         price = price_of(part, terms) if price_per_hour is None else price_per_hour
-        made.append(Offer(part, found, bill(tokens, job.global_batch, rate, part.num_devices, price)))
-        if found.is_interrupted:
+        ranked.append(Offer(part, result, bill(tokens, job.global_batch, rate, part.num_devices, price)))
+        if result.is_interrupted:
             break
-    if not made:
+    if not ranked:
         raise failure or PlanError("nothing to try: give a larger cluster")
     by_cost = objective == "cost"
-    made.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
-    return tuple(made)
+    ranked.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
+    return tuple(ranked)
 
 
 def _parts(cluster: Cluster, objective: Objective) -> list[Cluster]:
-    """Of a cluster of several kinds of nodes, also each kind alone, which may be faster than all together."""
+    """Return the parts of a cluster to plan for; each kind of nodes alone may be faster than all together."""
     if len(cluster.nodes) > 1 and cluster.measured is None:
         kinds = [_part(cluster, group) for group in cluster.nodes]
         return (
             [cluster, *kinds]
             if objective == "speed"
-            else [cluster, *(one for kind in kinds for one in halves(kind))]
+            else [cluster, *(half for kind in kinds for half in halves(kind))]
         )
     return [cluster] if objective == "speed" else halves(cluster)
 
@@ -175,7 +175,7 @@ def _part(cluster: Cluster, group: NodeGroup) -> Cluster:
 
 
 def halves(cluster: Cluster) -> list[Cluster]:
-    """The cluster and what is left of it when half of its equal nodes are taken away, again and again.
+    """Return the cluster and what remains when half of its equal nodes are removed, repeatedly.
 
     >>> from stagewright.cluster import load_cluster
     >>> [part.num_devices for part in halves(load_cluster("32x-h100"))]
@@ -184,8 +184,8 @@ def halves(cluster: Cluster) -> list[Cluster]:
     (group,) = cluster.nodes if len(cluster.nodes) == 1 else (None,)
     if group is None or cluster.measured is not None:
         return [cluster]
-    found, num = [cluster], group.count
-    while num % 2 == 0:
-        num //= 2
-        found.append(_part(cluster, group.model_copy(update={"count": num})))
-    return found
+    parts, count = [cluster], group.count
+    while count % 2 == 0:
+        count //= 2
+        parts.append(_part(cluster, group.model_copy(update={"count": count})))
+    return parts

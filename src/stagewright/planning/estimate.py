@@ -51,9 +51,9 @@ def estimate(
     The model is built, which runs the code of a factory; a plan's own `predictions` need no model.
 
     Args:
-        configuration: of a model; by default one replica on as deep a pipeline as there are devices.
-        fields: fields of `Configuration` by name, in its place.
-        report: told what the estimate is doing.
+        configuration: that of a model; by default one replica on a pipeline over all devices.
+        fields: fields of `Configuration` by name, in place of `configuration`.
+        report: called with a line of text about the progress.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -103,17 +103,17 @@ def estimate_breakdown(
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
 ) -> tuple[Share, ...]:
-    """Where the time of one microbatch of `plan` goes on `cluster`: by ``operator``, ``layer`` or ``category``.
+    """Return the time of one microbatch of `plan` on `cluster`, by ``operator``, ``layer`` or ``category``.
 
     Raises:
-        InputError: another breakdown.
+        InputError: an unknown breakdown.
         PlanError: the model has changed since.
     """
     return breakdown(body_costs(graph_of(plan, report, trace), cluster, plan.job).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
-    """The graph of the model that `plan` was made for.
+    """Return the graph of the model that `plan` was made for.
 
     Raises:
         InputError: the model cannot be resolved.
@@ -131,7 +131,7 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
 def line_of(
     plan: Plan, cluster: Cluster, report: Report = lambda stage: None, trace: Trace = cached_trace
 ) -> Pipeline:
-    """The split model of `plan` with its program on `cluster`, ready to be simulated and checked.
+    """Return the split model of `plan` with its program on `cluster`, ready to be simulated and checked.
 
     Raises:
         PlanError: the model has changed, or does not have the plan's cuts.
@@ -155,18 +155,19 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
 
 
 def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
-    return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
+    return with_lengths(plan, cluster, lambda other: graph_of(other, report, trace))
 
 
-def _check_loop(job: Job, asked: Configuration | Plan, is_recomputed: bool) -> None:
-    """Raises `InputError` for what a runtime that is a plain loop does not run: `is_recomputed` but by the model, too."""
+def _check_loop(job: Job, request: Configuration | Plan, is_recomputed: bool) -> None:
+    """Raise `InputError` for what a runtime that is a plain loop does not run; `is_recomputed` means recomputation that the
+    model's own code does not do."""
     if job.profile.loop is None:
         return
-    if (asked.pp, asked.num_holders, asked.tp, asked.num_microbatches) != (1, 1, 1, 1):
+    if (request.pp, request.num_holders, request.tp, request.num_microbatches) != (1, 1, 1, 1):
         raise InputError(
-            f"runtime '{job.runtime}' runs whole batches on one device, not {asked.num_microbatches} microbatches on pp "
-            f"{asked.pp} x dp {asked.dp} x tp {asked.tp} x cp {asked.cp}: give --pp 1, --dp 1 and a --microbatch of the "
-            "global batch, or another --runtime"
+            f"runtime '{job.runtime}' runs whole batches on one device, not {request.num_microbatches} microbatches on pp "
+            f"{request.pp} x dp {request.dp} x tp {request.tp} x cp {request.cp}: give --pp 1, --dp 1 and a --microbatch "
+            "of the global batch, or another --runtime"
         )
     if is_recomputed:
         raise InputError(
@@ -176,24 +177,24 @@ def _check_loop(job: Job, asked: Configuration | Plan, is_recomputed: bool) -> N
 
 
 def _of_loop(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
-    """`plan`, with the memory of its runtime's loop, if that is one."""
+    """Return `plan` with the memory of its runtime's training loop, if the runtime is one."""
     loop = plan.job.profile.loop
     if loop is None:
         return plan
     shorter = tuple(
-        one.model_copy(
+        length.model_copy(
             update={
-                "predictions": _of_calls(loop, plan.at_length(one.sequence_length), cluster, report, trace)
+                "predictions": _of_calls(loop, plan.at_length(length.sequence_length), cluster, report, trace)
             }
         )
-        for one in plan.shorter_lengths
+        for length in plan.shorter_lengths
     )
     longest = _of_calls(loop, plan, cluster, report, trace)
     return plan.model_copy(update={"predictions": longest, "shorter_lengths": shorter})
 
 
 def _of_calls(loop: Loop, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Predictions:
-    """The predictions of `plan`, for its one device, with the memory that single calls take."""
+    """Return the predictions of `plan` for its one device, with the memory of calls outside a pipeline."""
     device = cluster.device
     workspace = 0 if device.kind == "cpu" else device.workspace_bytes
     memory = step_memory(graph_of(plan, report, trace), loop, workspace)
@@ -217,25 +218,25 @@ def _trace(
     return trace(reference, size, report=report, **traced)
 
 
-def _recomputed(way: Recompute | None, graph: OperatorGraph, job: Job) -> Recompute:
-    """Return what stages recompute; raises `InputError` for a model that has nothing of it."""
-    if way == "selective":
+def _recomputed(recompute: Recompute | None, graph: OperatorGraph, job: Job) -> Recompute:
+    """Return what stages recompute; raises `InputError` for a model or runtime without it."""
+    if recompute == "selective":
         if job.runtime == STAGEWRIGHT:
             raise InputError(
-                "recompute 'selective' is what runtimes do that store attention's scores; Stagewright's own recomputes what "
-                "`plan` chooses, or give none or full"
+                "recompute 'selective' is only for other runtimes, which store attention scores: give none or full, or let "
+                "`stagewright plan` choose what to recompute"
             )
         if job.profile.selective is None and not attention_scores(graph):
             raise InputError(
-                "recompute 'selective' makes attention's scores again, which this runtime never stores: give none or full"
+                "recompute 'selective' recomputes attention scores, which this runtime never stores: give none or full"
             )
         if job.profile.selective is not None and not layer_begins(graph):
             raise InputError(
-                "recompute 'selective' is of numbered layers, and this model has none: give none or full"
+                "recompute 'selective' needs numbered layers, and this model has none: give none or full"
             )
         return "selective"
-    recompute = recompute_of(way, graph)
-    return "none" if recompute == "auto" else recompute
+    resolved = recompute_of(recompute, graph)
+    return "none" if resolved == "auto" else resolved
 
 
 def _pieces(reference: ModelReference, job: Job, configuration: Configuration, cluster: Cluster) -> int:

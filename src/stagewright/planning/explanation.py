@@ -1,6 +1,6 @@
-"""Why a plan takes what it takes: where the seconds of its step go, what would shorten it, and what errors would do to it.
+"""Explanations of a plan's step time: its parts, changes that would shorten it, and the effect of estimation errors.
 
-All of it follows from the costs that the plan states: no model is built, and nothing is searched.
+All of it follows from the costs in the plan: no model is built, and nothing is searched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stagewright.errors import InputError, ScheduleError
 from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.bubble import COMPUTING, levelled, with_transfers
+from stagewright.planning.prediction.bubble import COMPUTING, with_equal_stages, with_transfers
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 _COLLECTIVES = ("gather_seconds", "reduce_seconds", "sum_seconds")
 _LEAST_GAIN = 0.0005
-"""Part of a step below which a change is worth no line."""
+"""Fraction of a step below which a gain is not reported."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What some of the seconds of a step are."""
+    """A part of the seconds of a step, named by `what` it is."""
 
     what: str
     seconds: float
     count: int = 0
-    """Actions or transfers."""
+    """Number of actions or transfers."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that could be otherwise, and the seconds of a step then."""
+    """A hypothetical change, and the seconds of a step with it."""
 
     what: str
     seconds: float
@@ -55,44 +55,44 @@ class Change:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one step of a plan; seconds."""
+    """An explanation of the seconds of one step of a plan."""
 
     seconds: float
     parts: tuple[Part, ...]
-    """What the end of the step waits for, one after the other: they add up to `seconds`."""
+    """Parts of the critical path of the step; they add up to `seconds`."""
     slowest_rank: int
-    """The pipeline rank that most of the computations among them are on."""
+    """The pipeline rank with most of the computations on the critical path."""
     slowest_share: float
-    """Its part of those."""
+    """Its fraction of these computations."""
     changes: tuple[Change, ...]
-    """That would shorten it, most first."""
+    """Changes that would shorten the step, the largest gain first."""
     errors: tuple[Change, ...]
-    """Of the estimate, and what they would make of the step."""
+    """Errors of the estimate, with the seconds of a step if they occurred."""
 
     def __repr__(self) -> str:
-        """The largest part and the largest gain."""
+        """Return the largest part and the largest gain."""
         most = f"{self.parts[0].what} {format_seconds(self.parts[0].seconds)}" if self.parts else "nothing"
-        gains = [f"{one.what} {one.seconds / self.seconds - 1:+.1%}" for one in self.changes[:1]]
+        gains = [f"{change.what} {change.seconds / self.seconds - 1:+.1%}" for change in self.changes[:1]]
         return f"<Explanation of {format_seconds(self.seconds)}: {', '.join([most, *gains])}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: all of it."""
+        """Return the table of parts, changes and errors, for a notebook."""
         return html_table(repr(self).strip("<>"), *self._rows())
 
     def to_dataframe(self) -> DataFrame:
-        """A row per part, change and error; of changes and errors the seconds of a step then. Raises `InputError` without
-        pandas."""
+        """Return one row per part, change and error; those of changes and errors have the seconds of a step with them.
+        Raises `InputError` without pandas."""
         return data_frame(*self._rows())
 
     def _rows(self) -> tuple[list[str], list[list[Any]]]:
-        rows: list[list[Any]] = [["part", one.what, one.seconds, one.count or ""] for one in self.parts]
+        rows: list[list[Any]] = [["part", part.what, part.seconds, part.count or ""] for part in self.parts]
         for kind, changes in (("change", self.changes), ("error", self.errors)):
-            rows += [[kind, one.what, one.seconds, one.note] for one in changes]
+            rows += [[kind, change.what, change.seconds, change.note] for change in changes]
         return ["kind", "what", "seconds", "note"], rows
 
 
 def explain(plan: Plan) -> Explanation:
-    """Why a step of `plan` takes what is predicted for it; of its longest samples.
+    """Explain the predicted time of a step of `plan`, at its longest sequence length.
 
     Raises:
         InputError: the plan does not state its costs.
@@ -101,12 +101,12 @@ def explain(plan: Plan) -> Explanation:
     costs = plan.predictions.costs
     if costs is None:
         raise InputError(
-            "the plan does not state what its actions take, as those of `stagewright plan` do: plan again"
+            "the plan has no costs of its actions (predictions.costs), as plans of `stagewright plan` have: plan again"
         )
     program = stage_program(plan)
     timeline = simulated(program, costs)
     seconds = whole_step_seconds(timeline, costs)
-    parts, on_rank = _parts(timeline, costs, seconds, _made_again(plan, costs))
+    parts, on_rank = _parts(timeline, costs, seconds, _recompute_seconds(plan, costs))
     slowest = max(on_rank, key=lambda rank: on_rank[rank], default=0)
     changes = [*_changes(program, costs), *_without_recomputing(plan, program), *_schedules(plan, program)]
     worth = [change for change in changes if change.seconds < seconds * (1 - _LEAST_GAIN)]
@@ -120,7 +120,7 @@ def explain(plan: Plan) -> Explanation:
     )
 
 
-# -- what each second is ------------------------------------------------------------------------------------
+# -- parts of the step --------------------------------------------------------------------------------------
 
 _NAMES = {
     Kind.F: "forwards", Kind.B: "backwards", Kind.I: "input gradients", Kind.W: "weight gradients",
@@ -130,9 +130,9 @@ _NAMES = {
 
 
 def _parts(
-    timeline: Timeline, costs: StepCosts, step_s: float, made_again: Sequence[float]
+    timeline: Timeline, costs: StepCosts, step_s: float, recompute_s: Sequence[float]
 ) -> tuple[list[Part], dict[int, float]]:
-    """The critical path by what it does, and its computations by rank; backwards without what they make again."""
+    """Return the parts of the critical path, and its compute seconds by rank; recomputation in backwards is its own part."""
     seconds: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     on_rank: dict[int, float] = defaultdict(float)
@@ -144,13 +144,13 @@ def _parts(
         if start > reached:
             seconds["transfers between stages"] += start - reached
             counts["transfers between stages"] += 1
-        name = _NAMES.get(action.kind, "forwards and backwards at once")
+        name = _NAMES.get(action.kind, "overlapped forwards and backwards")
         seconds[name] += end - max(start, reached)
         counts[name] += 1
         if action.kind in (Kind.B, Kind.I):
-            again = made_again[action.stage]
-            seconds[name] -= again
-            seconds[_NAMES[Kind.R]] += again
+            recomputed_s = recompute_s[action.stage]
+            seconds[name] -= recomputed_s
+            seconds[_NAMES[Kind.R]] += recomputed_s
         if timeline.is_compute[index]:
             on_rank[rank_of[action.parts[0].stage]] += end - start
         reached = max(reached, end)
@@ -160,12 +160,14 @@ def _parts(
         Part("norm of the gradient", costs.norm_seconds),
         Part("optimizer, and updated parameters", max(costs.optimizer_seconds, default=0.0)),
     ]
-    rest = step_s - reached - sum(part.seconds for part in after)
-    name = "sums of gradients" if rest > 0 else "begun while others end the step before"
-    return [part for part in (*parts, Part(name, rest), *after) if abs(part.seconds) > 1e-9 * step_s], on_rank
+    remaining_s = step_s - reached - sum(part.seconds for part in after)
+    name = "gradient reduction" if remaining_s > 0 else "overlap with the end of the previous step"
+    return [
+        part for part in (*parts, Part(name, remaining_s), *after) if abs(part.seconds) > 1e-9 * step_s
+    ], on_rank
 
 
-# -- what would shorten it ----------------------------------------------------------------------------------
+# -- changes that would shorten it --------------------------------------------------------------------------
 
 
 def _seconds(program: Program, costs: StepCosts) -> float:
@@ -173,7 +175,7 @@ def _seconds(program: Program, costs: StepCosts) -> float:
 
 
 def _changes(program: Program, costs: StepCosts) -> Iterator[Change]:
-    """Of the devices, the links and the cut, one at a time."""
+    """Yield changes of the devices, links and cuts, one at a time."""
     yield Change("devices compute 10 % faster", _seconds(program, _scaled(costs, COMPUTING, 1 / 1.1)))
     yield Change("links between stages twice as fast", _seconds(program, with_transfers(costs, 0.5)))
     yield Change("collectives twice as fast", _seconds(program, _with_collectives(costs, 0.5)))
@@ -181,19 +183,22 @@ def _changes(program: Program, costs: StepCosts) -> Iterator[Change]:
         "optimizer twice as fast", _seconds(program, _scaled(costs, ("optimizer_seconds", "update_seconds"), 0.5))
     )  # fmt: skip
     if program.num_stages > 1:
-        yield Change("stages of equal length", _seconds(program, levelled(costs)))
+        yield Change("stages of equal length", _seconds(program, with_equal_stages(costs)))
 
 
 def _without_recomputing(plan: Plan, program: Program) -> Iterator[Change]:
-    """With memory for all that is saved. Ignores: values that are offloaded."""
+    """Yield the change to keep everything, with the memory it needs. Ignores: values that are offloaded."""
     costs = plan.predictions.costs
     stages = plan.predictions.stages
     if costs is None or not any(stage.recompute_seconds for stage in stages):
         return
-    again = _made_again(plan, costs)
+    recompute_s = _recompute_seconds(plan, costs)
     changed = costs.model_copy(
         update={
-            name: tuple(max(own - less, 0.0) for own, less in zip(getattr(costs, name), again, strict=True))
+            name: tuple(
+                max(seconds - recomputed, 0.0)
+                for seconds, recomputed in zip(getattr(costs, name), recompute_s, strict=True)
+            )
             for name in ("input_grad_seconds", "backward_seconds")
         }
         | {"recompute_seconds": ()}
@@ -206,55 +211,59 @@ def _without_recomputing(plan: Plan, program: Program) -> Iterator[Change]:
     yield Change("nothing recomputed", _seconds(program, changed), note)
 
 
-def _made_again(plan: Plan, costs: StepCosts) -> tuple[float, ...]:
-    """Per stage, seconds of its backward that are recomputation: what an R in front of it has not made."""
+def _recompute_seconds(plan: Plan, costs: StepCosts) -> tuple[float, ...]:
+    """Return, per stage, the seconds of recomputation within its backward, which no R before it does."""
     ahead = costs.recompute_seconds or (0.0,) * plan.num_stages
     stages = plan.predictions.stages
-    return tuple(max(stage.recompute_seconds - own, 0.0) for stage, own in zip(stages, ahead, strict=True))
+    return tuple(
+        max(stage.recompute_seconds - ahead_s, 0.0) for stage, ahead_s in zip(stages, ahead, strict=True)
+    )
 
 
 def _schedules(plan: Plan, program: Program) -> Iterator[Change]:
-    """Other orders of passes over the same stages, where parameters and gradients do not come and go with them."""
+    """Yield other schedules of the same stages, where parameters and gradients are not gathered and reduced per action."""
     costs = plan.predictions.costs
     kinds = {part.kind for actions in program.ranks for action in actions for part in action.parts}
     if costs is None or program.num_stages == 1 or kinds & {Kind.GATHER, Kind.REDUCE, Kind.STEP}:
         return
-    again = {part.stage for action in program for part in action.parts if part.kind is Kind.R}
-    own = peak_activations(program)
+    recomputed = {part.stage for action in program for part in action.parts if part.kind is Kind.R}
+    peaks = peak_activations(program)
     for name in FAMILIES:
-        found = _built(name, program)
-        if found is None:
+        candidate = _built(name, program)
+        if candidate is None:
             continue
-        found = insert_recomputation(found, again)
-        more = [held - now for held, now in zip(peak_activations(found), own, strict=True)]
+        candidate = insert_recomputation(candidate, recomputed)
+        more = [peak - current for peak, current in zip(peak_activations(candidate), peaks, strict=True)]
         rank = more.index(max(more))
         note = f"rank {rank} holds {max(more)} more microbatches" if max(more) > 0 else "holds no more"
-        is_split = any(action.kind is Kind.W for action in found)
+        is_split = any(action.kind is Kind.W for action in candidate)
         after = costs.model_copy(update={"checks_after": plan.job.profile.checks_after and is_split})
-        yield Change(f"schedule {name}", _seconds(found, after), note)
+        yield Change(f"schedule {name}", _seconds(candidate, after), note)
 
 
 def _built(name: str, program: Program) -> Program | None:
-    """The family's program of that size with the same stages on every rank; None where it has none, or it does not end with
-    one update of the parameters."""
+    """Return the schedule's program of the same size with the same stages on every rank, or None if it has none or does not
+    end with one update of the parameters."""
     chunks = program.num_stages // program.num_ranks
     if (chunks > 1) != ("num_chunks" in options_of(name)):
         return None
     num_chunks = chunks if chunks > 1 else None
     try:
         if build(name, program.num_ranks, 1, num_chunks).placement != program.placement:
-            return None  # told by one microbatch, as families that search for an order take long over many
-        found = build(name, program.num_ranks, program.num_microbatches, num_chunks)
+            return (
+                None  # checked with one microbatch, as schedules that search for an order are slow for many
+            )
+        other = build(name, program.num_ranks, program.num_microbatches, num_chunks)
     except ScheduleError:
         return None
-    return None if any(action.kind is Kind.STEP for action in found) else found
+    return None if any(action.kind is Kind.STEP for action in other) else other
 
 
-# -- what errors would do to it -----------------------------------------------------------------------------
+# -- estimation errors --------------------------------------------------------------------------------------
 
 
 def _errors(program: Program, costs: StepCosts) -> Iterator[Change]:
-    """The costs are other than estimated, one kind at a time."""
+    """Yield errors of the estimated costs, one kind at a time."""
     yield Change("computations 10 % longer", _seconds(program, _scaled(costs, COMPUTING, 1.1)))
     slow = [_one_rank_slower(program, costs, rank) for rank in range(program.num_ranks)]
     if len(slow) > 1:
@@ -266,22 +275,22 @@ def _errors(program: Program, costs: StepCosts) -> Iterator[Change]:
 
 
 def _one_rank_slower(program: Program, costs: StepCosts, rank: int) -> float:
-    """A step when the computations of `rank` take a tenth longer."""
-    factors = [1.1 if one == rank else 1.0 for one in program.placement.rank_of_stage]
+    """Return the seconds of a step when the computations of `rank` take a tenth longer."""
+    factors = [1.1 if stage_rank == rank else 1.0 for stage_rank in program.placement.rank_of_stage]
     update = {
-        name: tuple(factor * own for factor, own in zip(factors, column, strict=True))
+        name: tuple(factor * seconds for factor, seconds in zip(factors, column, strict=True))
         for name in COMPUTING
         if (column := getattr(costs, name))
     }
     return _seconds(program, costs.model_copy(update=update))
 
 
-# -- costs that are otherwise -------------------------------------------------------------------------------
+# -- changed costs ------------------------------------------------------------------------------------------
 
 
 def _scaled(costs: StepCosts, names: tuple[str, ...], factor: float) -> StepCosts:
     return costs.model_copy(
-        update={name: tuple(factor * own for own in getattr(costs, name)) for name in names}
+        update={name: tuple(factor * seconds for seconds in getattr(costs, name)) for name in names}
     )
 
 

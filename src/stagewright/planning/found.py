@@ -1,4 +1,4 @@
-"""What a search for plans comes back with."""
+"""The result of a search: plans, configurations left out, and warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERRUPTED = "interrupted: these are the best plans so far, not all configurat
 
 @dataclass(frozen=True)
 class Excluded:
-    """A configuration that is no plan, and why; `missing_bytes` where it lacks memory."""
+    """A configuration that was excluded, and why; `missing_bytes` where it does not fit."""
 
     reason: str
     dp: int
@@ -32,7 +32,7 @@ class Excluded:
 
     @classmethod
     def of(cls, configuration: Configuration, reason: str, missing_bytes: int | None = None) -> Self:
-        """That `configuration` is no plan."""
+        """Return the record that `configuration` was excluded."""
         return cls(
             reason,
             configuration.dp,
@@ -45,8 +45,8 @@ class Excluded:
 
 
 @dataclass(frozen=True)
-class Promised:
-    """A configuration that was not worked out, and about what a step of it would take."""
+class NextBest:
+    """A configuration that was not evaluated, and a lower bound on the seconds of its step."""
 
     configuration: str
     seconds: float
@@ -54,32 +54,32 @@ class Promised:
 
 @dataclass(frozen=True)
 class Found:
-    """Plans, best first, and what was left out."""
+    """The result of a search: plans, best first, and the configurations that were left out."""
 
     plans: list[Plan]
     excluded: list[Excluded]
     warnings: list[str] = field(default_factory=list)
     num_bounded: int = 0
-    """Configurations that were not worked out, because they cannot be faster than the last of the plans."""
-    next_best: Promised | None = None
-    """The one of these that promises most."""
+    """Number of configurations that were not evaluated, because they cannot be faster than the last of the plans."""
+    next_best: NextBest | None = None
+    """The most promising of these."""
 
     def __repr__(self) -> str:
-        """The best plan, and how many more there are."""
+        """Return the best plan and the number of plans."""
         if not self.plans:
             return f"<Found no plan; {len(self.excluded)} configurations left out>"
         return f"<Found {len(self.plans)} plans, the best {self.plans[0]!r}; {len(self.excluded)} left out>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the plans, best first."""
+        """Return the table of plans, best first, for a notebook."""
         return html_table(repr(self).strip("<>"), *self._rows())
 
     def to_dataframe(self) -> DataFrame:
-        """A row per plan, best first; seconds and bytes. Raises `InputError` without pandas."""
+        """Return one row per plan, best first, in seconds and bytes. Raises `InputError` without pandas."""
         return data_frame(*self._rows())
 
     def _rows(self) -> tuple[list[str], list[list[Any]]]:
-        """Names of columns, and the plans."""
+        """Return the names of the columns and one row per plan."""
         names = [
             "pp", "dp", "tp", "cp", "ep", "schedule", "num_stages", "microbatch_size", "num_microbatches", "zero",
             "step_seconds", "tokens_per_second", "mfu", "bubble_fraction", "reserved_peak_bytes",
@@ -88,7 +88,7 @@ class Found:
             [
                 plan.pp, plan.dp, plan.tp, plan.cp, plan.ep, plan.schedule, plan.num_stages, plan.microbatch_size,
                 plan.num_microbatches, max(plan.sharding), plan.mean_step_seconds,
-                plan.mean_rate(lambda one: one.tokens_per_second), plan.mean_rate(lambda one: one.mfu),
+                plan.mean_rate(lambda step: step.tokens_per_second), plan.mean_rate(lambda step: step.mfu),
                 plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
             ]
             for plan in self.plans
@@ -100,13 +100,13 @@ class Found:
         return _INTERRUPTED in self.warnings
 
     def interrupted(self) -> Found:
-        """The same, of a search that Ctrl-C has ended; a warning says so."""
+        """Return this result with the warning that Ctrl-C ended the search."""
         return replace(self, warnings=[_INTERRUPTED, *self.warnings])
 
 
 class UntilCtrlC:
-    """A context in which Ctrl-C ends a search, if it `may` be ended, once there is something in `so_far`; it raises
-    `KeyboardInterrupt` otherwise.
+    """A context in which Ctrl-C ends a search, if it `may` be ended and `so_far` is not empty; otherwise
+    `KeyboardInterrupt` is raised.
 
     >>> with UntilCtrlC(True, ["a plan"]) as searching:
     ...     raise KeyboardInterrupt
@@ -128,11 +128,13 @@ class UntilCtrlC:
         self.is_ended = isinstance(error, KeyboardInterrupt) and self.may and bool(self.so_far)
         return self.is_ended
 
-    def told(self, found: Found) -> Found:
-        """`found`, with the warning if Ctrl-C has ended its search."""
-        return found.interrupted() if self.is_ended else found
+    def annotated(self, result: Found) -> Found:
+        """Return `result`, with the warning if Ctrl-C has ended its search."""
+        return result.interrupted() if self.is_ended else result
 
 
 def operator_warnings(without_rule: Iterable[str]) -> list[str]:
-    """What to know of operators whose costs nobody has described."""
-    return [f"operator {name} has no rule: its time is that of its bytes" for name in sorted(without_rule)]
+    """Return a warning for each operator without a cost rule."""
+    return [
+        f"operator {name} has no cost rule: its time is that of its bytes" for name in sorted(without_rule)
+    ]

@@ -1,4 +1,4 @@
-"""The job: what is trained, in which precision, with which optimizer, and in how much memory."""
+"""The training job: batch, sequence length, precision, optimizer and memory limit."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _TORCH_NAMES = {
 
 ADAMW_NAME = "adamw"
 _OWN_DECAY = (ADAMW_NAME, "muon", "adafactor")
-"""Those of torch's optimizers that decay weights beside the update, in proportion to the learning rate."""
+"""Optimizers of torch with decoupled weight decay, in proportion to the learning rate."""
 _OF_ADAMW = ("betas", "eps")
 _Option = bool | int | float | str | tuple[float, ...] | None
 APART = ("labels", "position_ids")
-"""What a causal language model is given, beside its tokens, of documents that are kept apart."""
+"""Inputs of a causal language model, besides tokens, for documents that are kept apart."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _MOST_FACTOR = 1e3
-"""Of rates and such, which are below 1 in practice."""
+"""Upper limit of rates and the like, which are below 1 in practice."""
 _MOST_SCALE = 2.0**60
-"""Of a loss or a norm: their product must stay a number of fp32."""
+"""Upper limit of loss scales and norms: their product must be representable in fp32."""
 
 
 class Job(StrictModel):
-    """One training job; sizes in samples and tokens, memory in bytes.
+    """A training job; sizes in samples and tokens, memory in bytes.
 
-    `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
-    optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
+    `dtype` is the type of parameters and computation. With ``bf16``, gradients are accumulated in fp32 and the
+    optimizer keeps fp32 master weights: 18 bytes per parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
     parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices. ``tf32`` is
-    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16, with a
-    scaled loss.
+    fp32 with matmuls in tf32, ``fp8`` is bf16 with matmuls in fp8 where the device supports it, ``fp16`` is like bf16, with
+    a scaled loss.
 
     >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
     >>> job.torch_name, job.memory_limit
@@ -66,61 +66,61 @@ class Job(StrictModel):
     global_batch: int = Field(ge=1, le=MOST_SAMPLES)
     """Samples per optimizer step, over all replicas."""
     sequence_length: int = Field(ge=1, le=MOST_TOKENS)
-    """Tokens per sample, of the longest batches; models without sequences ignore it."""
+    """Tokens per sample, in the longest batches; models without sequences ignore it."""
     sequence_lengths: tuple[Annotated[int, Field(ge=1, le=MOST_TOKENS)], ...] = ()
-    """Tokens per sample of the steps, which go through these lengths again and again; a length may be named several times.
-    None given: `sequence_length` for all."""
+    """Tokens per sample of the steps, which cycle through these lengths; a length may be named several times. Empty:
+    `sequence_length` for all."""
     runtime: str = STAGEWRIGHT
-    """Whose execution is predicted: a bundled runtime or the path of a file; plans of the own one run."""
+    """The runtime whose execution is predicted: a bundled runtime or the path of a file; only plans of our own are run."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
-    """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
+    """Whether TorchInductor compiles the functions of the stages, so that memory-bound operators are fused."""
     documents_apart: bool = False
-    """Whether documents that share a sample do not see each other: positions begin anew, attention does not cross."""
+    """Whether documents in the same sample do not see each other: positions restart, attention does not cross."""
     optimizer: str = Field(default=ADAMW_NAME, min_length=1, max_length=4096)
     """A name of `torch.optim` in small letters, or a factory as package.module:function."""
     optimizer_options: dict[str, _Option] = Field(default_factory=dict)
-    """Further arguments of it."""
+    """Further arguments of the optimizer."""
     optimizer_state: OptimizerState | None = None
-    """What it keeps and moves, once torch was asked; None: what PyTorch's AdamW does."""
+    """State and memory traffic of the optimizer, as measured with torch; None: those of PyTorch's AdamW."""
     learning_rate: float = Field(default=3e-4, gt=0, le=1e30)  # one that is too large shows in the loss
     lr_schedule: LearningRateSchedule = "constant"
-    """How it falls from there behind the warm-up, as `stagewright.planning.learning_rate` says."""
+    """Schedule of the learning rate after the warm-up, as in `stagewright.planning.learning_rate`."""
     warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps in which it rises to that."""
+    """Number of steps in which the learning rate rises to its maximum."""
     decay_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
-    """Of ``wsd``: the last so many steps, in which it falls; None: a tenth of `num_steps`."""
+    """Number of last steps in which ``wsd`` decays; None: a tenth of `num_steps`."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """What is left of it behind the last step."""
+    """Fraction of the learning rate that remains after the last step."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, le=_MOST_FACTOR)
     weight_decay: float = Field(default=0.1, ge=0, le=_MOST_FACTOR)
-    """By default 0 for those of torch's optimizers that add it to the gradient."""
+    """Weight decay; by default 0 for optimizers of torch that add it to the gradient."""
     decays: Literal["matrices", "all"] = "matrices"
-    """Which parameters decay: those of two dimensions and more, so no norms and biases, or all."""
+    """Parameters with weight decay: those of two or more dimensions, so no norms and biases, or all."""
     clip_norm: float | None = Field(default=1.0, gt=0, le=_MOST_SCALE)
-    """Largest norm of the gradient over all stages; None leaves gradients as they are."""
+    """Maximum gradient norm over all stages; None: no clipping."""
     loss_scale: float = Field(default=65536.0, gt=0, le=_MOST_SCALE)
-    """What the loss is multiplied by at first in fp16; halved when a gradient overflows, and that step left out."""
+    """Initial loss scale in fp16; halved when a gradient overflows, and that step is skipped."""
     loss_scale_window: int = Field(default=2000, ge=1, le=MOST_STEPS)
-    """Steps without an overflow after which it is doubled."""
+    """Steps without an overflow after which the loss scale is doubled."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
     seed: int = Field(default=0, ge=0, lt=2**63)
     memory_limit: Annotated[int | None, BeforeValidator(parse_amount)] = Field(
         default=None, gt=0, le=MOST_BYTES
     )
-    """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
+    """Bytes of a device that a plan may use; None: its memory less reserve and context."""
 
     @field_validator("runtime")
     @classmethod
     def _found_from_everywhere(cls, name: str) -> str:
-        """A file is named by its whole path, so that a plan finds it again from another folder."""
+        """Make the path of a file absolute, so that a plan finds it from another folder."""
         return str(Path(name).resolve()) if name.endswith(".toml") else name
 
     @model_validator(mode="before")
     @classmethod
     def _of_the_optimizer(cls, document: Any) -> Any:
-        """Of other optimizers than AdamW, betas and such are options of their own, with other defaults."""
+        """Refuse AdamW's fields for other optimizers, whose options have other defaults, and set their weight decay."""
         name = document.get("optimizer", ADAMW_NAME) if isinstance(document, dict) else ADAMW_NAME
         if not isinstance(name, str) or name == ADAMW_NAME:
             return document
@@ -129,7 +129,7 @@ class Job(StrictModel):
             given = document.get(key, default)
             if given != default and (not isinstance(given, list) or tuple(given) != default):
                 raise ValueError(
-                    f"{key} is AdamW's, and the optimizer is '{name}': give it in optimizer_options, if that has it"
+                    f"{key} is AdamW's, but the optimizer is '{name}': give it in optimizer_options if that optimizer has it"
                 )
         decays = split_factory(name) is not None or name in _OWN_DECAY or "weight_decay" in document
         return document if decays else {**document, "weight_decay": 0.0}
@@ -137,7 +137,7 @@ class Job(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _of_the_longest(cls, document: Any) -> Any:
-        """Where only the set of lengths is given, its longest is the job's length."""
+        """Set `sequence_length` to the longest of `sequence_lengths` if it is not given."""
         lengths = document.get("sequence_lengths") if isinstance(document, dict) else None
         if not isinstance(lengths, list | tuple) or not lengths or "sequence_length" in document:
             return document
@@ -151,7 +151,7 @@ class Job(StrictModel):
     def _schedules_have_what_they_use(self) -> Job:
         if self.decay_steps is not None and self.lr_schedule != "wsd":
             raise ValueError(
-                f"decay_steps {self.decay_steps} is of lr_schedule wsd, and this is {self.lr_schedule}: leave it out"
+                f"decay_steps {self.decay_steps} is only for lr_schedule wsd, not {self.lr_schedule}: leave it out"
             )
         return self
 
@@ -166,17 +166,17 @@ class Job(StrictModel):
 
     @property
     def profile(self) -> Runtime:
-        """The runtime.
+        """The runtime's profile.
 
         Raises:
-            InputError: there is none of this name.
+            InputError: there is no runtime of this name.
         """
         return load_runtime(self.runtime)
 
     if not TYPE_CHECKING:  # which knows the fields as arguments
 
         def __init__(self, **values: Any) -> None:
-            """Raises `InputError` for a missing or wrong value, which it names, and the rule that it breaks."""
+            """Make a job; raises `InputError` with the name of a missing or wrong value and the rule it breaks."""
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -184,52 +184,54 @@ class Job(StrictModel):
 
     @property
     def least_decayed_dims(self) -> int:
-        """Parameters of fewer dimensions are in a group of their own, without weight decay."""
+        """Minimum number of dimensions of parameters with weight decay; the others are in a separate group without it."""
         has_groups = self.decays == "matrices" and self.weight_decay > 0 and self.runtime == STAGEWRIGHT
         return 2 if has_groups else 0
 
     @property
     def precision(self) -> Precision:
-        """Types of what the runtime keeps of the parameters."""
+        """Types of the parameters, gradients and state that the runtime keeps."""
         return replace(self.profile.precision(self.torch_name), num_moments=self.kept.num_moments)
 
     @property
     def is_plain_adamw(self) -> bool:
-        """Whether the optimizer is PyTorch's AdamW with no more options than the job has itself."""
+        """Whether the optimizer is PyTorch's AdamW with only the options that are fields of the job."""
         return self.optimizer == ADAMW_NAME and not self.optimizer_options
 
     @property
     def has_factory(self) -> bool:
-        """Whether the optimizer is a factory's."""
+        """Whether the optimizer comes from a factory."""
         return split_factory(self.optimizer) is not None
 
     @property
     def kept(self) -> OptimizerState:
-        """What the optimizer keeps and moves.
+        """The state that the optimizer keeps, and its memory traffic.
 
         Raises:
-            InputError: torch was not asked yet.
+            InputError: it was not measured yet.
         """
         if self.is_plain_adamw:
             return ADAMW
         if self.optimizer_state is None:
             raise InputError(
-                f"what optimizer '{self.optimizer}' keeps is not in the job (optimizer_state): plan again, which asks torch"
+                f"the state of optimizer '{self.optimizer}' is not in the job (optimizer_state): plan again, which measures "
+                "it with torch"
             )
         return self.optimizer_state
 
     def with_state(self, model: ModelReference | None = None) -> Job:
-        """This job with what its optimizer keeps of the parameters of `model`, which torch is asked for; that runs the code
-        of a factory, which may tell parameters apart by their names.
+        """Return this job with the state that its optimizer keeps for the parameters of `model`, measured with torch; that
+        runs the code of a factory, which may distinguish parameters by their names.
 
         Raises:
-            InputError: there is no such optimizer or option, or a runtime is predicted with AdamW only.
+            InputError: there is no such optimizer or option, or the runtime is predicted only with AdamW.
         """
         if self.is_plain_adamw:
             return self.model_copy(update={"optimizer_state": None}) if self.optimizer_state else self
         if self.runtime != STAGEWRIGHT:
             raise InputError(
-                f"runtime '{self.runtime}' is predicted with AdamW: leave out optimizer and its options, or the runtime"
+                f"runtime '{self.runtime}' is predicted only with AdamW: leave out the optimizer and its options, or the "
+                "runtime"
             )
         if self.optimizer_state is not None:
             return self
@@ -246,9 +248,9 @@ class Job(StrictModel):
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What it is made with, beside learning rate and weight decay."""
-        own = {"betas": self.betas, "eps": self.eps} if self.optimizer == ADAMW_NAME else {}
-        return own | self.optimizer_options
+        """Arguments of the optimizer besides learning rate and weight decay."""
+        adamw = {"betas": self.betas, "eps": self.eps} if self.optimizer == ADAMW_NAME else {}
+        return adamw | self.optimizer_options
 
     @property
     def precision_of_weights(self) -> str:
@@ -256,12 +258,16 @@ class Job(StrictModel):
         return self.profile.precision(self.torch_name).state
 
     def rewritten(self, graph: OperatorGraph) -> OperatorGraph:
-        """`graph` as the job's runtime runs and its optimizer trains it."""
-        found = self.profile.rewrite(graph)
-        return found if self.is_plain_adamw else replace(found, facts=found.facts | {FACT: self.kept})
+        """Return `graph` as the job's runtime runs it and its optimizer trains it."""
+        rewritten = self.profile.rewrite(graph)
+        return (
+            rewritten
+            if self.is_plain_adamw
+            else replace(rewritten, facts=rewritten.facts | {FACT: self.kept})
+        )
 
     def check_whole(self, tp: int, level: int) -> None:
-        """Raises `InputError` where ranks would have parts of parameters that the optimizer needs as a whole."""
+        """Raise `InputError` where ranks would have parts of parameters that the optimizer needs as a whole."""
         if (tp > 1 or level > 0) and not self.kept.is_elementwise:
             what = f"--tp {tp} gives" if tp > 1 else f"--zero {level} gives"
             raise InputError(
@@ -270,7 +276,7 @@ class Job(StrictModel):
             )
 
     def rate_of(self, step: int) -> float:
-        """The learning rate of a step, counted from 0.
+        """Return the learning rate of a step, counted from 0.
 
         >>> job = Job(global_batch=8, sequence_length=8, learning_rate=2.0, lr_schedule="linear", num_steps=4)
         >>> [job.rate_of(step) for step in range(4)]
@@ -281,7 +287,7 @@ class Job(StrictModel):
         )
 
     def length_of(self, step: int) -> int:
-        """Tokens per sample of a step.
+        """Return the tokens per sample of a step.
 
         >>> job = Job(global_batch=8, sequence_lengths=(512, 512, 4096))
         >>> job.sequence_length, [job.length_of(step) for step in range(4)]
@@ -293,17 +299,19 @@ class Job(StrictModel):
 
     @property
     def shares(self) -> dict[int, float]:
-        """The part of all steps that has each length, shortest first.
+        """The fraction of steps by sequence length, shortest first.
 
         >>> Job(global_batch=8, sequence_lengths=(512, 4096, 512, 512)).shares
         {512: 0.75, 4096: 0.25}
         """
-        named = self.sequence_lengths or (self.sequence_length,)
-        return {length: count / len(named) for length, count in sorted(Counter(named).items())}
+        lengths = self.sequence_lengths or (self.sequence_length,)
+        return {length: count / len(lengths) for length, count in sorted(Counter(lengths).items())}
 
     def with_rates(self, num_steps: int | None = None, **rates: Any) -> Job:
-        """This job for so many steps, with the keys of `rates` in place, which say the learning rate: what is predicted
-        depends on neither. Those that are None stay as they are. Raises `InputError` for a value that cannot be."""
+        """Return this job with `num_steps` and the learning rate fields in `rates`, on which predictions do not depend.
+
+        Fields that are None keep their values. Raises `InputError` for an impossible value.
+        """
         changes = {name: value for name, value in rates.items() if value is not None}
         if changes.get("lr_schedule", "wsd") != "wsd":
             changes.setdefault("decay_steps", None)
@@ -312,7 +320,7 @@ class Job(StrictModel):
         )
 
     def at_length(self, length: int) -> Job:
-        """This job with all batches of one length."""
+        """Return this job with all batches of one sequence length."""
         return self.model_copy(update={"sequence_length": length, "sequence_lengths": ()})
 
     @property
@@ -322,34 +330,34 @@ class Job(StrictModel):
 
     @property
     def computed_in(self) -> str:
-        """The dtype of matrix products: that of parameters, or the one they are cast to."""
+        """The dtype of matmuls: that of parameters, or the one they are cast to."""
         return self.products or self.autocast or self.torch_name
 
     @property
     def products(self) -> str | None:
-        """The precision that matrix products are computed in, where it is no type of tensors in the graph."""
+        """The precision of matmuls where it is not a type of tensors in the graph, else None."""
         return self.dtype if self.dtype in ("tf32", "fp8") else None
 
     @property
     def autocast(self) -> str | None:
-        """What autocast casts to, as torch names it; None without autocast."""
+        """The type that autocast casts to, as torch names it; None without autocast."""
         return "bfloat16" if self.dtype == "autocast" else None
 
     @property
     def not_run(self) -> str | None:
-        """What of this job is predicted but not run, and what to do about it; None if all of it runs."""
+        """A message about what in this job is predicted but not run, with the remedy; None if all of it runs."""
         if self.dtype == "fp8":
             return "training in fp8 is predicted, not run: plan with --dtype bf16"
         if self.runtime != STAGEWRIGHT:
-            return f"it is predicted for runtime '{self.runtime}', which is not ours to run: plan without --runtime"
+            return f"it is predicted for runtime '{self.runtime}', which Stagewright does not run: plan without --runtime"
         return None
 
     def uses_lanes(self, cluster: Cluster) -> bool:
-        """Whether transfers run on lanes, in the order issued (`schedule.lanes`): in our own runtime, on GPUs."""
+        """Return whether transfers run on lanes in the order issued (`schedule.lanes`): on GPUs in our own runtime."""
         return self.runtime == STAGEWRIGHT and cluster.kind != "cpu"
 
     def traced(self, target: str) -> dict[str, Any]:
-        """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""
+        """Return the arguments of `stagewright.tracing.cache.trace` for this job, for devices of type `target`."""
         return {
             "sequence_length": self.sequence_length,
             "dtype": self.torch_name,
@@ -362,10 +370,11 @@ class Job(StrictModel):
     def usable_bytes(
         self, device: Device, cluster: Cluster | None = None, communicator_bytes: int = 0
     ) -> int:
-        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve, context and communicators.
+        """Return the bytes that the allocator of `device` may reserve: the limit, or the memory less reserve, context and
+        communicators.
 
-        Of a device of a `cluster` of several kinds, for all of which there is one limit, the smaller of the two. Where all
-        devices are alike a limit above what they have is taken at its word.
+        On a `cluster` with several kinds of devices, which share one limit, the smaller of the two. Where all devices are
+        equal, a limit above their memory is taken at face value.
         """
         usable = device.usable_with_communicators(communicator_bytes)
         if self.memory_limit is None:
@@ -374,48 +383,48 @@ class Job(StrictModel):
         return min(self.memory_limit, usable) if is_mixed else self.memory_limit
 
     def peak_of(self, device: Device) -> float:
-        """FLOP/s of a device at the products of this job.
+        """Return the peak FLOP/s of a device at the matmuls of this job.
 
         Raises:
-            InputError: nothing says what it is.
+            InputError: the device has no figure for it.
         """
         peak = device.peak_flops.get(self.computed_in)
         if peak is None:
-            known = ", ".join(device.peak_flops.available())
+            supported = ", ".join(device.peak_flops.available())
             raise InputError(
-                f"device '{device.name}' has no peak for {self.dtype}: train in one of {known}, or add the figure to its "
-                "description"
+                f"device '{device.name}' has no peak for {self.dtype}: train in one of {supported}, or add the figure "
+                "to its description"
             )
         return peak
 
     def check_runtime(self) -> None:
-        """Before the work that would be lost.
+        """Check the runtime before any expensive work.
 
         Raises:
-            InputError: there is no such runtime, or it does not train in this precision or compile.
+            InputError: there is no such runtime, or it does not support this precision or compilation.
         """
         self.profile.check_dtype(self.dtype)
         if self.compiled and self.profile.kernels:
             raise InputError(
-                f"runtime '{self.runtime}' says itself which operators are one kernel: leave out --compiled, or --runtime"
+                f"runtime '{self.runtime}' defines itself which operators are fused: leave out --compiled, or --runtime"
             )
 
     def check_stages(self) -> None:
-        """For searches: raises as `check_runtime`, and for a runtime that knows no stages."""
+        """Raise as `check_runtime`, and for a runtime without stages, which cannot be searched."""
         self.check_runtime()
         if self.profile.loop is not None:
             raise InputError(
-                f"runtime '{self.runtime}' runs on one device, where nothing is to be searched: predict it with "
+                f"runtime '{self.runtime}' runs on one device, where there is nothing to search: predict it with "
                 "`stagewright estimate`, or name another --runtime"
             )
 
     def check_devices(self, cluster: Cluster) -> None:
-        """Before the work that would be lost: raises as `peak_of` for each kind of device."""
+        """Raise as `peak_of` for each kind of device, before any expensive work."""
         for group in cluster.nodes:
             self.peak_of(group.device)
 
     def beyond(self, device: Device) -> str | None:
-        """What plans within the limit may need that `device` does not have, as a warning; None if nothing."""
+        """Return a warning if the memory limit exceeds what `device` can give, else None."""
         if self.memory_limit is None or self.memory_limit <= device.usable_bytes:
             return None
         return (
@@ -425,10 +434,10 @@ class Job(StrictModel):
 
 
 def load_job(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Job:
-    """The job of a TOML file (none: of `overrides` alone), with the keys of `overrides` in place.
+    """Return the job of a TOML file, if one is given, with the keys of `overrides` replaced.
 
     Raises:
-        InputError: the file cannot be read, or names the key, the value and the rule it breaks.
+        InputError: the file cannot be read, or a value is wrong; the message has the key, the value and the rule.
     """
     document = {} if path is None else read_toml(path, "job file")
     origin = "the job" if path is None else str(path)

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a function of its number, so that nothing of it is state."""
+"""The learning rate as a stateless function of the step number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 SCHEDULES: tuple[LearningRateSchedule, ...] = get_args(LearningRateSchedule)
 
 _WSD_DECAY = 10
-"""One in so many steps is of the decay, where nothing else is asked for."""
+"""Fraction of the steps in the decay by default: one in ten."""
 
 
 def rate_fraction(
@@ -20,12 +20,11 @@ def rate_fraction(
     decay_steps: int | None = None,
     final_fraction: float = 0.0,
 ) -> float:
-    """The part of the highest learning rate that `step` of `num_steps`, counted from 0, has.
+    """Return the learning rate of `step` of `num_steps`, counted from 0, as a fraction of its maximum.
 
-    In the first `warmup_steps` it rises in equal parts, of which the first step has one and the last of them all. From there
-    it falls, in a straight line or as half a wave of a cosine, towards `final_fraction`, which the step behind the last
-    would have. ``wsd`` (warm-up, stable, decay) falls in a straight line in the last `decay_steps` only, by default a tenth
-    of all.
+    In the first `warmup_steps` it rises linearly, up to 1 at the last of them. From there it falls, linearly or as half a
+    period of a cosine, towards `final_fraction`, which the step after the last would have. ``wsd`` (warm-up, stable, decay)
+    falls linearly in the last `decay_steps` only, by default a tenth of all.
 
     Source: Loshchilov and Hutter 2017, "SGDR" (arXiv 1608.03983), for the cosine, without restarts; Hu et al. 2024,
     "MiniCPM" (arXiv 2404.06395), for ``wsd``.
@@ -45,5 +44,5 @@ def rate_fraction(
     if schedule == "constant" or step <= first:
         return 1.0
     passed = min(1.0, (step - first) / max(1, num_steps - first))
-    left = (1 + math.cos(math.pi * passed)) / 2 if schedule == "cosine" else 1 - passed
-    return final_fraction + (1 - final_fraction) * left
+    remaining = (1 + math.cos(math.pi * passed)) / 2 if schedule == "cosine" else 1 - passed
+    return final_fraction + (1 - final_fraction) * remaining

@@ -1,7 +1,7 @@
-"""Batches of several lengths under one plan: what each takes, and which plan is best over all of them.
+"""Batches of several sequence lengths under one plan: predictions for each, and the best plan over all of them.
 
-The model is traced once per length. Its operators are the same, so that a plan's cuts and memory policy, which name
-operators, hold for each; they are chosen for the longest, whose steps need the most memory.
+The model is traced once per length. Its operators are the same, so a plan's cuts and memory policy, which name operators,
+are valid for each; they are chosen for the longest, whose steps need the most memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes
 
 Graphs = Callable[[Plan], OperatorGraph]
-"""The graph of a plan's model for the job of the plan."""
+"""Returns the graph of a plan's model for the job of the plan."""
 
 MOST_PLANS = 8
-"""How many of the best plans for the longest batches are judged over all lengths."""
+"""Number of the best plans for the longest batches that are judged over all sequence lengths."""
 
 _LASTING = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
 
 
 def check_same_operators(longest: OperatorGraph, other: OperatorGraph, length: int) -> None:
-    """Raises `PlanError` unless the model does with `length` tokens what it does with the most, on the same weights."""
+    """Raise `PlanError` unless the model has the same operators and weights for `length` tokens as for the longest."""
     if _structure(longest) != _structure(other):
         raise PlanError(
             f"model '{longest.name}' has other operators or constants for samples of {length} tokens than for the "
@@ -49,7 +49,7 @@ def _structure(graph: OperatorGraph) -> tuple[list[str], list[tuple[int, str, st
 
 
 def with_lengths(plan: Plan, cluster: Cluster, graphs: Graphs) -> Plan:
-    """`plan`, predicted for the longest, with what a step of each shorter length of its job takes on `cluster`.
+    """Return `plan`, predicted for the longest, with predictions on `cluster` for each shorter length of its job.
 
     Raises:
         PlanError: the model has other operators at some length.
@@ -58,9 +58,10 @@ def with_lengths(plan: Plan, cluster: Cluster, graphs: Graphs) -> Plan:
 
 
 def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -> list[Plan]:
-    """Of `plans`, best for the longest batches first, those that fit at every length, best over all lengths first.
+    """Return those of `plans` that fit at every sequence length, the best over all lengths first; `plans` has the best for
+    the longest batches first.
 
-    Ignores: cuts that are best for none but shorter batches.
+    Ignores: cuts that are best only for shorter batches.
 
     Raises:
         PlanError: the model has other operators at some length, or no plan fits at all of them.
@@ -71,22 +72,25 @@ def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -
     if not fitting:
         least = min(_excess_bytes(plan, cluster) for plan in judged)
         raise PlanError(
-            f"no plan fits at all of the lengths {list(plans[0].job.shares)}: the best lacks "
+            f"no plan fits at all of the sequence lengths {list(plans[0].job.shares)}: the best is over by "
             f"{format_bytes(least)}; leave lengths out or raise the memory limit"
         )
     return ranked(fitting)
 
 
 def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
-    """Bytes by which a rank at some length is over what its device may use; negative for what is left."""
+    """Return the maximum bytes, over ranks and lengths, by which a rank is over what its device may use; negative for
+    headroom."""
     limits = usable_bytes(plan, cluster)
     return max(
-        rank.reserved_peak_bytes - limits[rank.rank] for one in plan.by_length.values() for rank in one.ranks
+        rank.reserved_peak_bytes - limits[rank.rank]
+        for predictions in plan.by_length.values()
+        for rank in predictions.ranks
     )
 
 
 class _Judge:
-    """Predictions for lengths, with the costs of every traced model kept."""
+    """A predictor for sequence lengths, which keeps the costs of every traced model."""
 
     def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
         self.cluster = cluster
@@ -101,15 +105,21 @@ class _Judge:
         return plan.model_copy(update={"shorter_lengths": shorter})
 
     def _predictions(self, plan: Plan, length: int) -> Predictions:
-        asked = plan.at_length(length)
-        body = self._body(asked, plan)
-        return predict(planned_line(asked, body, self.cluster), body)
+        at_length = plan.at_length(length)
+        body = self._body(at_length, plan)
+        return predict(planned_line(at_length, body, self.cluster), body)
 
-    def _body(self, asked: Plan, plan: Plan) -> RangeCosts:
-        length = asked.job.sequence_length
-        key = asked.microbatch_size, asked.tp, asked.sequence_parallel, asked.loss_pieces, length
+    def _body(self, at_length: Plan, plan: Plan) -> RangeCosts:
+        length = at_length.job.sequence_length
+        key = (
+            at_length.microbatch_size,
+            at_length.tp,
+            at_length.sequence_parallel,
+            at_length.loss_pieces,
+            length,
+        )
         if key not in self.bodies:
-            graph = self.graphs(asked)
+            graph = self.graphs(at_length)
             check_same_operators(self.graphs(plan), graph, length)
-            self.bodies[key] = body_costs(graph, self.cluster, asked.job)
+            self.bodies[key] = body_costs(graph, self.cluster, at_length.job)
         return self.bodies[key]

@@ -1,9 +1,9 @@
-"""In how many pieces over tokens head and loss are evaluated: asked for, or as many as memory asks for.
+"""Loss pieces: the number of slices of tokens for which head and loss are evaluated, as given or as memory requires.
 
-With a vocabulary of 128,000 the logits of one microbatch, in float32 with their softmax and its gradient, are more than all
-else that the last stage makes. In pieces only those of one slice of tokens are there at a time. No operator of the model
-runs a second time for it, but every piece adds to the gradient of the head: 10 bytes a parameter, where that is float32,
-beside 6 FLOP a parameter and token. With an H100 that is an eighth of the head's time for pieces of 2,048 tokens, and half
+With a vocabulary of 128,000 the logits of one microbatch, in float32 with their softmax and its gradient, take more memory
+than everything else on the last stage. In pieces only those of one slice of tokens are alive at a time. No operator of the
+model is recomputed for it, but every piece adds to the gradient of the head: 10 bytes per parameter, where that is float32,
+next to 6 FLOP per parameter and token. On an H100 that is an eighth of the head's time for pieces of 2,048 tokens, and half
 of it for 512. So the loss is in pieces where memory is short, and not elsewhere.
 """
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 PIECE_TOKENS = (2048, 512)
-"""Of the pieces that are tried where memory is short: the smaller ones if nothing fits with the larger."""
+"""Tokens of the pieces tried where memory is short; the smaller ones if nothing fits with the larger."""
 _LARGE_SHARE = 1 / 4
-"""Logits in float32 that take more of a device than this are in pieces from the beginning: they are there three times."""
+"""Fraction of a device above which logits in float32 are always in pieces: they are alive three times."""
 _PIECE_SHARE = 1 / 16
-"""What the logits of one piece may take then."""
+"""Fraction of a device for the logits of one piece in that case."""
 _SHORT = 0.9
-"""Memory is short on a rank that needs more than this part of what it has."""
+"""Fraction of its memory above which a rank is short of memory."""
 _LOGIT_BYTES = 4
 _LOGITS_ALIVE = 4
-"""Times that the bytes of logits in float32 are alive at the most: those, their softmax, and the gradients of both."""
+"""Maximum copies of the float32 logits alive at once: logits, their softmax, and the gradients of both."""
 _FASTEST = 3
 _MOST_SHAPES = 2
 
 
 def logits_bytes(reference: ModelReference, num_tokens: int, tp: int = 1) -> int:
-    """Bytes of the logits of so many tokens in float32 on one of `tp` ranks; 0 where no config says how many classes."""
+    """Return the bytes of the float32 logits of `num_tokens` on one of `tp` ranks; 0 without a vocabulary size."""
     vocabulary = of_text(reference.config or {}).get("vocab_size")
     return _LOGIT_BYTES * num_tokens * -(-vocabulary // tp) if isinstance(vocabulary, int) else 0
 
 
 def pieces_by_share(num_bytes: int, num_tokens: int, usable_bytes: int) -> int:
-    """Pieces that bring logits of `num_bytes` down to a small share of a device; 1 where they are one already.
+    """Return the number of pieces that reduce logits of `num_bytes` to a small share of a device; 1 if they are small.
 
     >>> gib = 2**30
     >>> pieces_by_share(32 * gib, 65536, 75 * gib), pieces_by_share(4 * gib, 8192, 75 * gib)
@@ -53,7 +53,7 @@ def pieces_by_share(num_bytes: int, num_tokens: int, usable_bytes: int) -> int:
 
 
 def pieces_of_tokens(piece_tokens: int, num_tokens: int) -> int:
-    """Pieces of about so many tokens each.
+    """Return the number of pieces of about `piece_tokens` each.
 
     >>> [pieces_of_tokens(2048, count) for count in (512, 4096, 8192)]
     [1, 2, 4]
@@ -62,39 +62,39 @@ def pieces_of_tokens(piece_tokens: int, num_tokens: int) -> int:
 
 
 class Shape(NamedTuple):
-    """Widths and microbatches of configurations."""
+    """Parallel degrees and microbatch size of configurations."""
 
     tp: int
     microbatch_size: int
     widths: tuple[tuple[int, int], ...]
-    """(dp, pp)."""
+    """Pairs (dp, pp)."""
 
 
 def short_of_memory(
     plans: Sequence[Plan], excluded: Iterable[Excluded], logits: Callable[[int, int], int], usable_bytes: int
 ) -> list[Shape]:
-    """Configurations that may fit, or be faster, if logits take next to nothing: of the fastest plans those that are short
-    of `usable_bytes` on the rank that makes them; where there are no plans all that lack less than logits take.
+    """Return the configurations that may fit, or be faster, if logits take almost no memory.
 
-    `logits` are the bytes of the logits of microbatches of a size on one of so many tensor parallel ranks. At most
-    `_MOST_SHAPES` kinds of microbatches are named, each of which takes a trace.
+    They are those of the fastest plans that are short of `usable_bytes` on the rank that computes the logits; where there
+    are no plans, all that are over by less than the logits take. `logits` returns the bytes of the logits for a microbatch
+    size and a tensor parallel degree. At most `_MOST_SHAPES` kinds of microbatches are returned, as each needs a trace.
     """
-    found: dict[tuple[int, int], dict[tuple[int, int], None]] = {}
+    shapes: dict[tuple[int, int], dict[tuple[int, int], None]] = {}
     if plans:
         fastest = sorted(plans, key=lambda plan: plan.predictions.step_seconds)[:_FASTEST]
         for plan in fastest:
             if _is_short(plan, usable_bytes):
-                found.setdefault((plan.tp, plan.microbatch_size), {})[plan.dp, plan.pp] = None
+                shapes.setdefault((plan.tp, plan.microbatch_size), {})[plan.dp, plan.pp] = None
     else:
-        for one in sorted(excluded, key=lambda one: one.missing_bytes or 0):
-            size = one.microbatch_size
-            if size and 0 < (one.missing_bytes or 0) <= _LOGITS_ALIVE * logits(size, one.tp):
-                found.setdefault((one.tp, size), {})[one.dp, one.pp] = None
-    return [Shape(*shape, tuple(widths)) for shape, widths in found.items()][:_MOST_SHAPES]
+        for exclusion in sorted(excluded, key=lambda exclusion: exclusion.missing_bytes or 0):
+            size = exclusion.microbatch_size
+            if size and 0 < (exclusion.missing_bytes or 0) <= _LOGITS_ALIVE * logits(size, exclusion.tp):
+                shapes.setdefault((exclusion.tp, size), {})[exclusion.dp, exclusion.pp] = None
+    return [Shape(*shape, tuple(widths)) for shape, widths in shapes.items()][:_MOST_SHAPES]
 
 
 def _is_short(plan: Plan, usable_bytes: int) -> bool:
-    """Whether the rank of the last stage gives something up, or nearly has to."""
+    """Return whether the rank of the last stage recomputes or offloads, or nearly has to."""
     rank, policy = plan.placement[-1], plan.memory_policy[-1]
     kept = policy == "keep" or (not isinstance(policy, str) and not (policy.recompute or policy.offload))
     peak = plan.predictions.ranks[rank].reserved_peak_bytes

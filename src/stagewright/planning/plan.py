@@ -1,4 +1,4 @@
-"""The plan: everything needed to reproduce a run, with what was predicted for it; `plan.json` on disk."""
+"""The plan: everything needed to reproduce a run, and its predictions; `plan.json` on disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class ModelSection(StrictModel):
-    """Which model: the reference as the user wrote it, and the digest of the structure it led to."""
+    """The model of a plan: the reference as the user wrote it, and the digest of its structure."""
 
     text: str
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -47,16 +47,16 @@ class ModelSection(StrictModel):
     lora: Lora | None = None
     """Adapters that are trained in place of the model."""
     files: dict[str, str] = Field(default_factory=dict)
-    """Of a factory, what its code imported and read when the plan was made: SHA-256 by path from the folder of its file."""
+    """Files that a factory's code imported and read when the plan was made: SHA-256 by path from the folder of its file."""
 
     @property
     def is_code(self) -> bool:
-        """Whether it is a factory, which building the model runs; the others are data."""
+        """Whether the model is a factory, whose code runs when the model is built; other models are data."""
         return split_factory(self.text) is not None
 
     @classmethod
     def of(cls, reference: ModelReference, graph: OperatorGraph | None = None) -> ModelSection:
-        """The section of the model that `reference` leads to, traced to `graph`."""
+        """Return the section of the model of `reference`, traced to `graph`."""
         factory = None if graph is None else factory_file(reference.text)
         files = {} if graph is None or factory is None else Dependencies.of_facts(graph.facts).beside(factory)
         return cls(
@@ -69,20 +69,20 @@ class ModelSection(StrictModel):
         )
 
     def found_from(self, folder: Path) -> ModelSection:
-        """This section, its text the path from here where that of a factory's file begins at `folder` in place of here: a
-        plan is often used from another folder than it was made in."""
+        """Return this section with the path of a factory's file, if it is relative to `folder`, made relative to the current
+        folder: a plan is often used in another folder than it was made in."""
         name = split_factory(self.text)
         if name is None or not name.is_file or Path(name.module).expanduser().exists():
             return self
-        beside = folder / name.module
-        return self.model_copy(update={"text": f"{beside}:{name.function}"}) if beside.is_file() else self
+        nearby = folder / name.module
+        return self.model_copy(update={"text": f"{nearby}:{name.function}"}) if nearby.is_file() else self
 
     def reference(self) -> ModelReference:
-        """The model as it is now, which may have changed. Raises `InputError` where there is none any more."""
+        """Return the model as it is now, which may have changed. Raises `InputError` if it no longer exists."""
         return resolve(self.text, self.overrides).adapted(self.lora)
 
     def change(self, reference: ModelReference) -> str:
-        """What of the model that `reference` leads to is no longer as planned, in words; empty where all is."""
+        """Return a text about what has changed in the model of `reference` since the plan, empty if nothing has."""
         if reference.digest != self.digest:
             return f"its config or source, whose digest is {reference.digest[:12]} and was {self.digest[:12]}"
         factory = factory_file(reference.text)
@@ -90,10 +90,10 @@ class ModelSection(StrictModel):
         return f"'{changed}', which it uses" if changed else ""
 
     def resolved(self) -> ModelReference:
-        """The model itself.
+        """Return the model of the plan.
 
         Raises:
-            InputError: there is none any more, or it has changed.
+            InputError: it no longer exists, or it has changed.
         """
         reference = self.reference()
         if change := self.change(reference):
@@ -104,10 +104,10 @@ class ModelSection(StrictModel):
 
 
 class ClusterSection(StrictModel):
-    """Which cluster the predictions are for.
+    """The cluster that the predictions are for.
 
-    The description is kept, of catalog clusters too: a probed cluster is known by no name, and a catalog that
-    has changed must not change what an old plan means. Plans of other programs may leave it out.
+    The description is kept for catalog clusters too: a probed cluster has no name there, and a changed catalog must not
+    change the meaning of an old plan. Plans of other programs may leave it out.
     """
 
     name: str
@@ -117,7 +117,7 @@ class ClusterSection(StrictModel):
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterSection:
-        """The section that describes `cluster`; devices of several kinds are named one after the other."""
+        """Return the section that describes `cluster`; devices of several kinds are named one after the other."""
         return cls(
             name=cluster.name,
             num_devices=cluster.num_devices,
@@ -131,28 +131,28 @@ class ClusterSection(StrictModel):
 
     @property
     def kind(self) -> str:
-        """``cuda`` or ``cpu``, whose kernels the model is traced with; a GPU's where the section does not say."""
-        known = self.description is not None or is_catalog_name(self.name)
-        return self.load().kind if known else "cuda"
+        """``cuda`` or ``cpu``, whose kernels the model is traced with; ``cuda`` if the section does not say."""
+        is_described = self.description is not None or is_catalog_name(self.name)
+        return self.load().kind if is_described else "cuda"
 
     def load(self) -> Cluster:
-        """The cluster as described; without a description the one of that name in the catalog.
+        """Return the cluster as described, or without a description the one of that name in the catalog.
 
         Raises:
-            InputError: there is no description, and the catalog does not know the name.
+            InputError: there is no description, and the name is not in the catalog.
         """
         if self.description is not None:
             return self.description
         if not is_catalog_name(self.name):
             raise InputError(
-                f"the plan was made for cluster '{self.name}', which it does not describe and which is no "
-                "catalog name: give its file with --cluster"
+                f"the plan was made for cluster '{self.name}', which it does not describe and which is not in the "
+                "catalog: give its file with --cluster"
             )
         return load_cluster(self.name)
 
 
 def _compact(cluster: Cluster) -> dict[str, Any]:
-    """The document of `cluster` without absent figures, and without where the others come from."""
+    """Return the document of `cluster` without absent figures and without sources."""
     return _without_sources(cluster.model_dump(exclude_none=True, include=set(Cluster.model_fields)))
 
 
@@ -165,32 +165,33 @@ def _without_sources(value: Any) -> Any:
 
 
 class GraphSection(StrictModel):
-    """Which graph the plan was made of, so that a run sees where its own is another."""
+    """The graph of a plan, so that a run notices if its own is different."""
 
     digest: str
-    """Of the names and operators of the forward, as `stagewright.graph.document.graph_digest` says."""
+    """Digest of the names and operators of the forward, from `stagewright.graph.document.graph_digest`."""
     operators: dict[str, str] = Field(default_factory=dict)
-    """Of every operator that cuts and memory policies name, which it is."""
+    """Kinds of the operators that cuts and memory policies name, by their names."""
     packages: dict[str, str] = Field(default_factory=dict)
-    """Versions of what traced it: torch, and transformers."""
+    """Versions of the packages that traced it: torch and transformers."""
 
 
 class StagePolicy(StrictModel):
-    """What one stage does with values it would save, by the names ``module:ordinal`` of the operators that make them."""
+    """The memory policy of one stage: values to recompute, offload or keep, by the names ``module:ordinal`` of their
+    operators."""
 
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     checkpoints: tuple[str, ...] = ()
-    """Kept to recompute from, though the backward itself may not need them."""
+    """Values kept to recompute from, which the backward itself may not need."""
     fetch_ahead: Bytes = 0
-    """The most bytes that are back from the host before their first use, and that are on their way there."""
+    """Maximum bytes fetched from the host before their first use, and maximum bytes on their way to it."""
     reruns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Where recomputing once does not do: pairs of an operator and those that run again in its backward, each as often as
-    it is named. `recompute` names the same operators, and `checkpoints` none."""
+    """Where recomputing once is not enough: pairs of an operator and those recomputed in its backward, each as often as it
+    is named. `recompute` then names the same operators, and `checkpoints` none."""
 
     @property
     def names(self) -> Iterator[str]:
-        """Of all operators that it says something of."""
+        """Names of all operators in the policy."""
         yield from (*self.recompute, *self.offload, *self.checkpoints)
         for target, again in self.reruns:
             yield from (target, *again)
@@ -200,47 +201,48 @@ class StagePolicy(StrictModel):
         differ = {name for _, names in self.reruns for name in names} ^ {*self.recompute}
         if self.reruns and differ:
             raise ValueError(
-                f"recompute and reruns must name the same operators, and '{min(differ)}' is in one only"
+                f"recompute and reruns must name the same operators, but '{min(differ)}' is in only one of them"
             )
         if self.reruns and self.checkpoints:
             raise ValueError(
-                "with reruns, what is used before it is made again is kept: leave out checkpoints"
+                "with reruns, values that are used before they are recomputed are kept anyway: leave out checkpoints"
             )
         return self
 
 
 class Plan(StrictModel):
-    """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``;
-    ranks that divide a sequence are numbered as replicas are, neighbours first."""
+    """A complete plan. Tensor parallel rank `t` of pipeline rank `p` of replica `d` is global rank
+    ``(p * dp + d) * tp + t``; context parallel ranks are numbered like replicas, neighbours first."""
 
     def __repr__(self) -> str:
-        """Short: a plan's document is long."""
+        """Return the main facts; a plan's document is long."""
         more = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
-        widths = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
+        degrees = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
         return (
-            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{widths}, {self.schedule}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{degrees}, {self.schedule}, "
+            f"{self.num_microbatches} microbatches of size {self.microbatch_size}, "
             f"{format_seconds(self.predictions.step_seconds)} a step>"
         )
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """In a notebook: the stages below what the plan is."""
+        """Return the main facts and a table of stages, for a notebook."""
         return html_table(repr(self).strip("<>"), *self._stage_rows())
 
     def to_dataframe(self) -> DataFrame:
-        """A row per stage: rank, cut, seconds and bytes of one microbatch. Raises `InputError` without pandas."""
+        """Return one row per stage: rank, cut, seconds and bytes of one microbatch. Raises `InputError` without pandas."""
         return data_frame(*self._stage_rows())
 
     def _stage_rows(self) -> tuple[list[str], list[list[Any]]]:
-        """Names of columns, and the stages."""
-        stages = [one.model_dump() for one in self.predictions.stages]
+        """Return the names of the columns and one row per stage."""
+        stages = [stage.model_dump() for stage in self.predictions.stages]
         placed = zip(self.placement, ("(start)", *self.cuts), self.sharding, strict=True)
         names = ["stage", "rank", "starts_at", "zero", *(stages[0] if stages else ())]
-        figures = [list(one.values()) for one in stages] or [[] for _ in self.placement]
+        figures = [list(stage.values()) for stage in stages] or [[] for _ in self.placement]
         return names, [
-            [number, *own, *figure] for number, (own, figure) in enumerate(zip(placed, figures, strict=True))
+            [number, *place, *figure]
+            for number, (place, figure) in enumerate(zip(placed, figures, strict=True))
         ]
 
     version: Literal[1] = VERSION
@@ -251,16 +253,16 @@ class Plan(StrictModel):
     cluster: ClusterSection
     dp: int = Field(ge=1, le=MOST_DEVICES)
     tp: int = Field(default=1, ge=1, le=MOST_DEVICES)
-    """Ranks that share every layer of a stage."""
+    """Tensor parallel degree."""
     cp: int = Field(default=1, ge=1, le=MOST_DEVICES)
-    """Ranks among which the tokens of every sample are divided; predicted, not run."""
+    """Context parallel degree: ranks among which the tokens of every sample are divided; predicted, not run."""
     ep: int = Field(default=1, ge=1, le=MOST_DEVICES)
-    """Ranks of one stage among which the experts of every layer are shared out; predicted, not run."""
+    """Expert parallel degree: ranks of one stage among which the experts of every layer are divided; predicted, not run."""
     sequence_parallel: bool = False
-    """Whether they split the sequence between the layers' products."""
+    """Whether the tensor parallel ranks use sequence parallelism."""
     loss_pieces: int = Field(default=1, ge=1, le=MOST_TOKENS)
-    """Slices of the tokens of a microbatch for which head and loss are evaluated one after the other, with the backward; 1:
-    at once, with the forward."""
+    """Number of slices of a microbatch's tokens for which head and loss are evaluated one after the other, with the
+    backward; 1: at once, with the forward."""
     pp: int = Field(ge=1, le=MOST_DEVICES)
     num_stages: int = Field(ge=1, le=MOST_STAGES)
     microbatch_size: int = Field(ge=1, le=MOST_SAMPLES)
@@ -271,64 +273,66 @@ class Plan(StrictModel):
     placement: tuple[int, ...]
     """Pipeline rank of every stage."""
     devices: tuple[int, ...] = ()
-    """Device of every rank, in the numbering of the cluster: node after node. None given: rank r has device r."""
+    """Device of every rank, as the cluster numbers them: node after node. Empty: rank r has device r."""
     schedule: str
     program: tuple[tuple[str, ...], ...]
-    """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, and where
-    replicas share stages out GATHER, RELEASE and REDUCE."""
+    """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations and, for sharded
+    stages, GATHER, RELEASE and REDUCE."""
     memory_policy: tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]
-    """Per stage: keep saved values, keep what enters each layer and recompute the rest, recompute all from what enters the
-    stage, recompute a part that the runtime chooses, or treat some values so."""
+    """Per stage: keep saved values; keep the inputs of layers and recompute the others; recompute everything from the
+    stage's inputs; recompute what the runtime selects; or a policy for individual values."""
     sharding: tuple[Literal[0, 1, 2, 3], ...] = ()
-    """Per stage, what its replicas share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-    None given: 0 for all."""
+    """ZeRO stage of every stage: replicas shard 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Empty: 0
+    for all."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
-    """Type in which gradients are summed over replicas; by default the type they are added up in."""
+    """Type in which gradients are reduced over replicas; by default the type they are accumulated in."""
     shard_size: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
-    """Replicas, neighbours in number, that share out among each other; the others hold copies. None: all of them."""
+    """Shard group size, of consecutive replicas; groups are replicas of each other (hybrid sharding). None: all replicas."""
     graph: GraphSection | None = None
-    """Plans of earlier versions, and of other programs, do not say."""
+    """The graph of the plan; plans of earlier versions, and of other programs, do not have it."""
     host_optimizer: tuple[int, ...] = ()
-    """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
+    """Pipeline ranks whose optimizer state and step are on the host's processors."""
     predictions: Predictions
-    """With several lengths, of a step of the longest."""
+    """Predictions for a step, with several sequence lengths for the longest."""
     shorter_lengths: tuple[LengthPrediction, ...] = ()
-    """With several lengths, of a step of each of the others, shortest first."""
+    """Predictions for a step with each of the other sequence lengths, shortest first."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_sharding(cls, document: Any) -> Any:
-        """Plans that do not speak of sharding keep every stage whole."""
+        """Fill in level 0 for all stages where a plan has no sharding."""
         if isinstance(document, dict) and not document.get("sharding"):
             return {**document, "sharding": (0,) * len(document.get("placement", ()))}
         return document
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Plan:
-        for name, found, wanted in (
+        for name, count, expected in (
             ("cuts", len(self.cuts), self.num_stages - 1),
             ("placement", len(self.placement), self.num_stages),
             ("program", len(self.program), self.pp),
             ("memory_policy", len(self.memory_policy), self.num_stages),
             ("sharding", len(self.sharding), self.num_stages),
         ):
-            if found != wanted:
-                raise ValueError(f"{name} has {found} entries where {wanted} belong")
+            if count != expected:
+                raise ValueError(f"{name} has {count} entries where {expected} belong")
         try:
             check_name(self.schedule)
         except ScheduleError as error:
             raise ValueError(f"schedule: {error}") from None
-        for one in self.by_length.values():
-            self._check_costs(one.costs)
+        for predictions in self.by_length.values():
+            self._check_costs(predictions.costs)
             # Plans of other programs may predict nothing of their ranks.
-            if len(one.ranks) not in (0, self.pp):
+            if len(predictions.ranks) not in (0, self.pp):
                 raise ValueError(
-                    f"predictions.ranks has {len(one.ranks)} entries where {self.pp} belong, or none"
+                    f"predictions.ranks has {len(predictions.ranks)} entries where {self.pp} belong, or none"
                 )
-            if [rank.rank for rank in one.ranks] not in ([], list(range(self.pp))):
-                raise ValueError(f"predictions.ranks must be those of ranks 0 to {self.pp - 1} in order")
+            if [rank.rank for rank in predictions.ranks] not in ([], list(range(self.pp))):
+                raise ValueError(f"predictions.ranks must be ranks 0 to {self.pp - 1} in order")
         if self.num_ranks > MOST_DEVICES:
-            raise ValueError(f"pp x dp x tp are {self.num_ranks:,} ranks, more than {MOST_DEVICES:,}")
+            raise ValueError(
+                f"pp x dp x tp = {self.num_ranks:,} ranks, more than the limit of {MOST_DEVICES:,}"
+            )
         if 2 * self.num_stages * self.num_microbatches > MOST_ACTIONS:
             raise ValueError(
                 f"{self.num_stages:,} stages of {self.num_microbatches:,} microbatches have more than {MOST_ACTIONS:,} "
@@ -346,7 +350,7 @@ class Plan(StrictModel):
             )
         if fault := expert_parallel_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
             raise ValueError(fault)
-        shorter = [one.sequence_length for one in self.shorter_lengths]
+        shorter = [length.sequence_length for length in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:
             raise ValueError(
                 f"shorter_lengths are {shorter}, not those of the job's sequence_lengths below the longest, "
@@ -361,59 +365,64 @@ class Plan(StrictModel):
         return self
 
     def _check_costs(self, costs: StepCosts | None) -> None:
-        """One entry per stage, or per pipeline rank, and transfers from stages to later ones."""
+        """Raise `ValueError` unless columns have one entry per stage or pipeline rank, and transfers go to later stages."""
         if costs is None:
             return
         of_ranks = ("sum_seconds", "optimizer_seconds")
         for name, column in costs:
             if isinstance(column, tuple) and name != "transfers":
-                wanted = self.pp if name in of_ranks else self.num_stages
-                if len(column) != wanted and (column or name in _REQUIRED_COSTS):
+                expected = self.pp if name in of_ranks else self.num_stages
+                if len(column) != expected and (column or name in _REQUIRED_COSTS):
                     raise ValueError(
-                        f"predictions.costs.{name} has {len(column)} entries where {wanted} belong"
+                        f"predictions.costs.{name} has {len(column)} entries where {expected} belong"
                     )
         if bool(costs.sum_seconds) != bool(costs.optimizer_seconds):
             raise ValueError(
-                "predictions.costs has one of sum_seconds and optimizer_seconds: give both or none"
+                "predictions.costs has only one of sum_seconds and optimizer_seconds: give both or neither"
             )
-        found = [(one.source, one.target) for one in costs.transfers]
-        if len(set(found)) < len(found) or not all(a < c < self.num_stages for a, c in found):
+        pairs = [(transfer.source, transfer.target) for transfer in costs.transfers]
+        if len(set(pairs)) < len(pairs) or not all(a < c < self.num_stages for a, c in pairs):
             raise ValueError(
-                "predictions.costs.transfers go from a stage to a later one, once each, not "
-                + ", ".join(f"{a} -> {c}" for a, c in found)
+                "predictions.costs.transfers must go from a stage to a later one, each pair once, not "
+                + ", ".join(f"{a} -> {c}" for a, c in pairs)
             )
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The factories whose code runs where the plan is predicted anew: of its model, and of an optimizer of which the
-        plan does not say what it keeps."""
+        """The factories whose code runs when the plan is predicted again: that of its model, and that of an optimizer whose
+        state is not in the plan."""
         model = (self.model.text,) if self.model.is_code else ()
         asks = self.job.has_factory and self.job.optimizer_state is None
         return (*model, self.job.optimizer) if asks else model
 
     @property
     def by_length(self) -> dict[int, Predictions]:
-        """Of a step of each length, shortest first."""
-        shorter = {one.sequence_length: one.predictions for one in self.shorter_lengths}
+        """Predictions for a step by sequence length, shortest first."""
+        shorter = {length.sequence_length: length.predictions for length in self.shorter_lengths}
         return shorter | {self.job.sequence_length: self.predictions}
 
     @property
     def mean_step_seconds(self) -> float:
-        """Of one step; with several lengths, the mean over the steps that go through them."""
+        """Seconds of one step; with several sequence lengths, the mean over the steps."""
         if not self.shorter_lengths:
             return self.predictions.step_seconds
         shares = self.job.shares
-        return sum(shares[length] * one.step_seconds for length, one in self.by_length.items())
+        return sum(
+            shares[length] * predictions.step_seconds for length, predictions in self.by_length.items()
+        )
 
     def mean_rate(self, rate: Callable[[Predictions], float]) -> float:
-        """Of something per second, or of a part of the time; with several lengths, over the steps that go through them."""
+        """Return a rate or a fraction of time; with several sequence lengths, its mean over the time of the steps."""
         if not self.shorter_lengths:
             return rate(self.predictions)
         shares, steps = self.job.shares, self.by_length.items()
-        return sum(shares[n] * one.step_seconds * rate(one) for n, one in steps) / self.mean_step_seconds
+        return (
+            sum(shares[n] * predictions.step_seconds * rate(predictions) for n, predictions in steps)
+            / self.mean_step_seconds
+        )
 
     def at_length(self, length: int) -> Plan:
-        """This plan for batches of one length alone; with the longest's predictions where it has none for `length`."""
+        """Return this plan for batches of one sequence length, with the predictions of the longest if `length` has none."""
         predictions = self.by_length.get(length, self.predictions)
         return self.model_copy(
             update={"job": self.job.at_length(length), "predictions": predictions, "shorter_lengths": ()}
@@ -421,12 +430,12 @@ class Plan(StrictModel):
 
     @property
     def host_bound(self) -> float:
-        """Part of the step in which the devices of a pipeline rank wait for the host to issue operators, of the rank that
-        waits longest."""
-        behind = [0.0] * self.pp
+        """Fraction of the step in which devices wait for the host to issue operators, on the pipeline rank that waits
+        longest."""
+        waiting_s = [0.0] * self.pp
         for rank, stage in zip(self.placement, self.predictions.stages, strict=True):
-            behind[rank] += stage.behind_seconds * self.num_microbatches
-        return max(behind) / self.predictions.step_seconds
+            waiting_s[rank] += stage.behind_seconds * self.num_microbatches
+        return max(waiting_s) / self.predictions.step_seconds
 
     @property
     def reduce_torch_name(self) -> str | None:
@@ -435,73 +444,73 @@ class Plan(StrictModel):
 
     @property
     def num_ranks(self) -> int:
-        """Processes, each with a device."""
+        """Number of ranks, each a process with one device."""
         return self.pp * self.num_holders * self.tp
 
     @property
     def num_holders(self) -> int:
-        """Ranks that hold the same parameters: replicas, and those that divide a sequence."""
+        """Number of ranks that hold the same parameters: replicas times context parallel ranks."""
         return self.dp * self.cp
 
     def rank_on(self, device: int) -> int:
-        """The rank that has a device, which a launcher counts node after node."""
+        """Return the rank on a device; launchers count devices node after node."""
         return self.devices.index(device) if self.devices else device
 
     def global_rank(self, pipeline_rank: int, replica: int, tensor_rank: int = 0) -> int:
-        """The rank in the whole job: those that share layers are neighbours, and then replicas of one stage."""
+        """Return the global rank: tensor parallel ranks are neighbours, then replicas of one stage."""
         return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
 
     def traced(self) -> dict[str, Any]:
-        """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
+        """Return the arguments of `stagewright.tracing.cache.trace` for the graph of one rank's share of the model."""
         degrees = Configuration(
             tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, ep=self.ep, loss_pieces=self.loss_pieces
         )  # fmt: skip
         return self.job.traced(self.cluster.kind) | degrees.trace_arguments
 
     def traced_whole(self) -> dict[str, Any]:
-        """How it is asked for the graph that is compared with the model: of all its layers, as the model computes them."""
+        """Return its arguments for the graph that is compared with the model: of all layers, as the model computes them."""
         plain = {"microbatch_size": self.microbatch_size, "autocast": None}
         return self.job.traced(self.cluster.kind) | plain
 
     @property
     def is_compared(self) -> bool:
-        """Whether the graph of this plan's model was compared with the model, as its first run does; False where there is no
-        such model any more."""
+        """Whether the graph of this plan's model has been compared with the model, as its first run does; False if the model
+        no longer exists."""
         try:
             return is_compared(self.model.resolved(), self.traced_whole())
         except InputError:
             return False
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""
+        """Write the plan to `path` atomically: readers see the old file or the new one. Raises `InputError` on failure."""
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of `plan.json`."""
+        """Return the JSON schema of `plan.json`."""
         schema = cls.model_json_schema()
         schema["properties"][CHECKSUM] = {
             "type": "string",
-            "description": "Digest of all other keys with their values, by which a changed file is noticed; not needed.",
+            "description": "Digest of all other keys and values, to detect a changed file; optional.",
         }
         return schema
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan in a file.
+    """Return the plan in a file.
 
     Raises:
-        InputError: no such file, not JSON, another version, or a key that is wrong; names it.
+        InputError: no such file, not JSON, another version, or a wrong key, which the message names.
     """
     document = read_sealed_json(path, "plan", "give a file that `stagewright plan` wrote")
     if isinstance(document, Mapping) and document.keys() >= {"ranks", "rank_of_stage"}:
         raise InputError(
-            f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and `stagewright check {path}` "
-            "checks it"
+            f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and "
+            f"`stagewright check {path}` checks it"
         )
     if not isinstance(document, Mapping) or "version" not in document:
         raise InputError(
-            f"{path} has no 'version', so it is no plan: give a file that `stagewright plan` wrote"
+            f"{path} is not a plan: it has no 'version' key; give a file that `stagewright plan` wrote"
         )
     if document["version"] != VERSION:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The stages of a plan: cuts and memory policies in a traced model, the program, and the layers of every stage."""
+"""The stages of a plan: cuts and memory policies in a traced model, program, and layers per stage."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stagewright.tracing.models.overrides import of_text
 
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
-    """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
+    """Return the names of the first operators after the cut indices `cuts`, the same in every trace of the model."""
     return tuple(graph.nodes[graph.forward_ids[cut]].name for cut in cuts)
 
 
 def graph_section(graph: OperatorGraph, cuts: Iterable[str], policies: Iterable[object]) -> GraphSection:
-    """What a plan with these cuts and memory policies says of its graph."""
+    """Return the graph section of a plan with these cuts and memory policies."""
     names = [name for policy in policies if isinstance(policy, StagePolicy) for name in policy.names]
     kinds = {graph.nodes[node].name: graph.nodes[node].op for node in graph.forward_ids}
     return GraphSection(
@@ -38,12 +38,12 @@ def graph_section(graph: OperatorGraph, cuts: Iterable[str], policies: Iterable[
 
 
 def _packages() -> dict[str, str]:
-    """Versions of what traces, whatever devices they were built for."""
+    """Return the versions of the tracing packages, without the devices they were built for."""
     return {name: version.partition("+")[0] for name, version in tracing_packages().items()}
 
 
 class _Named:
-    """The operators of `graph` by the names that `plan` has for them."""
+    """A lookup of operators of `graph` by their names in `plan`."""
 
     def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
         self._planned = plan.graph
@@ -51,10 +51,10 @@ class _Named:
         self._numbers = {graph.nodes[node].name: node for node in graph.forward_ids}
 
     def node(self, name: str, use: str) -> int:
-        """The node called `name`, for which the plan has this `use`.
+        """Return the node called `name`; `use` says in messages what the plan uses it for.
 
         Raises:
-            PlanError: there is none, or it is another operator than in the plan's graph.
+            PlanError: it does not exist, or is another operator than in the plan's graph.
         """
         kind = self._planned.operators.get(name) if self._planned is not None else None
         number = self._numbers.get(name)
@@ -75,16 +75,18 @@ class _Named:
     def _remedy(self) -> str:
         here = _packages()
         planned = self._planned.packages if self._planned is not None else here
-        others = [name for name in planned if planned[name] != here.get(name)]
-        if not others:
+        changed = [name for name in planned if planned[name] != here.get(name)]
+        if not changed:
             return "plan again for this model"
-        wanted, there = (", ".join(f"{name} {of.get(name)}" for name in others) for of in (planned, here))
-        return f"the plan was made with {wanted}, and here is {there}: install the same, or plan again here"
+        planned_versions, installed = (
+            ", ".join(f"{name} {of.get(name)}" for name in changed) for of in (planned, here)
+        )
+        return f"the plan was made with {planned_versions}, and here is {installed}: install the same, or plan again here"
 
 
 def layers_per_stage(plan: Plan) -> tuple[int, ...] | None:
-    """How many numbered layers each stage of `plan` has; None where it is cut elsewhere, or its model's config does not say
-    how many there are."""
+    """Return the number of numbered layers in each stage of `plan`, or None where it is cut elsewhere or the model's config
+    does not have the number of layers."""
     config = of_text(plan.model.reference().config or {})
     total = next((config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), 0)
     starts, seen = [0], set[str]()
@@ -97,20 +99,20 @@ def layers_per_stage(plan: Plan) -> tuple[int, ...] | None:
 
 
 def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
-    """Positions in the body of `graph` of the cuts of `plan`.
+    """Return the cut indices of `plan` in `graph`.
 
     Raises:
-        PlanError: a cut names an operator that the graph does not have, or that is another in it.
+        PlanError: a cut names an operator that the graph does not have, or that is a different one in it.
     """
     named = _Named(plan, graph)
-    return [graph.position[named.node(name, "the plan cuts in front of")] for name in plan.cuts]
+    return [graph.position[named.node(name, "the plan cuts before")] for name in plan.cuts]
 
 
 def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
-    """The memory policy of every stage of `plan`, in values of `graph`.
+    """Return the memory policy of every stage of `plan`, in values of `graph`.
 
     Raises:
-        PlanError: a policy names an operator that the graph does not have, or that is another in it.
+        PlanError: a policy names an operator that the graph does not have, or that is a different one in it.
     """
     named = _Named(plan, graph)
 
@@ -118,8 +120,8 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
         return named.node(name, "a memory policy of the plan names")
 
     def values(names: tuple[str, ...]) -> frozenset[int]:
-        made = (graph.nodes[number(name)].outputs for name in names)
-        return frozenset(value for outputs in made for value in outputs if value is not None)
+        outputs_of_nodes = (graph.nodes[number(name)].outputs for name in names)
+        return frozenset(value for outputs in outputs_of_nodes for value in outputs if value is not None)
 
     def policy(text: str | StagePolicy) -> Policy:
         if isinstance(text, StagePolicy):
@@ -128,7 +130,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
                 values(text.offload),
                 checkpoints=values(text.checkpoints),
                 fetch_ahead=text.fetch_ahead,
-                reruns=tuple((number(one), tuple(map(number, again))) for one, again in text.reruns),
+                reruns=tuple((number(target), tuple(map(number, rerun))) for target, rerun in text.reruns),
             )
         if text == "layers":
             return layers_policy(graph)
@@ -140,7 +142,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
 
 
 def recomputing_stages(plan: Plan) -> set[int]:
-    """Stages that recompute something, or fetch it from the host, in front of their backward."""
+    """Return the stages that recompute values or fetch them from the host before their backward."""
     return {
         stage
         for stage, policy in enumerate(plan.memory_policy)
@@ -150,40 +152,42 @@ def recomputing_stages(plan: Plan) -> set[int]:
 
 
 def stage_program(plan: Plan) -> Program:
-    """The actions of one batch.
+    """Return the program of one batch.
 
     Raises:
-        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not have R
-            for, or gather, the stages that the plan says.
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute or
+            gather the stages that the plan says.
     """
     ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
     done = [(part.kind, part.stage) for actions in ranks for action in actions for part in action.parts]
-    found = {stage for kind, stage in done if kind is Kind.R}
-    wanted = recomputing_stages(plan)
-    if wanted != found and plan.job.runtime == STAGEWRIGHT:  # others recompute what they always do besides
+    recomputed = {stage for kind, stage in done if kind is Kind.R}
+    expected = recomputing_stages(plan)
+    if (
+        expected != recomputed and plan.job.runtime == STAGEWRIGHT
+    ):  # other runtimes may always recompute something
         raise ScheduleError(
-            f"the program has R for stages {sorted(found)} and the memory policy recomputes or offloads in stages "
-            f"{sorted(wanted)}: both must name the same stages"
+            f"the program has R for stages {sorted(recomputed)}, but the memory policy recomputes or offloads in stages "
+            f"{sorted(expected)}: both must name the same stages"
         )
     _check_gathers(plan, ranks)
     return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))
 
 
 def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
-    """The program gathers the stages whose parameters are sharded, and no others."""
+    """Raise `ScheduleError` unless the program gathers exactly the stages whose parameters are sharded."""
     gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
     sharded = (
         {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.num_holders > 1 else set()
     )
     if gathered != sharded:
         raise ScheduleError(
-            f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "
+            f"the program gathers stages {sorted(gathered)}, but `sharding` and dp {plan.dp} shard the parameters of stages "
             f"{sorted(sharded)}: both must name the same stages"
         )
 
 
 def configuration_of(plan: Plan) -> Configuration:
-    """Return the configuration that `plan` has: degrees, schedule and sharding, and how stages recompute if all do alike."""
+    """Return the configuration of `plan`: degrees, schedule, sharding, and the recompute setting if all stages share one."""
     has_sums = any("REDUCE" in text for actions in plan.program for text in actions)
     recomputed: dict[str, Recompute] = {"keep": "none", "layers": "full", "selective": "selective"}
     policies = set(map(str, plan.memory_policy))
@@ -222,32 +226,34 @@ def stage_layers(plan: Plan) -> tuple[int, ...] | None:
 
 
 def _units(plan: Plan) -> list[int]:
-    """Return how many stages of `plan` each stage of its schedule is: its sharding units, with ZeRO 2 and 3."""
+    """Return the number of stages of `plan` per stage of its schedule: its sharding units, with ZeRO 2 and 3."""
     if max(plan.sharding) < GRADIENTS or (plan.pp > 1 and plan.placement in _placements(plan)):
         return [1] * plan.num_stages
     return [len(list(units)) for _, units in groupby(plan.placement)]
 
 
 def _placements(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the placements of schedules with as many stages."""
+    """Return the placements of schedules with equally many stages."""
     chunks = plan.num_stages // plan.pp
     v_shaped = [v(plan.pp)] if chunks == 2 else []
     return [placement.rank_of_stage for placement in (*v_shaped, loop(plan.pp, max(chunks, 1)))]
 
 
 def is_looped(plan: Plan) -> bool:
-    """Whether stage s of the schedule is on rank s mod pp, with as many stages on every rank."""
+    """Return whether stage s of the schedule is on rank s mod pp, with equally many stages on every rank."""
     ranks = stage_ranks(plan)
     return len(ranks) % plan.pp == 0 and ranks == loop(plan.pp, len(ranks) // plan.pp).rank_of_stage
 
 
 def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], bool]:
-    """Return the layers of every stage of the schedule with cuts moved to the nearest places between layers, and whether
-    any cut moves."""
+    """Return the numbers of layers per stage of the schedule with cuts moved to the nearest places between layers, and
+    whether any cut moves."""
     places = [*layer_begins(graph), layer_end(graph)]
     ends = list(accumulate(_units(plan)))
     cuts = stage_cuts(plan, graph)
-    own = [cuts[end - 1] for end in ends[:-1]]
-    near = [min(range(len(places)), key=lambda index, cut=cut: abs(places[index] - cut)) for cut in own]
-    moves = any(places[index] != cut for index, cut in zip(near, own, strict=True))
+    schedule_cuts = [cuts[end - 1] for end in ends[:-1]]
+    near = [
+        min(range(len(places)), key=lambda index, cut=cut: abs(places[index] - cut)) for cut in schedule_cuts
+    ]
+    moves = any(places[index] != cut for index, cut in zip(near, schedule_cuts, strict=True))
     return tuple(after - before for before, after in pairwise([0, *near, len(places) - 1])), moves

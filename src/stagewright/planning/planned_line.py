@@ -13,7 +13,7 @@ from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 
 
 def planned_line(plan: Plan, body: RangeCosts, cluster: Cluster) -> Pipeline:
-    """`body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
+    """Return `body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
 
     Raises:
         PlanError: the model does not have the plan's cuts.

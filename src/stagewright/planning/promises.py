@@ -1,4 +1,4 @@
-"""What a plan promises, judged by what it states itself: nothing of its model is needed, and no code of others runs."""
+"""Checks of a plan's predictions against its own costs: no model is needed, and no foreign code runs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from stagewright.schedule.tokens import Edge
 from stagewright.units import format_bytes, format_seconds
 
 TOLERANCE = 0.03
-"""Part by which what is found now may differ from what a plan says."""
+"""Relative difference by which a check may differ from the prediction of the plan."""
 
 
-def check_promised_time(plan: Plan, costs: StepCosts) -> str:
-    """What the program takes with the plan's costs, in words; raises `PlanError` where the plan says something else."""
-    taken, said = (
+def check_predicted_time(plan: Plan, costs: StepCosts) -> str:
+    """Return a text with the seconds of the program at the plan's costs; raises `PlanError` where the plan predicts another
+    time."""
+    simulated_s, predicted_s = (
         whole_step_seconds(simulated(stage_program(plan), costs), costs),
         plan.predictions.step_seconds,
     )
-    if abs(taken - said) > TOLERANCE * taken:
+    if abs(simulated_s - predicted_s) > TOLERANCE * simulated_s:
         raise PlanError(
-            f"the plan says {format_seconds(said)} per step, but its program takes {format_seconds(taken)} at its costs: "
-            "plan again"
+            f"the plan says {format_seconds(predicted_s)} per step, but its program takes {format_seconds(simulated_s)} at "
+            "its costs: plan again"
         )
-    return f"{format_seconds(taken)} per step at the costs that the plan states"
+    return f"{format_seconds(simulated_s)} per step at the costs that the plan states"
 
 
 def check_transfers(program: Program, edges: tuple[Edge, ...], on_lanes: bool) -> str:
-    """How many transfers `program` needs, in words; raises `ScheduleError` if they would not match, or hang. With `on_lanes`
-    hosts may wait for their GPUs at any time."""
+    """Return a text with the number of transfers that `program` needs; raises `ScheduleError` if they would not match, or
+    hang. With `on_lanes` hosts may wait for their GPUs at any time."""
     lowered = verify(insert_communication(program, edges, ahead=receives_ahead(on_lanes)), edges)
     count = lowered.num_actions - program.num_actions
     matched = f"{count} sends and receives, matched and in one order; no deadlock even if every send blocks"
@@ -44,10 +45,10 @@ def check_transfers(program: Program, edges: tuple[Edge, ...], on_lanes: bool) -
     return f"{matched}, nor if a host waits for its GPU"
 
 
-def check_promised_memory(plan: Plan, cluster: Cluster) -> str:
-    """How much of its memory the fullest rank reserves, in words; raises `PlanError` where one has less."""
+def check_predicted_memory(plan: Plan, cluster: Cluster) -> str:
+    """Return a text with the memory that the fullest rank reserves; raises `PlanError` where a rank may use less."""
     limits = usable_bytes(plan, cluster)
-    for rank in (rank for one in plan.by_length.values() for rank in one.ranks):
+    for rank in (rank for predictions in plan.by_length.values() for rank in predictions.ranks):
         needed, limit = rank.reserved_peak_bytes, limits[rank.rank]
         if needed > limit:
             raise PlanError(
@@ -60,13 +61,14 @@ def check_promised_memory(plan: Plan, cluster: Cluster) -> str:
 
 
 def usable_bytes(plan: Plan, cluster: Cluster) -> list[int]:
-    """What the allocator of every pipeline rank may reserve; of replicas on several kinds of devices the least."""
+    """Return the bytes that the allocator of every pipeline rank may reserve; the minimum over replicas on several kinds of
+    devices."""
     width = plan.num_holders * plan.tp
     numbers = plan.devices or range(plan.num_ranks)
-    own = [numbers[rank * width : (rank + 1) * width] for rank in range(plan.pp)]
-    kinds = [{cluster.device_of(number) for number in some} for some in own]
+    devices_of_rank = [numbers[rank * width : (rank + 1) * width] for rank in range(plan.pp)]
+    kinds = [{cluster.device_of(number) for number in devices} for devices in devices_of_rank]
     communicators = {rank.rank: rank.communicator_bytes for rank in plan.predictions.ranks}
     return [
-        min(plan.job.usable_bytes(device, cluster, communicators.get(rank, 0)) for device in some)
-        for rank, some in enumerate(kinds)
+        min(plan.job.usable_bytes(device, cluster, communicators.get(rank, 0)) for device in kinds_of_rank)
+        for rank, kinds_of_rank in enumerate(kinds)
     ]

@@ -1,4 +1,4 @@
-"""The order of plans: the fastest first, and of those as good as equally fast the one with least memory."""
+"""The ranking of plans: the fastest first, and of nearly equally fast ones the one with the least memory."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Iterable
 from stagewright.planning.plan import Plan
 
 AS_FAST = 0.005
-"""Part of a step by which estimates of two plans may differ without saying which plan is faster."""
+"""Relative difference of step times up to which estimates do not tell which of two plans is faster."""
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """`plans`, best first.
+    """Return `plans`, best first.
 
-    The next plan is always the one of least peak memory among those within `AS_FAST` of the fastest that is
-    left. So no plan stands in front of one that is faster by more than that. Being nearly equal is not
-    transitive, so it cannot be a sorting key: rounded times would part equal plans at the edge of a bucket.
+    The next plan is always the one of least peak memory among those within `AS_FAST` of the fastest remaining plan. So no
+    plan precedes one that is faster by more than that. Being nearly equal is not transitive, so it cannot be a sorting key:
+    rounded times would separate equal plans at the edge of a bucket.
 
-    Equal in time and memory, plans keep their order.
+    Plans of equal time and memory keep their order.
     """
-    left = sorted(plans, key=lambda plan: (plan.mean_step_seconds, peak_bytes(plan)))
-    found: list[Plan] = []
-    while left:
-        longest = left[0].mean_step_seconds * (1 + AS_FAST)
+    remaining = sorted(plans, key=lambda plan: (plan.mean_step_seconds, peak_bytes(plan)))
+    ranked_plans: list[Plan] = []
+    while remaining:
+        longest = remaining[0].mean_step_seconds * (1 + AS_FAST)
         best = min(
-            (plan for plan in left if plan.mean_step_seconds <= longest),
+            (plan for plan in remaining if plan.mean_step_seconds <= longest),
             key=lambda plan: (peak_bytes(plan), plan.mean_step_seconds),
         )
-        left.remove(best)
-        found.append(best)
-    return found
+        remaining.remove(best)
+        ranked_plans.append(best)
+    return ranked_plans
 
 
 def peak_bytes(plan: Plan) -> int:
-    """What the fullest rank reserves."""
+    """Return the bytes that the fullest rank reserves."""
     return max(rank.reserved_peak_bytes for rank in plan.predictions.ranks)

@@ -1,9 +1,9 @@
-"""Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be, or on fewer.
+"""Replanning of a run whose devices are slower than the plan assumed, or fewer.
 
-On as many devices, widths stay; the order of passes, the deferral of weight gradients and the cuts may change, of several
-stages a rank may become one, and where stages recompute or offload, that is chosen anew. What that is worth is judged as any
-plan is: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known
-to us: cheap changes are tried beside dear ones, and the caller weighs gain against cost.
+On the same devices, parallel degrees stay; the order of actions, the deferral of weight gradients and the cuts may change,
+several stages per rank may become one, and where stages recompute or offload, that is chosen again. The gain is judged like
+any plan: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known
+to us: cheap and expensive changes are both tried, and the caller weighs gain against cost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stagewright.schedule.program import Program
 
 @dataclass(frozen=True)
 class Replanned:
-    """The best plan found for devices as they are now, what a step of it takes, and what one of the plan that runs does."""
+    """The best plan for the devices as they are now, and the step seconds of it and of the running plan."""
 
     plan: Plan
     seconds: float
@@ -41,28 +41,28 @@ class Replanned:
 
 
 def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) -> Replanned:
-    """The best that a run of `plan` could go on under on `cluster`, its devices as fast as they are now; that may be `plan`.
+    """Return the best plan, possibly `plan` itself, with which a run of `plan` can continue on `cluster` at current speeds.
 
     Args:
-        graph: of the plan's model, where it is there.
+        graph: that of the plan's model, if already traced.
 
     Raises:
         InputError: the model cannot be resolved.
-        PlanError: it has changed.
+        PlanError: the model has changed.
     """
     body = body_costs(graph_of(plan) if graph is None else graph, cluster, plan.job)
     stays = plan.model_copy(update={"predictions": predict(planned_line(plan, body, cluster), body)})
     best = now = stays
-    for start in (plan, *_plainer(plan, cluster), *_saving_anew(plan, cluster)):
-        for found in _moved(start, body, cluster):
-            if found.predictions.step_seconds < now.predictions.step_seconds:
-                best = now = found
+    for start in (plan, *_plainer(plan, cluster), *_with_recomputation_chosen_again(plan, cluster)):
+        for candidate in _moved(start, body, cluster):
+            if candidate.predictions.step_seconds < now.predictions.step_seconds:
+                best = now = candidate
     chosen = plan if best is stays else best
     return Replanned(chosen, now.predictions.step_seconds, stays.predictions.step_seconds)
 
 
 def _moved(plan: Plan, body: RangeCosts, cluster: Cluster) -> Iterator[Plan]:
-    """`plan` as it is and with other cuts, each also with another order of passes, as far as they run."""
+    """Yield `plan` and variants of it with other cuts, each also with another order of actions, if they run."""
     line = planned_line(plan, body, cluster)
     for cuts in (tuple(stage_cuts(plan, body.graph)), *_cuts(plan, line, body)):
         moved = _judged(plan.model_copy(update={"cuts": cut_names(body.graph, list(cuts))}), body, cluster)
@@ -73,8 +73,9 @@ def _moved(plan: Plan, body: RangeCosts, cluster: Cluster) -> Iterator[Plan]:
 
 
 def _plainer(plan: Plan, cluster: Cluster) -> list[Plan]:
-    """Of a plan with several stages a rank, one with one on each: its stages can be as different as the devices, and those
-    of the plan were placed for other ones. None where stages recompute or offload, which is chosen for them.
+    """Return a plan with one stage per rank for a plan with several: its stages can be as different as the devices, while
+    those of the plan were placed for other devices. There is none where stages recompute or offload, as that was chosen for
+    them.
     """
     if plan.num_stages == plan.pp or any(policy != "keep" for policy in plan.memory_policy):
         return []
@@ -91,15 +92,16 @@ def _plainer(plan: Plan, cluster: Cluster) -> list[Plan]:
         return []
 
 
-def _saving_anew(plan: Plan, cluster: Cluster) -> list[Plan]:
-    """Of a plan whose stages recompute or offload, what a short search finds at its widths: what is saved is chosen with the
-    cuts, for devices as they are. None where it would have ranks on other devices, which processes cannot change."""
+def _with_recomputation_chosen_again(plan: Plan, cluster: Cluster) -> list[Plan]:
+    """Return the plans of a short search with the same degrees for a plan whose stages recompute or offload: that is chosen
+    together with the cuts, for the devices as they are now. Plans with ranks on other devices are left out, as processes
+    cannot move."""
     if all(policy == "keep" for policy in plan.memory_policy):
         return []
     from stagewright.planning.search import plan as searched
 
     try:
-        found = searched(
+        result = searched(
             plan.model.reference(), cluster, plan.job, keep=1, is_improved=False, pp=plan.pp, dp=plan.dp, tp=plan.tp,
             sequence_parallel=plan.sequence_parallel if plan.tp > 1 else None, microbatch=plan.microbatch_size,
             zero=max(plan.sharding) if plan.dp > 1 else None, reduce_dtype=plan.reduce_dtype, shard_size=plan.shard_size,
@@ -107,30 +109,36 @@ def _saving_anew(plan: Plan, cluster: Cluster) -> list[Plan]:
         )  # fmt: skip
     except (InputError, PlanError, ScheduleError):
         return []
-    return [one for one in found.plans if one.devices == plan.devices]
+    return [candidate for candidate in result.plans if candidate.devices == plan.devices]
 
 
 def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
-    """The best for the model and job of `plan` on its cluster without some devices, as found in seconds: a run waits for it.
+    """Return the best plan for the model and job of `plan` on its cluster without the `lost` devices, from a search of a few
+    seconds, as a run waits for it.
 
-    Widths, schedule, cuts and what is recomputed are all chosen anew; gradients are summed in the same type. Ignores: joint
+    Degrees, schedule, cuts and recomputation are all chosen again; gradients are reduced in the same type. Ignores: joint
     search, and that state has to be read by other ranks.
 
     Raises:
         InputError: the model cannot be resolved, or has changed.
-        PlanError: nothing fits what is left.
+        PlanError: nothing fits on the remaining devices.
     """
     from stagewright.planning.search import plan as searched
 
-    left = without(plan.cluster.load(), lost)
+    remaining = without(plan.cluster.load(), lost)
     reduce = plan.reduce_dtype
-    found = searched(plan.model.resolved(), left, plan.job, keep=1, is_improved=False, reduce_dtype=reduce)
-    return found.plans[0]
+    result = searched(
+        plan.model.resolved(), remaining, plan.job, keep=1, is_improved=False, reduce_dtype=reduce
+    )
+    return result.plans[0]
 
 
 def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
-    """`plan` with the order of passes that suits what they take, on `line`'s devices; as it is where parameters or gradients
-    come and go within a batch, or stages recompute, which another order would have to be laid out for anew."""
+    """Return `plan` with the order of actions that suits their times on the devices of `line`.
+
+    It is unchanged where parameters or gradients are gathered and reduced within a batch, or where stages recompute, which
+    would have to be chosen again for another order.
+    """
     costs = plan.predictions.costs
     is_plain = all(level < 2 for level in plan.sharding) and all(
         policy == "keep" for policy in plan.memory_policy
@@ -140,23 +148,23 @@ def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
     costs = with_receiving(costs)
     ends = [0, *stage_cuts(plan, body.graph), len(body.graph.forward_ids)]
     saved = np.diff(np.asarray(body.saved_bytes, float)[ends])
-    between = {(one.source, one.target): one.value_seconds for one in costs.transfers}
-    hops = [between.get((stage, stage + 1), 0.0) for stage in range(plan.num_stages - 1)]
+    between = {(transfer.source, transfer.target): transfer.value_seconds for transfer in costs.transfers}
+    transfer_s = [between.get((stage, stage + 1), 0.0) for stage in range(plan.num_stages - 1)]
     times = StageTimes(
         np.array(costs.forward_seconds), np.array(costs.input_grad_seconds), np.array(costs.weight_grad_seconds),
-        np.array(hops), saved, saved,
+        np.array(transfer_s), saved, saved,
     )  # fmt: skip
     counts, placement = in_flight(line.program), Placement(plan.placement)
-    room = []
+    headroom = []
     for memory in rank_memories(line):
         kept = sum(counts[stage] * saved[stage] for stage in placement.stages_of(memory.rank))
-        room.append(line.usable_bytes(memory.rank) - memory.peak_bytes + kept)
+        headroom.append(line.usable_bytes(memory.rank) - memory.peak_bytes + kept)
     try:
         program = automatic(
             placement,
             plan.num_microbatches,
             times,
-            np.array(room),
+            np.array(headroom),
             SearchSettings(num_moves=_MOVES, num_patterns=_PATTERNS),
         )
     except ScheduleError:
@@ -165,7 +173,7 @@ def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
 
 
 _MOVES, _PATTERNS = 1000, 100
-"""Of the search for an order: a run waits for it."""
+"""Effort of the search for an order, which is small because a run waits for it."""
 
 
 def _with_program(plan: Plan, program: Program) -> Plan:
@@ -174,20 +182,22 @@ def _with_program(plan: Plan, program: Program) -> Plan:
 
 
 def _cuts(plan: Plan, line: Pipeline, body: RangeCosts) -> list[tuple[int, ...]]:
-    """Cuts that suit the devices of `line`; none where what stages recompute is said operator by operator."""
+    """Return cuts that suit the devices of `line`; none where recomputation is defined operator by operator."""
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
-    shared = plan.num_holders if plan.sharding and min(plan.sharding) >= 1 else 1
+    num_shards = plan.num_holders if plan.sharding and min(plan.sharding) >= 1 else 1
     counts = in_flight(line.program)
-    found = cuts_to_try(line, rank_memories(line), body, counts, (), state_share=1.0 / shared, offload=False)
-    return found[:_MOST_CUTS]
+    candidates = cuts_to_try(
+        line, rank_memories(line), body, counts, (), state_share=1.0 / num_shards, offload=False
+    )
+    return candidates[:_MOST_CUTS]
 
 
 _MOST_CUTS = 3
 
 
 def _judged(plan: Plan, body: RangeCosts, cluster: Cluster) -> Plan | None:
-    """`plan` with its predictions; None where it does not run, or a rank lacks memory."""
+    """Return `plan` with its predictions, or None where it does not run or does not fit."""
     try:
         line = planned_line(plan, body, cluster)
     except (PlanError, ScheduleError):

@@ -20,7 +20,7 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.fitters import fitter_of
-from stagewright.planning.found import Excluded, Found, Promised, UntilCtrlC, operator_warnings
+from stagewright.planning.found import Excluded, Found, NextBest, UntilCtrlC, operator_warnings
 from stagewright.planning.improvement import improve
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import MOST_FILLED
@@ -35,7 +35,7 @@ from stagewright.planning.space import (
     microbatch_sizes,
     most_stages,
     obstacle,
-    widths,
+    parallel_degrees,
 )
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
@@ -51,7 +51,7 @@ _NEAR = 0.05
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan, for what, within what."""
+    """A request for plans: model, cluster, job and search space."""
 
     model: ModelReference
     cluster: Cluster
@@ -73,24 +73,24 @@ def plan(
     is_improved: bool = True,
     **within: Any,
 ) -> Found:
-    """The best plans of `model` for `cluster` and `job`, under the job's runtime.
+    """Return the best plans of `model` for `cluster` and `job`, under the job's runtime.
 
-    Where links were measured, ranks are on the devices that suit them. On a cluster of several kinds of devices stages get
-    as much of the model as their devices are fast and have memory for; fast ones come first or last.
+    Where links were measured, the device order suits them. On a cluster with several kinds of devices, each stage gets as
+    much of the model as its devices have speed and memory for; the fast devices come first or last.
 
     Args:
-        space: what is tried; by default all that the runtime does.
-        keep: how many plans; by default all that had to be worked out to find the best, five at most.
-        within: fields of `Space` by name, in its place.
-        report: told what the search is doing.
+        space: the search space; by default everything that the runtime supports.
+        keep: number of plans; by default all that had to be evaluated to find the best, at most five.
+        within: fields of `Space` by name, in place of `space`.
+        report: called with a line of text about the progress.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
-        is_improved: whether to look longer at the best of the families, and jointly for better ones.
-        interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one; a warning says so.
+        is_improved: whether to refine the best plans of the schedules and to run the joint search.
+        interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one, and a warning.
 
     Raises:
-        InputError: the model, device or a width cannot be used as given, or nothing is left to try.
+        InputError: the model, device or a parallel degree cannot be used as given, or nothing is left to try.
         TraceError: the model cannot be traced.
-        PlanError: no configuration fits; says by how much the best misses and what would fit.
+        PlanError: no configuration fits; the message has the missing memory of the best, and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
     space = space or Space.of(**within)
@@ -107,39 +107,39 @@ def plan(
         search.work_out()
         if job.runtime == STAGEWRIGHT and (is_improved or not search.fits):
             improve(search)
-    return over_lengths(searching.told(search.result()), cluster, report, trace)
+    return over_lengths(searching.annotated(search.result()), cluster, report, trace)
 
 
 def over_lengths(
-    found: Found,
+    result: Found,
     cluster: Cluster,
     report: Callable[[str], None] = lambda stage: None,
     trace: Trace = cached_trace,
 ) -> Found:
-    """`found`, where batches have several lengths with what each takes, and the best over all of them first.
+    """Return `result` with its plans judged over all sequence lengths of the job, best first.
 
     Raises:
         PlanError: the model has other operators at some length, or no plan fits at all of them.
     """
-    if not found.plans[0].job.sequence_lengths:
-        return found
-    report("judging all lengths")
-    judged = best_over_lengths(found.plans, cluster, lambda plan: graph_of(plan, report, trace))
-    return replace(found, plans=judged)
+    if not result.plans[0].job.sequence_lengths:
+        return result
+    report("judging all sequence lengths")
+    judged = best_over_lengths(result.plans, cluster, lambda plan: graph_of(plan, report, trace))
+    return replace(result, plans=judged)
 
 
 @dataclass(frozen=True)
 class _Untraced:
-    """Parallel degrees not traced yet; `bound_s` is a lower bound from the graph of smaller degrees, `known`."""
+    """Parallel degrees not traced yet; `bound_s` is a lower bound from the graph of the smaller degrees `narrower`."""
 
     bound_s: float
     degrees: Configuration
     microbatch_sizes: Sequence[int]
-    known: Configuration
+    narrower: Configuration
 
 
 class _Queue:
-    """Entries by a lower bound on their seconds; of equal bounds, the first that came."""
+    """A priority queue of entries by a lower bound on their seconds; equal bounds keep their order of arrival."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[float, int, Entry]] = []
@@ -159,7 +159,7 @@ class _Queue:
         heapq.heappush(self.entries, (bound_s, next(self.numbers), entry))
 
     def keep(self, is_wanted: Callable[[Entry], bool]) -> None:
-        """Drop all but the entries that are wanted."""
+        """Drop all entries but those that `is_wanted`."""
         self.entries = [item for item in self.entries if is_wanted(item[2])]
         heapq.heapify(self.entries)
 
@@ -170,7 +170,7 @@ class _Queue:
 
 @dataclass
 class Search:
-    """A search in progress. How configurations are bounded, cut and fitted is the `fitter`'s."""
+    """A search in progress; its `fitter` bounds, partitions and fits configurations."""
 
     request: Request
     report: Callable[[str], None]
@@ -180,17 +180,17 @@ class Search:
     untraced: list[_Untraced] = field(default_factory=list)
     refused: list[StagewrightError] = field(default_factory=list)
     num_bounded: int = 0
-    """Configurations that cannot be faster than the last of the plans."""
-    next_best: Promised | None = None
-    """The first of these."""
+    """Number of configurations that cannot be faster than the last of the plans."""
+    next_best: NextBest | None = None
+    """The most promising of these."""
     slower: list[Entry] = field(default_factory=list)
-    """Pipelines that were partitioned and whose bound is little above the best plan, the most promising first."""
+    """Partitioned pipelines whose bound is slightly above the best plan, the most promising first."""
     piece_tokens: int = 0
-    """Tokens of the loss pieces from now on; 0: as `pieces_by_share` says."""
+    """Tokens per loss piece from now on; 0: as `pieces_by_share` returns."""
     has_pieces: bool = True
-    """Whether the loss of the model can be evaluated in pieces at all, as far as is known."""
+    """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
-    """Step seconds with the loss evaluated at once."""
+    """Step seconds with the loss evaluated in one piece."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -205,35 +205,35 @@ class Search:
     # -- bound -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Trace the smallest microbatches of all degrees but those that smaller ones bound, and queue every configuration
-        of these with a first bound."""
+        """Trace the smallest microbatch of all degrees that no smaller degrees bound, and queue their configurations with a
+        first bound."""
         space = self.space
         every = {
             degrees: microbatch_sizes(degrees, self.cluster, self.job, space)
-            for degrees in widths(self.cluster, self.job, space)
+            for degrees in parallel_degrees(self.cluster, self.job, space)
         }
-        tried = {degrees: sizes for degrees, sizes in every.items() if sizes}
-        if not tried:
-            raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
+        sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
+        if not sizes_of:
+            raise InputError(obstacle(self.cluster, self.job, space))  # for any model
         arguments = {
             degrees: self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=sizes[0])))
-            for degrees, sizes in tried.items()
+            for degrees, sizes in sizes_of.items()
         }
         has_experts, is_ahead = space.ep is not None, False
 
         def to_trace_ahead() -> list[dict[str, Any]]:
-            wanted = (degrees for degrees in tried if degrees.ep == 1 or has_experts)
-            return [arguments[degrees] for degrees in self._unbounded(wanted)]
+            traceable = (degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
+            return [arguments[degrees] for degrees in self._unbounded(traceable)]
 
         with Ahead(self.request.model, list(arguments.values()), self.report) as ahead:
             if self._is_kept():
                 ahead.start(to_trace_ahead())
-            for degrees, sizes in tried.items():
+            for degrees, sizes in sizes_of.items():
                 if degrees.ep > 1 and not has_experts:
                     continue
-                if (known := self.coarse.narrower(degrees)) is not None:
-                    bound_s = self.coarse.wider_s(degrees, known)
-                    self.untraced.append(_Untraced(bound_s, degrees, sizes, known))
+                if (narrower := self.coarse.narrower(degrees)) is not None:
+                    bound_s = self.coarse.wider_s(degrees, narrower)
+                    self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
                 else:
                     self._gather_degrees(degrees, sizes)
                 if self.coarse.graphs and not is_ahead:
@@ -260,7 +260,7 @@ class Search:
             raise InputError(obstacle(self.cluster, self.job, self.space, most))
 
     def _gather_degrees(self, degrees: Configuration, sizes: Sequence[int]) -> None:
-        """As `gather_sizes`; where the model does not have such degrees, why is noted."""
+        """Queue the configurations as `gather_sizes`; where the model does not support the degrees, note the reason."""
         try:
             self.gather_sizes(degrees, sizes)
         except (InputError, TraceError, ContractError) as error:
@@ -268,18 +268,18 @@ class Search:
             self.fitter.excluded.append(Excluded(str(error), 1, 1, tp=degrees.tp))
 
     def _gather_untraced(self) -> None:
-        """The degrees that promise most of those that have not been traced."""
+        """Trace the most promising of the untraced degrees, and queue their configurations."""
         first = self.untraced.pop(0)
         self._gather_degrees(first.degrees, first.microbatch_sizes)
 
     def gather_sizes(self, degrees: Configuration, sizes: Sequence[int], *, strictly: bool = False) -> None:
-        """Queue all configurations of these degrees, each in the smallest microbatches first; raises what the tracer does.
+        """Queue all configurations of these degrees, each with the smallest microbatch first; raises what the tracer raises.
 
-        Unless `strictly`, ranks of our own runtime that cannot split the sequence, or evaluate the loss in pieces, do
-        without where that is free.
+        Unless `strictly`, our own runtime drops loss pieces or sequence parallelism where the model cannot be traced with
+        them and the request does not fix them.
         """
         keys = [self.with_pieces(replace(degrees, microbatch=size)) for size in sizes]
-        self.report(f"widths of {keys[0]}")
+        self.report(f"degrees {keys[0]}")
         try:
             num_layers = self.coarse.costs(keys[0]).num_layers
             graph = self.coarse.graph(keys[0])
@@ -306,8 +306,8 @@ class Search:
                 self._queue(Entry(smallest, cluster, tuple(larger), bounded_by=bounded_by))
 
     def _queue(self, entry: Entry) -> None:
-        """Push an entry with the lower bound of the best of its microbatch sizes, in all of which its passes take at least
-        `entry.compute_s`. Where larger microbatches promise much more, it waits alone, and these do not wait for it."""
+        """Queue an entry with the smallest bound over its microbatch sizes, at all of which compute takes `entry.compute_s`
+        or more. Where the bound of larger microbatches is much lower, they are queued separately, and first."""
         bound_s = self.fitter.bound_s(entry)
         larger, larger_s = entry, math.inf
         while larger.larger:
@@ -320,9 +320,9 @@ class Search:
             self.waiting.push(min(bound_s, larger_s), entry)
 
     def _num_configurations(self, untraced: _Untraced) -> int:
-        """Return how many configurations have been left out with their degrees."""
-        num_layers = self.coarse.costs(untraced.known).num_layers
-        graph = self.coarse.graph(untraced.known)
+        """Return how many configurations were left out with their degrees."""
+        num_layers = self.coarse.costs(untraced.narrower).num_layers
+        graph = self.coarse.graph(untraced.narrower)
         keys = [replace(untraced.degrees, microbatch=size) for size in untraced.microbatch_sizes]
         return sum(
             sum(1 for _ in configurations(key, graph, num_layers, self.cluster, self.job, self.space))
@@ -334,7 +334,7 @@ class Search:
         return orders(self.cluster, self.job.computed_in)
 
     def _unbounded(self, tried: Iterable[Configuration]) -> list[Configuration]:
-        """Those that no smaller degrees bound."""
+        """Return the degrees that no smaller degrees bound."""
         unbounded: list[Configuration] = []
         for degrees in tried:
             if self.coarse.narrower(degrees, unbounded) is None:
@@ -342,7 +342,7 @@ class Search:
         return unbounded
 
     def _is_kept(self) -> bool:
-        """Whether what has been traced so far is found again."""
+        """Return whether the graphs traced so far are in the cache."""
         coarse = self.coarse
         if self.trace is not cached_trace:
             return False
@@ -351,10 +351,10 @@ class Search:
     # -- partition, memory, judge ------------------------------------------------------------------------------------
 
     def work_out(self) -> None:
-        """Work out every entry that waits, the most promising first, until no other can be among the best."""
+        """Evaluate the queued entries, the most promising first, until no other can be among the best."""
         total = len(self.waiting)
-        while self.waiting or self._may_promise():
-            if self._may_promise() and not self.untraced[0].bound_s > self.waiting.least_s:
+        while self.waiting or self._may_be_fast():
+            if self._may_be_fast() and not self.untraced[0].bound_s > self.waiting.least_s:
                 self._gather_untraced()
                 continue
             bound_s, entry = self.waiting.pop()
@@ -379,15 +379,15 @@ class Search:
             while self.fitter.alternatives:
                 self._queue(self.fitter.alternatives.pop(0))
 
-    def _may_promise(self) -> bool:
-        """Whether degrees that have not been traced may be fast enough."""
+    def _may_be_fast(self) -> bool:
+        """Return whether untraced degrees may be fast enough."""
         return bool(self.untraced) and self.untraced[0].bound_s < self.longest_s
 
     def _leave_out_slower(self, bound_s: float, first: Entry) -> None:
-        """Give up `first` and all that waits."""
+        """Leave out `first` and all queued entries as too slow."""
         self.num_bounded += sum(1 + len(entry.larger) for entry in (first, *self.waiting))
         if self.next_best is None or bound_s < self.next_best.seconds:
-            self.next_best = Promised(str(first.configuration), bound_s)
+            self.next_best = NextBest(str(first.configuration), bound_s)
         near_s = (1 + MOST_FILLED) * self.longest_s
         for slower_s, _, entry in sorted([(bound_s, -1, first), *self.waiting.entries]):
             if entry.is_split and entry.configuration.pp > 1 and slower_s < near_s:
@@ -397,7 +397,7 @@ class Search:
         """Return `entry` once its graph is traced; None, with the reason noted, where that fails."""
         key = self.with_pieces(entry.configuration.traced)
         configuration = replace(entry.configuration, loss_pieces=key.loss_pieces)
-        self.report(f"widths of {key}")
+        self.report(f"degrees {key}")
         try:
             self.coarse.costs(key)
         except (InputError, TraceError, ContractError) as error:
@@ -406,27 +406,27 @@ class Search:
         return replace(entry, configuration=configuration, bounded_by=None)
 
     def _grow(self, split: Entry) -> None:
-        """Queue a partitioned configuration in larger microbatches, whose samples take no less but for what every operator
-        takes whatever its size."""
+        """Queue a partitioned configuration with larger microbatches; per sample they save no more than the fixed cost of
+        every operator."""
         if split.larger:
             share = self.coarse.growing_share(split.configuration.traced)
             self._queue(replace(split.grown(), compute_s=share * split.compute_s))
 
     def _leave_out_larger(self, entry: Entry) -> None:
-        """What does not fit does not in larger microbatches."""
+        """Exclude the larger microbatches of an entry that does not fit."""
         while entry.larger:
             entry = entry.grown()
             self.fitter.exclude(entry.configuration, "does not fit in smaller microbatches")
 
     @property
     def best(self) -> Fit | None:
-        """The fastest plan so far."""
+        """The fastest plan so far, or None."""
         return min(self.fits, key=lambda fit: fit.step_seconds, default=None)
 
     @property
     def longest_s(self) -> float:
-        """Steps that take as long are of no use: under our own runtime, once there are enough plans, all that are not faster
-        than the best; under others, those that are not among the best."""
+        """Seconds below which a step must be to be useful: under our own runtime, once there are enough plans, faster than
+        the best; under other runtimes, among the best."""
         enough = self.request.keep or (1 if self.is_own else KEPT)
         if len(self.fits) < enough:
             return math.inf
@@ -455,7 +455,7 @@ class Search:
     # -- pieces of the loss ------------------------------------------------------------------------------------------
 
     def with_pieces(self, key: Configuration) -> Configuration:
-        """Return `key` with as many loss pieces as from now on."""
+        """Return `key` with the current number of loss pieces."""
         if not self.is_own:
             return replace(key, loss_pieces=1)
         given = self.space.loss_pieces
@@ -475,7 +475,7 @@ class Search:
         return logits_bytes(self.request.model, microbatch * self.job.sequence_length, tp)
 
     def _goes_without_pieces(self, key: Configuration) -> bool:
-        """Whether what cannot be traced may be with the loss whole, as it is from now on."""
+        """Return whether to retry a failed trace with the loss in one piece; if so, the whole search goes on with one."""
         if key.loss_pieces == 1 or self.space.loss_pieces != "auto":
             return False
         self.has_pieces = False
@@ -487,7 +487,7 @@ class Search:
         """Return the best plans.
 
         Raises:
-            PlanError: there is none.
+            PlanError: no configuration fits.
         """
         if not self.fits:
             raise self.fitter.failure()

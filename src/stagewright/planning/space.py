@@ -1,4 +1,4 @@
-"""What a search tries: widths, schedules, sharding and savings, and why there may be nothing to try."""
+"""The search space: parallel degrees, schedules, sharding and recomputation; and the reason if it is empty."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
 LossPieces = int | Literal["auto"]
 
 JOINT = "joint"
-"""In place of the name of a schedule: cuts, placement and program from the joint search."""
+"""Name that stands for cuts, placement and program from the joint search, in place of a schedule."""
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "breadth-first", JOINT)
-"""Tried under our own runtime."""
+"""Schedules tried under our own runtime."""
 
-_ELSEWHERE = ("1f1b", "interleaved-1f1b")
-"""Tried under other runtimes, which have these."""
+_OTHER_SCHEDULES = ("1f1b", "interleaved-1f1b")
+"""Schedules tried under other runtimes, which support them."""
 
 _STAGES_OF_LAYER = 2
-"""Into so many stages a layer may be cut where a rank has several."""
+"""Maximum number of stages into which a layer may be cut where a rank has several."""
 
 _LOOPED = ("interleaved-1f1b", "breadth-first")
-"""Schedules that place as many stages on a rank as is asked."""
+"""Schedules that place any number of stages on a rank."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What a search tries; a width that is given is the only one tried, and None tries all.
+    """The space of configurations that a search tries; a given degree is the only one tried, and None tries all.
 
-    * `tp`, `sequence_parallel`, `cp`, `ep`: ranks that share layers, whether they split the sequence between these, and
-      ranks that divide samples and experts. Under our own runtime, which does not run the last two, they are 1 unless given;
-    * `pp`, `dp`, `microbatch`: ranks of a pipeline, replicas, samples of a microbatch;
-    * `schedules`: names, "joint" among them; `chunks`: stages per rank of those that place as many as is asked;
-    * `recompute`: what stages recompute: ``none``; ``full``, all but what enters each layer; ``selective``, as the runtime
-      says; ``model``, what the model's own code checkpoints; or ``auto``, as much as memory asks for;
-    * `offload`: with ``auto``, whether stages may move what they save to the host and back;
-    * `zero`: what ranks that hold the same parameters shard, 0 to 3, and `shard_size` among how many of them; `shard_units`:
-      pieces in which they gather and reduce a stage, with 2 and 3, by default what is fastest;
-    * `reduce_dtype`: type in which gradients are summed over replicas; by default the one they are added up in;
-    * `host_optimizer`: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
-      ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room;
+    * `tp`, `sequence_parallel`, `cp`, `ep`: tensor, sequence, context and expert parallelism. Under our own runtime, which
+      does not run the last two, these are 1 unless given;
+    * `pp`, `dp`, `microbatch`: ranks of a pipeline, replicas, samples per microbatch;
+    * `schedules`: names, "joint" among them; `chunks`: stages per rank of schedules that place any number;
+    * `recompute`: what stages recompute: ``none``; ``full``, all but the inputs of layers; ``selective``, what the runtime
+      selects; ``model``, what the model's own code checkpoints; or ``auto``, as much as memory requires;
+    * `offload`: with ``auto``, whether stages may offload saved values to the host;
+    * `zero`: ZeRO stages, 0 to 3; `shard_size`: shard group size; `shard_units`: units in which a stage is gathered and
+      reduced, with 2 and 3, by default the fastest number;
+    * `reduce_dtype`: type in which gradients are reduced over replicas; by default the one they are accumulated in;
+    * `host_optimizer`: whether optimizer state and step are on the host's processors: ``never``, ``always``, or ``auto``, on
+      ranks that lack memory, where that is faster than the alternatives;
     * `loss_pieces`: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
-      several where the logits are a large part of a device, or where memory is short on the rank that makes them.
+      several where the logits take a large part of a device, or where memory is short on the rank that computes them.
     """
 
     tp: int | None = None
@@ -86,7 +86,7 @@ class Space:
 
     @classmethod
     def of(cls, **given: Any) -> Space:
-        """With a single schedule, level of sharding, way to recompute or number of chunks as it is.
+        """Return a space; a single schedule, ZeRO stage, recompute setting or number of chunks need not be in a list.
 
         Raises:
             InputError: there is no such field.
@@ -94,7 +94,7 @@ class Space:
         >>> Space.of(tp=2, zero=3, schedules=["1f1b"]).zero
         (3,)
         """
-        names = [one.name for one in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in names:
                 raise InputError(f"a search has no '{name}'{nearest(name, names)}; it has {', '.join(names)}")
@@ -103,25 +103,27 @@ class Space:
         return cls(**given)
 
     def check(self, cluster: Cluster, job: Job) -> None:
-        """Raises `InputError` for what contradicts itself, or what the job's runtime does not do."""
+        """Raise `InputError` for settings that contradict each other, or that the job's runtime does not support."""
         level = max((level or 0 for level in self.zero or ()), default=0)
         check_shard_size(level, self.shard_size)
         check_shard_units(level, self.shard_units)
         for name in self.schedules or ():
             if name != JOINT and name not in FAMILIES:
-                known = ", ".join((*sorted(FAMILIES), JOINT))
+                choices = ", ".join((*sorted(FAMILIES), JOINT))
                 raise InputError(
-                    f"unknown schedule '{name}'{nearest(name, (*FAMILIES, JOINT))}; known: {known}"
+                    f"unknown schedule '{name}'{nearest(name, (*FAMILIES, JOINT))}; known: {choices}"
                 )
-        for way in self.recompute or ():
-            if way not in RECOMPUTE:
-                raise InputError(f"--recompute {way}{nearest(way, RECOMPUTE)}: give {' or '.join(RECOMPUTE)}")
+        for setting in self.recompute or ():
+            if setting not in RECOMPUTE:
+                raise InputError(
+                    f"--recompute {setting}{nearest(setting, RECOMPUTE)}: give {' or '.join(RECOMPUTE)}"
+                )
         job.check_whole(self.tp or 1, level)
         if job.runtime == STAGEWRIGHT:
             return
         ours = {
-            "--schedule": self.schedules is not None and not set(self.schedules) <= set(_ELSEWHERE),
-            "--recompute": any(way in ("auto", "model") for way in self.recompute or ()),
+            "--schedule": self.schedules is not None and not set(self.schedules) <= set(_OTHER_SCHEDULES),
+            "--recompute": any(setting in ("auto", "model") for setting in self.recompute or ()),
             "--host-optimizer": self.host_optimizer == "always",
             "--reduce-dtype": self.reduce_dtype is not None,
             "--shard-units": self.shard_units is not None,
@@ -129,25 +131,25 @@ class Space:
         }
         if given := [name for name, is_given in ours.items() if is_given]:
             raise InputError(
-                f"{', '.join(given)} say what our own runtime does, not what '{job.runtime}' does: leave them out, or leave "
-                "out --runtime"
+                f"{', '.join(given)} are only for our own runtime, not for '{job.runtime}': leave them out, or leave out "
+                "--runtime"
             )
 
     def of_runtime(self, job: Job) -> Space:
-        """What is tried under the job's runtime where nothing is said."""
+        """Return this space with the defaults of the job's runtime."""
         is_own = job.runtime == STAGEWRIGHT
         return replace(
             self,
             tp=self.tp or (None if job.kept.is_elementwise else 1),
             cp=self.cp or (1 if is_own else None),
             ep=self.ep or (1 if is_own else None),
-            schedules=self.schedules or (SCHEDULES if is_own else _ELSEWHERE),
+            schedules=self.schedules or (SCHEDULES if is_own else _OTHER_SCHEDULES),
             largest_microbatch=self.largest_microbatch or (job.global_batch if is_own else 8),
         )
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Schedules that are built, not searched."""
+        """The schedules that are built, not searched."""
         return tuple(name for name in self.schedules or () if name != JOINT) or ("1f1b",)
 
 
@@ -168,8 +170,8 @@ def divisors(number: int) -> list[int]:
     return low + [number // n for n in reversed(low) if n * n != number]
 
 
-def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Configuration]:
-    """All that one microbatch of one sample may be tried with; no tensor-parallel group spans two nodes."""
+def parallel_degrees(cluster: Cluster, job: Job, space: Space) -> Iterator[Configuration]:
+    """Yield the tensor, context and expert parallel degrees to try; no tensor parallel group spans two nodes."""
     devices = cluster.num_devices
     node = math.gcd(*(group.devices_per_node for group in cluster.nodes))
     tps = [space.tp] if space.tp else [width for width in divisors(node) if width <= space.largest_tp]
@@ -184,7 +186,8 @@ def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Configuration]:
 
 
 def microbatch_sizes(degrees: Configuration, cluster: Cluster, job: Job, space: Space) -> list[int]:
-    """Samples of a microbatch to try, growing: powers of two that divide a replica's share; of odd shares all divisors."""
+    """Return the microbatch sizes to try, ascending: powers of two that divide a replica's share; of odd shares all
+    divisors."""
     if space.microbatch:
         sizes = [space.microbatch]
     else:
@@ -206,12 +209,12 @@ def microbatch_sizes(degrees: Configuration, cluster: Cluster, job: Job, space: 
 def pipelines(
     degrees: Configuration, cluster: Cluster, job: Job, space: Space, most_stages: int
 ) -> Iterator[Configuration]:
-    """Yield `degrees` with the pipelines and replicas that use every device, divide the batch and the ranks of experts, and
-    whose programs are not too long to simulate."""
+    """Yield `degrees` with the numbers of pipeline ranks and replicas that use every device, divide the batch, suit the
+    expert parallel degree, and whose programs are not too long to simulate."""
     devices = cluster.num_devices // (degrees.tp * degrees.cp)
     for pp in [space.pp] if space.pp else range(1, min(devices, max(most_stages, 1)) + 1):
-        dp, rest = divmod(devices, pp)
-        if rest or space.dp not in (None, dp) or job.global_batch % (dp * degrees.microbatch):
+        dp, remainder = divmod(devices, pp)
+        if remainder or space.dp not in (None, dp) or job.global_batch % (dp * degrees.microbatch):
             continue
         count = job.global_batch // (dp * degrees.microbatch)
         fault = expert_parallel_fault(degrees.ep, dp * degrees.cp, degrees.tp, degrees.sequence_parallel)
@@ -220,7 +223,7 @@ def pipelines(
 
 
 def most_stages(num_layers: int, cluster: Cluster, job: Job) -> int:
-    """Return the most stages worth trying for a model of so many numbered layers."""
+    """Return the maximum number of stages worth trying for a model of `num_layers` numbered layers."""
     if job.runtime != STAGEWRIGHT:
         return num_layers
     return min(cluster.num_devices, 4 * num_layers or cluster.num_devices)
@@ -232,11 +235,11 @@ def configurations(
     """Yield everything to try with these degrees and this microbatch.
 
     Args:
-        graph: of the model with these degrees, in microbatches of any size.
+        graph: that of the model with these degrees, for any microbatch size.
         num_layers: numbered layers of the model.
 
     Raises:
-        InputError: a way to recompute that the model does not have.
+        InputError: a recompute setting that the model does not support.
     """
     for shape in pipelines(degrees, cluster, job, space, most_stages(num_layers, cluster, job)):
         for schedule, chunks in dict.fromkeys(_schedules(shape, num_layers, job, space)):
@@ -252,25 +255,25 @@ def configurations(
 
 def _recomputes(graph: OperatorGraph, job: Job, space: Space) -> tuple[Recompute, ...]:
     if job.runtime == STAGEWRIGHT:
-        return tuple(recompute_of(way, graph) for way in space.recompute or (None,))
+        return tuple(recompute_of(setting, graph) for setting in space.recompute or (None,))
     if space.recompute is not None:
         return space.recompute
     partly = job.profile.selective is not None or bool(attention_scores(graph))
     return ("none", "selective", "full") if partly else ("none", "full")
 
 
-def recompute_of(way: Recompute | None, graph: OperatorGraph) -> Recompute:
-    """Return what `way` means for a model; None is what the model's own code says, and ``auto`` where it says nothing.
+def recompute_of(setting: Recompute | None, graph: OperatorGraph) -> Recompute:
+    """Return the recompute setting for a model; None is ``model`` if the model's own code checkpoints, else ``auto``.
 
     Raises:
-        InputError: ``model`` of a model that checkpoints nothing.
+        InputError: ``model`` for a model that checkpoints nothing.
     """
-    if way == "model" and not has_regions(graph):
+    if setting == "model" and not has_regions(graph):
         raise InputError(
             f"recompute 'model' recomputes what the model's own code checkpoints, and '{graph.name}' calls "
             "torch.utils.checkpoint nowhere: use auto, none or full"
         )
-    return way or ("model" if has_regions(graph) else "auto")
+    return setting or ("model" if has_regions(graph) else "auto")
 
 
 def _levels(num_holders: int, cluster: Cluster, job: Job, space: Space) -> tuple[int | None, ...]:
@@ -289,7 +292,7 @@ def _levels(num_holders: int, cluster: Cluster, job: Job, space: Space) -> tuple
 def _schedules(
     shape: Configuration, num_layers: int, job: Job, space: Space
 ) -> Iterator[tuple[str, int | None]]:
-    """Yield schedules, and stages per rank of those that place any number, that a pipeline allows."""
+    """Yield the schedules that a pipeline allows, with the stages per rank of those that place any number."""
     for name in space.families if shape.pp > 1 else space.families[:1]:
         if name not in _LOOPED or shape.pp == 1:
             yield ("1f1b" if shape.pp == 1 and name in _LOOPED else name), None
@@ -312,10 +315,10 @@ def _schedules(
 
 
 def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> str:
-    """Why there are no widths: the first rule that a given one breaks, with the value and what to do.
+    """Return why nothing can be tried: the first rule that a given degree breaks, with the value and the remedy.
 
     Args:
-        most_stages: into how many the model can be cut; 0 if that is not known.
+        most_stages: maximum number of stages into which the model can be cut; 0 if unknown.
     """
     devices, tp, cp, pp = cluster.num_devices, space.tp or 1, space.cp or 1, space.pp or 1
     named = ("tp", tp), ("cp", cp), ("pp", pp), ("dp", space.dp or 1)
@@ -325,20 +328,20 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
     )
     where = f"the {devices} devices of cluster '{cluster.name}'"
     if cp > 1 and job.sequence_length % (2 * cp):
-        return f"cp {cp} cuts samples into {2 * cp} equal parts, which {job.sequence_length} tokens are not: give another"
+        return f"cp {cp} cuts samples into {2 * cp} parts, which do not divide {job.sequence_length} tokens: change --cp"
     for name, width in named:
         if width > 1 and devices % width:
             return f"{name} = {width} does not divide {where}: use one of {', '.join(map(str, divisors(devices)))}"
     if most_stages and pp > most_stages:
-        return f"pp {pp} is more than the {most_stages} stages that the model is cut into at most: give a smaller --pp"
+        return f"pp {pp} is more than the {most_stages} stages into which the model can be cut: give a smaller --pp"
     if devices % (tp * cp * pp):
-        return f"{given} does not divide {where}: give widths that do"
+        return f"{given} does not divide {where}: give degrees that do"
     if space.dp and space.pp and tp * cp * pp * space.dp != devices:
         return f"{given} is not {where}: leave dp or pp out"
     if space.ep and (fault := expert_parallel_fault(space.ep, devices // (tp * pp), tp, tp > 1)):
         return f"{fault}: give another --ep"
     if (dp := space.dp or (devices // (tp * cp * pp) if space.pp else 0)) and job.global_batch % dp:
-        return f"dp = {dp} does not divide the global batch of {job.global_batch}: change the batch, or the widths"
+        return f"dp = {dp} does not divide the global batch of {job.global_batch}: change the batch, or the degrees"
     if space.microbatch and job.global_batch % space.microbatch:
         return f"microbatches of {space.microbatch} do not divide the global batch of {job.global_batch}: give a divisor"
     if space.microbatch and (shares := _shares(devices // (tp * cp), job, space)):
@@ -355,9 +358,8 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
         longest = devices // (tp * cp) * min(shares) // job.global_batch
         if most_stages and longest > most_stages:
             return (
-                f"a global batch of {job.global_batch:,} leaves pipelines of {longest:,} ranks or more, and the model is "
-                f"cut into {most_stages:,} stages at most: use at most {most_stages * tp * cp:,} devices, or give a larger "
-                "batch"
+                f"a global batch of {job.global_batch:,} requires pipelines of {longest:,} ranks or more, but the model can "
+                f"be cut into {most_stages:,} stages: use at most {most_stages * tp * cp:,} devices, or give a larger batch"
             )
         return (
             f"a global batch of {job.global_batch:,} makes programs of more than {MOST_ACTIONS:,} actions: give a smaller "
@@ -366,16 +368,16 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
     size = f", microbatches of {space.microbatch}" if space.microbatch else ""
     with_given = f" with {given}" if given else ""
     return (
-        f"no widths divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change the "
-        "batch or give other widths"
+        f"no parallel degrees divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change "
+        "the batch or give other degrees"
     )
 
 
 def _shares(devices: int, job: Job, space: Space) -> Sequence[int]:
-    """Samples of a replica, of all widths that divide the batch."""
-    found = (
+    """Return the samples per replica for all numbers of replicas that divide the batch, ascending."""
+    replica_counts = (
         devices // pp
         for pp in divisors(devices)
         if space.pp in (None, pp) and space.dp in (None, devices // pp)
     )
-    return sorted({job.global_batch // dp for dp in found if job.global_batch % dp == 0})
+    return sorted({job.global_batch // dp for dp in replica_counts if job.global_batch % dp == 0})

@@ -122,8 +122,8 @@ def _size(offer: Offer) -> dict[str, Any]:
         "configurations": [
             plan_document(plan, None)
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
-            for plan in offer.found.plans
+            for plan in offer.result.plans
         ],
-        "excluded": [asdict(item) for item in offer.found.excluded],
-        "num_bounded": offer.found.num_bounded,
+        "excluded": [asdict(item) for item in offer.result.excluded],
+        "num_bounded": offer.result.num_bounded,
     }  # fmt: skip

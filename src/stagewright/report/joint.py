@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.planning.joint.plan import JointPlan
-from stagewright.planning.joint.search import Found
+from stagewright.planning.joint.search import JointResult
 from stagewright.report.tables import Table, plural, table
 from stagewright.simulation.prediction import Assumptions
 from stagewright.units import GIGA, format_bytes, format_seconds
@@ -14,7 +14,7 @@ from stagewright.units import GIGA, format_bytes, format_seconds
 _SHOWN = 6
 
 
-def joint_document(result: Found, path: Path | None) -> dict[str, Any]:
+def joint_document(result: JointResult, path: Path | None) -> dict[str, Any]:
     """Return the document of `plan-costs --json`: the best plan, the bound, and the plans it was compared with."""
     plan = result.best
     return {
@@ -48,7 +48,7 @@ def _summary(plan: JointPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def joint_heading(result: Found) -> str:
+def joint_heading(result: JointResult) -> str:
     """Return the time of the best plan, and its maximum distance from the bound."""
     problem = result.best.problem
     return (
@@ -100,7 +100,7 @@ def _span(start: int, end: int) -> str:
     return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
 
 
-def runners_up_table(result: Found) -> Table:
+def runners_up_table(result: JointResult) -> Table:
     """Return the next best plan of each kind and its loss."""
     rows = []
     seen = {result.best.name}

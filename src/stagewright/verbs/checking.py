@@ -16,8 +16,8 @@ from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.promises import (
     TOLERANCE,
-    check_promised_memory,
-    check_promised_time,
+    check_predicted_memory,
+    check_predicted_time,
     check_transfers,
 )
 from stagewright.report.plans import batch_text, widths
@@ -91,7 +91,7 @@ def _checks(
     program = stage_program(plan)
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
     if plan.predictions.costs is not None:
-        yield "time", check_promised_time(plan, plan.predictions.costs)
+        yield "time", check_predicted_time(plan, plan.predictions.costs)
     why = None if with_model or cluster is not None else _without_model(plan)
     if why is not None:
         yield from _checks_of_promises(plan, why, left_out)
@@ -122,7 +122,7 @@ def _checks_of_promises(plan: Plan, why: str, left_out: list[LeftOut]) -> Iterat
         edges = tuple((one.source, one.target) for one in plan.predictions.costs.transfers)
         yield "transfers", check_transfers(stage_program(plan), edges, plan.job.uses_lanes(cluster))
     if plan.predictions.ranks:
-        yield "memory", check_promised_memory(plan, plan.cluster.load())
+        yield "memory", check_predicted_memory(plan, plan.cluster.load())
     else:
         left_out.append(LeftOut("memory", "as the plan predicts none; --with-model finds out"))
 
@@ -140,7 +140,7 @@ def _check_loop(plan: Plan, cluster: Cluster) -> str:
     """Of a runtime without stages."""
     again = estimate(plan, cluster)
     _check_said("it", *(one.predictions.ranks[0].allocated_peak_bytes for one in (again, plan)))
-    return check_promised_memory(again, cluster)
+    return check_predicted_memory(again, cluster)
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:

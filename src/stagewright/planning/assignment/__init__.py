@@ -1,1 +1,1 @@
-"""Which physical devices take which places of a configuration, by their kinds and by the links as they were measured."""
+"""Rank assignment: the device of each rank of a configuration, by the kinds of devices and the measured links."""

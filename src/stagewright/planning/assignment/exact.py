@@ -1,4 +1,4 @@
-"""The best assignment by looking at all of them."""
+"""The best rank assignment by exhaustive search."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import numpy as np
 
 from stagewright.errors import InputError
 from stagewright.planning.assignment.kernels import exhaust
-from stagewright.planning.assignment.problem import Assignment, Grid
+from stagewright.planning.assignment.problem import Assignment, AssignmentProblem
 
 LARGEST = 9
-"""Units of which all orders are looked at: 362,880 of nine."""
+"""Maximum number of units for exhaustive search: nine have 362,880 orders."""
 
 
-def best_of_all(grid: Grid) -> Assignment:
-    """The optimum: the default where nothing is better, else the first in lexicographic order.
+def best_of_all(problem: AssignmentProblem) -> Assignment:
+    """Return the optimal assignment: the default where nothing is better, else the first in lexicographic order.
 
     Raises:
-        InputError: too many units to look at all orders.
+        InputError: too many units for exhaustive search.
     """
-    size = grid.num_units
+    size = problem.num_units
     if size > LARGEST:
-        raise InputError(
-            f"{size} units have too many orders to look at all: use at most {LARGEST}, or assign()"
-        )
+        raise InputError(f"{size} units have too many orders to try all: use at most {LARGEST}, or assign()")
     in_order = np.arange(size, dtype=np.int64)
-    best = exhaust(in_order.copy(), grid.terms)
-    least, by_default = grid.seconds(best), grid.seconds(grid.default)
+    best = exhaust(in_order.copy(), problem.terms)
+    least, by_default = problem.seconds(best), problem.seconds(problem.default)
     if least == by_default:
-        best = grid.default
+        best = problem.default
     return Assignment(tuple(best.tolist()), least, by_default, True, math.factorial(size))

@@ -1,4 +1,4 @@
-"""Compiled parts of assignment: the cost of an order, the five moves, annealing, descent, exhaustion."""
+"""Compiled kernels of rank assignment: the cost of an order, five moves, annealing, descent and exhaustive search."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Words = NDArray[np.uint64]
 
 NUM_MOVES = 5
 _WHOLE = 2**31
-"""More numbers than are drawn at once."""
+"""Size of the range from which probabilities are drawn."""
 _SPREAD = 11400714819323198485
-"""Makes near seeds far apart."""
+"""Multiplier that moves neighbouring seeds far apart."""
 _TIE = 1e-3
-"""Weight of means beside maxima, so that a search sees progress where the slowest stays the same."""
+"""Weight of means relative to maxima, so that a search sees progress while the slowest stays the same."""
 
 
 class Terms(NamedTuple):
-    """The arrays of an `assignment.problem.Grid`."""
+    """The arrays of an `assignment.problem.AssignmentProblem`."""
 
     num_replicas: int
     num_stages: int
-    hop: Floats
+    transfer: Floats
     ring: Floats
     share: Floats
     fill: Floats
@@ -41,13 +41,15 @@ class Terms(NamedTuple):
 
 @compiled
 def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
-    """The slowest edge of all rings, and their sum, where a node holds several units: each of its units in a ring drives an
-    edge of its own to the next node, so that these edges are as much faster."""
+    """Return the slowest edge of all rings, and the sum of edges, where a node holds several units.
+
+    Each unit of a node in a ring has its own edge to the next node, so these edges are faster by that factor.
+    """
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
     firsts, lasts, counts = np.empty((3, num_replicas), np.int64)
     places, met_in = np.zeros(
         (2, len(order)), np.int64
-    )  # of a node: its place in the ring of a stage, and the last one
+    )  # of a node: its place in the ring of a stage, and the last such stage
     slowest = total = 0.0
     for stage in range(num_stages):
         share, num_nodes = terms.share[stage], 0
@@ -79,7 +81,7 @@ def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
 
 @compiled
 def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
-    """Seconds (the slowest pipeline, busiest unit, slowest ring and slowest pair that ties), and the means of pipelines,
+    """Return seconds (the slowest pipeline, busiest unit, slowest ring and slowest tied pair), and the means of pipelines,
     pairs and rings."""
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
     through = longest = slowest = tying = 0.0
@@ -92,7 +94,7 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
             total += terms.fill[unit, stage]
             longest = max(longest, terms.busy[unit, stage])
             if stage + 1 < num_stages:
-                total += terms.hop[unit, order[first + stage + 1]]
+                total += terms.transfer[unit, order[first + stage + 1]]
             if num_replicas > 1 and not terms.shares_nodes:
                 follower = order[((replica + 1) % num_replicas) * num_stages + stage]
                 edge = terms.share[stage] * terms.ring[unit, follower]
@@ -111,20 +113,20 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
 
 @compiled
 def cost(order: Ints, terms: Terms) -> float:
-    """Seconds: the slowest pipeline, the busiest unit, the slowest ring, the slowest pair that ties."""
+    """Return seconds: the slowest pipeline, the busiest unit, the slowest ring and the slowest tied pair."""
     return _weighed(order, terms)[0]
 
 
 @compiled
 def guided(order: Ints, terms: Terms) -> float:
-    """`cost` with a trace of the means of what it takes the maxima of."""
+    """Return `cost` plus a small fraction of the means of the same terms."""
     seconds, mean = _weighed(order, terms)
     return seconds + _TIE * mean
 
 
 @compiled
 def _drawn(state: Words, below: int) -> int:
-    """A number from 0 to `below` - 1; `state` moves on.
+    """Return a random number from 0 to `below` - 1, and advance `state`.
 
     Source: Vigna 2016, "An experimental exploration of Marsaglia's xorshift generators, scrambled" (xorshift64*). It
     compiles in half of the time that NumPy's generator takes.
@@ -145,7 +147,7 @@ def _copy(source: Ints, out: Ints) -> None:
 
 @compiled
 def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
-    """One of five moves of `order` into `out`: reverse a..b, insert, swap, move a..b, move a..b reversed."""
+    """Write `order` after one of five moves into `out`: reverse a..b, insert, swap, move a..b, move a..b reversed."""
     size = len(order)
     if kind == 2:
         _copy(order, out)
@@ -160,22 +162,22 @@ def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
     if kind == 1:
         low, high = a, a
     length = high - low + 1
-    rest = size - length
-    place = to % (rest + 1)
+    num_others = size - length
+    place = to % (num_others + 1)
     index = 0
-    for i in range(rest + 1):
+    for i in range(num_others + 1):
         if i == place:
             for j in range(length):
                 out[index] = order[high - j] if kind == 4 else order[low + j]
                 index += 1
-        if i < rest:
+        if i < num_others:
             out[index] = order[i] if i < low else order[i + length]
             index += 1
 
 
 @compiled
 def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, terms: Terms) -> Ints:
-    """The best order seen in `num_steps` moves while the temperature falls from `hot` to `cold` seconds."""
+    """Return the best order seen in `num_steps` moves while the temperature falls from `hot` to `cold` seconds."""
     state = np.zeros(1, np.uint64)
     state[0] = np.uint64(seed + 1) * np.uint64(_SPREAD)
     order, trial = start.copy(), start.copy()
@@ -187,10 +189,10 @@ def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, term
     for _ in range(num_steps):
         a, b = _drawn(state, size), _drawn(state, size)
         move(order, _drawn(state, NUM_MOVES), a, b, _drawn(state, size), trial)
-        found = guided(trial, terms)
-        if found <= now or _drawn(state, _WHOLE) < _WHOLE * math.exp((now - found) / temperature):
+        trial_cost = guided(trial, terms)
+        if trial_cost <= now or _drawn(state, _WHOLE) < _WHOLE * math.exp((now - trial_cost) / temperature):
             _copy(trial, order)
-            now = found
+            now = trial_cost
             if now < least:
                 least = now
                 _copy(order, best)
@@ -200,7 +202,7 @@ def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, term
 
 @compiled
 def descend(start: Ints, terms: Terms) -> Ints:
-    """Until no swap, insertion or reversal is better."""
+    """Return the order after improvements until no swap, insertion or reversal is better."""
     order, trial = start.copy(), start.copy()
     now = guided(order, terms)
     size = len(order)
@@ -213,17 +215,17 @@ def descend(start: Ints, terms: Terms) -> Ints:
                     if a == b or (kind != 1 and b < a):
                         continue
                     move(order, kind, a, b, b, trial)
-                    found = guided(trial, terms)
-                    if found < now - 1e-15:
+                    trial_cost = guided(trial, terms)
+                    if trial_cost < now - 1e-15:
                         _copy(trial, order)
-                        now = found
+                        now = trial_cost
                         improved = True
     return order
 
 
 @compiled
 def next_permutation(values: Ints) -> bool:
-    """The next in lexicographic order, in place; False after the last."""
+    """Change `values` to the next permutation in lexicographic order; return False after the last."""
     i = len(values) - 2
     while i >= 0 and values[i] >= values[i + 1]:
         i -= 1
@@ -243,16 +245,16 @@ def next_permutation(values: Ints) -> bool:
 
 @compiled
 def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> Ints:
-    """The best of all ways to put `values`, the units there in rising order, at `places`; the others stay."""
+    """Return the best order with the units `values`, sorted, permuted over `places`; the others stay."""
     trial, best = order.copy(), order.copy()
     least = guided(order, terms)
     more = True
     while more:
         for i in range(len(places)):
             trial[places[i]] = values[i]
-        found = guided(trial, terms)
-        if found < least:
-            least = found
+        trial_cost = guided(trial, terms)
+        if trial_cost < least:
+            least = trial_cost
             _copy(trial, best)
         more = next_permutation(values)
     return best
@@ -260,12 +262,12 @@ def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> I
 
 @compiled
 def exhaust(order: Ints, terms: Terms) -> Ints:
-    """The cheapest of all orders from `order`, which is sorted, on; the first of equal ones."""
+    """Return the cheapest of all orders from the sorted `order` on; the first of equal ones."""
     best = order.copy()
     least = cost(order, terms)
     while next_permutation(order):
-        found = cost(order, terms)
-        if found < least:
-            least = found
+        trial_cost = cost(order, terms)
+        if trial_cost < least:
+            least = trial_cost
             _copy(order, best)
     return best

@@ -1,4 +1,4 @@
-"""On which device of the cluster each rank of a plan is: by the links as they were measured."""
+"""The device of each rank of a plan, assigned by the measured links."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.variants import ArrangedCluster, order_of
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
-from stagewright.planning.assignment.problem import Grid, grid_of
+from stagewright.planning.assignment.problem import AssignmentProblem, assignment_problem
 from stagewright.planning.assignment.solve import assign
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import gradient_bytes, holders_of, run_timeline, step_seconds
 
 MOST_UNITS = 512
-"""Ranks of larger clusters stay in the devices' own order."""
+"""Maximum number of units to assign; larger clusters keep the order of their devices."""
 
 
 def unit_width(line: Pipeline) -> int:
-    """Devices that stay together, as they are numbered: groups of ranks that share layers, tokens or experts."""
+    """Return the number of consecutive devices that stay together: tensor, context and expert parallel groups."""
     graph = line.stages[0].graph
     strides, experts = neighbour_strides(graph), expert_parallelism(graph)
     context = strides[CONTEXT_GROUP] * graph.facts.get("cp", 1)
@@ -31,27 +31,28 @@ def unit_width(line: Pipeline) -> int:
 
 
 def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
-    """`line` with its ranks on the devices that make its step fastest, and the device of every rank; as it is, and no
-    devices, where the links are not measured or no order found is faster than the devices' own.
+    """Return `line` in the device order that makes its step fastest, and the device of every rank.
+
+    Where the links are not measured, or no faster order was found, `line` is unchanged and there are no devices.
     """
     width = unit_width(line)
     num_units = line.pp * line.num_holders * line.tp // width
     if isinstance(line.cluster, ArrangedCluster):
-        return line, ()  # somebody has placed it
+        return line, ()  # the device order is fixed already
     if line.cluster.measured is None or num_units < 2 or num_units > MOST_UNITS:
         return line, ()
     if num_units * width != line.cluster.num_devices:
         return line, ()
     num_replicas = num_units // line.pp
-    order = devices_of(assign(grid_of_line(line)).units, width, num_replicas, line.pp)
-    other = replace(line, cluster=arranged(line.cluster, order))
-    if _step(other) >= _step(line):
+    order = devices_of(assign(line_assignment_problem(line)).units, width, num_replicas, line.pp)
+    rearranged = replace(line, cluster=arranged(line.cluster, order))
+    if _step(rearranged) >= _step(line):
         return line, ()
-    return other, order
+    return rearranged, order
 
 
 def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int) -> tuple[int, ...]:
-    """Device of every rank, in the order of ranks (stage, replica, shard), for ``units[replica * num_stages + stage]``.
+    """Return the device of every rank (stage, replica, shard), for ``units[replica * num_stages + stage]``.
 
     >>> devices_of([0, 2, 1, 3], 1, 2, 2)
     (0, 1, 2, 3)
@@ -66,9 +67,9 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
     )
 
 
-def grid_of_line(line: Pipeline) -> Grid:
-    """The places of a split model: its widest boundary, each pipeline rank's gradients, and those of tied parameters, which
-    the first and the last of their ranks are taken to add up."""
+def line_assignment_problem(line: Pipeline) -> AssignmentProblem:
+    """Return the assignment problem of a split model, from its largest boundary, each pipeline rank's gradients, and those
+    of tied parameters, which the first and the last of their ranks are taken to reduce."""
     width = unit_width(line)
     boundary = max((*_sent(line), 0))
     gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
@@ -78,7 +79,7 @@ def grid_of_line(line: Pipeline) -> Grid:
     }
     microbatches = line.program.num_microbatches
     stages_per_rank = line.program.num_stages / line.pp
-    return grid_of(
+    return assignment_problem(
         line.cluster,
         tp=width,
         num_replicas=line.num_holders * line.tp // width,
@@ -101,26 +102,26 @@ def _step(line: Pipeline) -> float:
 
 
 def on_devices(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """`cluster` as the ranks of a plan see it; as it is where the plan's devices are not among its own."""
+    """Return `cluster` in the device order of a plan; unchanged where it does not have the plan's devices."""
     if not devices or max(devices) >= cluster.num_devices:
         return cluster
-    rest = sorted(set(range(cluster.num_devices)) - set(devices))
-    return arranged(cluster, (*devices, *rest))
+    unused = sorted(set(range(cluster.num_devices)) - set(devices))
+    return arranged(cluster, (*devices, *unused))
 
 
 @lru_cache(maxsize=8)
 def device_places(cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """Of every rank its node, and its device in the node.
+    """Return the node of every rank, and its device within the node.
 
     >>> from stagewright.cluster import load_cluster
     >>> device_places(arranged(load_cluster("2x2x-a100-80"), [0, 2, 3, 1]))
     ((0, 0), (1, 0), (1, 1), (0, 1))
     """
-    own = order_of(cluster)
+    devices = order_of(cluster)
     firsts: dict[int, int] = {}
-    for rank, device in enumerate(own):
+    for rank, device in enumerate(devices):
         node = cluster.node_of(rank)
         firsts[node] = min(device, firsts.get(node, device))
     return tuple(
-        (cluster.node_of(rank), own[rank] - firsts[cluster.node_of(rank)]) for rank in range(len(own))
+        (cluster.node_of(rank), devices[rank] - firsts[cluster.node_of(rank)]) for rank in range(len(devices))
     )

@@ -1,4 +1,4 @@
-"""The places of a configuration and what it costs to put units of devices there."""
+"""The rank assignment problem: the costs of placing units of devices in a configuration."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from stagewright.planning.assignment.kernels import Terms, cost
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """`num_replicas` pipelines of `num_stages` places; a unit of devices (a tensor-parallel group) takes each.
+class AssignmentProblem:
+    """The problem of assigning units of devices (tensor parallel groups) to `num_replicas` pipelines of `num_stages` stages.
 
     Args:
-        hop: [unit, unit] seconds of a step that a pipeline waits between two of its units, both ways.
-        ring: [unit, unit] seconds of a step to pass a stage's gradients from one unit to the next of its ring.
-        ring_share: [stage] what a stage has of the gradients that `ring` is for.
+        transfer: [unit, unit] seconds per step that a pipeline waits for transfers between two of its units, both ways.
+        ring: [unit, unit] seconds per step to pass a stage's gradients from one unit to the next in its ring.
+        ring_share: [stage] gradients of a stage as a fraction of those assumed in `ring`.
         fill: [unit, stage] seconds of one microbatch, forward and backward.
         busy: [unit, stage] seconds of all other microbatches.
-        tie: [unit, unit] seconds to add up gradients of parameters that both stages `tied` hold; none: nothing is tied.
-        node: [unit] the node of a unit; none: each has its own.
-        by_default: the unit at each place when nobody chooses; none: units in their own order.
+        tie: [unit, unit] seconds to reduce gradients of parameters that both stages `tied` hold; None: nothing is tied.
+        node: [unit] the node of a unit; None: each has its own.
+        by_default: the unit at each place by default; empty: units in their own order.
     """
 
     num_replicas: int
     num_stages: int
-    hop: Floats
+    transfer: Floats
     ring: Floats
     ring_share: Floats
     fill: Floats
@@ -42,7 +42,7 @@ class Grid:
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
         wanted = {
-            "hop": (units, units), "ring": (units, units), "ring_share": (stages,),
+            "transfer": (units, units), "ring": (units, units), "ring_share": (stages,),
             "fill": (units, stages), "busy": (units, stages),
         }  # fmt: skip
         for name, shape in wanted.items():
@@ -55,13 +55,13 @@ class Grid:
 
     @property
     def default(self) -> Ints:
-        """The unit at each place when nobody chooses."""
+        """The unit at each place by default."""
         return np.array(self.by_default or range(self.num_units), dtype=np.int64)
 
     def seconds(self, order: Ints) -> float:
-        """Seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
+        """Return the seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
 
-        The slowest pipeline passes one microbatch, its slowest unit the others, then the slowest ring reduces gradients, and
+        The slowest pipeline runs one microbatch, its slowest unit the others, then the slowest ring reduces gradients, and
         the slowest pair of units those of tied parameters.
         Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link, tied
         parameters and the units' own times. Ignores: several rings and pipelines on one link at a time.
@@ -70,41 +70,44 @@ class Grid:
 
     @property
     def terms(self) -> Terms:
-        """As the kernels take it."""
+        """The arguments of the kernels."""
         tie = np.zeros((self.num_units, self.num_units)) if self.tie is None else self.tie
         return Terms(
-            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy,
+            self.num_replicas, self.num_stages, self.transfer, self.ring, self.ring_share, self.fill, self.busy,
             tie, *self.tied, *self._nodes,
         )  # fmt: skip
 
     @property
     def _nodes(self) -> tuple[Ints, bool]:
-        """The node of every unit, and whether a node has several."""
+        """The node of every unit, and whether a node has several units."""
         given = np.arange(self.num_units) if self.node is None else self.node
         nodes, node = np.unique(given, return_inverse=True)
         return node.astype(np.int64), len(nodes) < self.num_units
 
     @property
     def has_equal_links(self) -> bool:
-        """Whether it does not matter which units are neighbours."""
-        others = ~np.eye(self.num_units, dtype=bool)
-        return all(links is None or np.ptp(links[others]) == 0 for links in (self.hop, self.ring, self.tie))
+        """Whether all links are equal, so that the order of units does not matter."""
+        off_diagonal = ~np.eye(self.num_units, dtype=bool)
+        return all(
+            links is None or np.ptp(links[off_diagonal]) == 0
+            for links in (self.transfer, self.ring, self.tie)
+        )
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """`units[replica * num_stages + stage]` at each place; seconds of a step that depend on it."""
+    """A rank assignment: `units[replica * num_stages + stage]` at each place, and the seconds that depend on it."""
 
     units: tuple[int, ...]
     seconds: float
     seconds_by_default: float
-    """Of the units where nobody chooses."""
+    """Seconds with the default order."""
     is_proved: bool
     """Whether no assignment is better."""
     num_tried: int
 
 
-def grid_of(
+def assignment_problem(
     cluster: Cluster,
     *,
     tp: int,
@@ -118,30 +121,30 @@ def grid_of(
     num_sharing: int | None = None,
     tied_bytes: float = 0.0,
     tied: tuple[int, int] = (0, 0),
-) -> Grid:
-    """The places of a configuration on `cluster`, whose units are `tp` ranks in a row; by default the replicas of a stage
-    are next to each other, as Megatron numbers them.
+) -> AssignmentProblem:
+    """Return the assignment problem of a configuration on `cluster`, whose units are `tp` consecutive ranks; by default the
+    replicas of a stage are next to each other, as Megatron numbers them.
 
     Args:
-        tp: devices of a unit, with context and expert parallelism those of all groups that stay together.
-        boundary_bytes: what a device hands to the next stage per microbatch.
-        gradient_bytes: [stage] what a device reduces over its replicas.
-        num_exposed: how often per step a pipeline waits for its transfers.
-        unit_seconds: [unit, stage] forward and backward of a microbatch; none: equal everywhere.
-        num_sharing: devices that add up the same gradients, where a unit has several; by default `num_replicas`.
-        tied_bytes, tied: gradients of a device that two stages of every pipeline add up, and these stages.
+        tp: devices of a unit; with context and expert parallelism, those of all groups that stay together.
+        boundary_bytes: bytes that a device sends to the next stage per microbatch.
+        gradient_bytes: [stage] bytes that a device reduces over its replicas.
+        num_exposed: number of times per step that a pipeline waits for its transfers.
+        unit_seconds: [unit, stage] forward and backward of a microbatch; None: equal everywhere.
+        num_sharing: devices that reduce the same gradients, where a unit has several; by default `num_replicas`.
+        tied_bytes, tied: bytes of gradients per device that two stages of every pipeline reduce, and these stages.
 
     Raises:
-        InputError: the widths do not fill the cluster, or a unit would span nodes of several kinds.
+        InputError: the degrees do not fill the cluster, or a unit would span nodes of several kinds.
     """
     num_units = num_replicas * num_stages
     if num_units * tp != cluster.num_devices:
         raise InputError(
             f"tp {tp} x {num_replicas} replicas x {num_stages} stages are {num_units * tp} devices, but cluster "
-            f"'{cluster.name}' has {cluster.num_devices}: choose widths whose product is that"
+            f"'{cluster.name}' has {cluster.num_devices}: choose degrees with that product"
         )
     latency, rate = _unit_links(cluster, tp, num_units)
-    there = latency + boundary_bytes / rate
+    one_way = latency + boundary_bytes / rate
     sharing = num_sharing or num_replicas
     share = 2 * (sharing - 1) / sharing
     both_ways = np.maximum(latency, latency.T), np.minimum(rate, rate.T)
@@ -155,8 +158,8 @@ def grid_of(
         ):  # such a ring stays inside its node
             ring[a, b] = inside.seconds("all-reduce", sharing, heaviest)
     seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
-    return Grid(
-        num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
+    return AssignmentProblem(
+        num_replicas, num_stages, num_exposed * (one_way + one_way.T), ring, np.asarray(gradient_bytes) / heaviest,
         seconds, (num_microbatches - 1) * seconds,
         as_numbered(num_replicas, num_stages),
         2 * both_ways[0] + tied_bytes / both_ways[1] if tied_bytes else None,
@@ -166,7 +169,7 @@ def grid_of(
 
 
 def as_numbered(num_replicas: int, num_stages: int) -> tuple[int, ...]:
-    """The unit at each place when the replicas of a stage are next to each other, as Megatron numbers them.
+    """Return the unit at each place when the replicas of a stage are next to each other, as Megatron numbers them.
 
     >>> as_numbered(2, 3)
     (0, 2, 4, 1, 3, 5)
@@ -177,7 +180,7 @@ def as_numbered(num_replicas: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _unit_links(cluster: Cluster, tp: int, num_units: int) -> tuple[Floats, Floats]:
-    """Latency and bytes/s from unit to unit: those of the slowest pair of their devices; a unit to itself is free."""
+    """Return latency and bytes/s from unit to unit: those of the slowest pair of their devices; a unit to itself is free."""
     latency, rate = np.zeros((num_units, num_units)), np.full((num_units, num_units), np.inf)
     if cluster.measured is None and len(cluster.nodes) == 1 and _devices(cluster, 0) % tp == 0:
         per_node = _devices(cluster, 0) // tp
@@ -189,7 +192,7 @@ def _unit_links(cluster: Cluster, tp: int, num_units: int) -> tuple[Floats, Floa
         np.fill_diagonal(latency, 0.0)
         np.fill_diagonal(rate, np.inf)
         return latency, rate
-    known: dict[tuple[int, int], tuple[float, float]] = {}
+    by_nodes: dict[tuple[int, int], tuple[float, float]] = {}
     by_node = cluster.measured is None or cluster.measured.between == "nodes"
     nodes = [cluster.node_of(unit * tp) for unit in range(num_units)]
     for a in range(num_units):
@@ -197,10 +200,10 @@ def _unit_links(cluster: Cluster, tp: int, num_units: int) -> tuple[Floats, Floa
             if a == b:
                 continue
             key = (nodes[a], nodes[b]) if by_node and tp <= _devices(cluster, nodes[a]) else (-1 - a, -1 - b)
-            if key not in known:
+            if key not in by_nodes:
                 links = [cluster.link_between(a * tp + i, b * tp + i) for i in range(tp)]
-                known[key] = max(one.latency_s for one in links), min(one.bandwidth for one in links)
-            latency[a, b], rate[a, b] = known[key]
+                by_nodes[key] = max(link.latency_s for link in links), min(link.bandwidth for link in links)
+            latency[a, b], rate[a, b] = by_nodes[key]
     return latency, rate
 
 

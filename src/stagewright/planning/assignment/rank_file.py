@@ -1,4 +1,4 @@
-"""Rank files: which device of which node each rank has, one line per rank."""
+"""Rank files: the node and device of each rank, one line per rank."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ HEADER = ("rank", "node", "device")
 
 
 def read_rank_file(path: str | Path, cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
-    """The device of every rank, in the numbering of `cluster`, from a file as `stagewright plan --ranks` writes it.
+    """Return the device of every rank, as `cluster` numbers them, from a file that `stagewright plan --ranks` wrote.
 
     Raises:
-        InputError: names the file, the line and what is wrong.
+        InputError: a wrong line; the message has the file, the line and the rule.
     """
     rows = [tuple(cell.strip() for cell in row) for row in read_csv(path, "rank file")]
     if not rows or rows[0] != HEADER:
         raise InputError(f"{path}: the first line must be '{','.join(HEADER)}'")
-    found: dict[int, int] = {}
+    device_of_rank: dict[int, int] = {}
     for row in rows[1:]:
         numbers = [number for cell in row if (number := parse_count(cell)) is not None]
         if len(row) != len(HEADER) or len(numbers) != len(row):
-            raise InputError(f"{path}: '{','.join(row)[:80]}' is no line of three whole numbers")
+            raise InputError(f"{path}: '{','.join(row)[:80]}' is not a line of three whole numbers")
         rank, node, device = numbers
-        found[rank] = _device(cluster, node, device, path)
-    if sorted(found) != list(range(num_ranks)) or sorted(found.values()) != list(range(num_ranks)):
+        device_of_rank[rank] = _device(cluster, node, device, path)
+    if sorted(device_of_rank) != list(range(num_ranks)) or sorted(device_of_rank.values()) != list(
+        range(num_ranks)
+    ):
         raise InputError(
             f"{path}: must give each of the plan's {num_ranks} ranks one of the first {num_ranks} devices of cluster "
             f"'{cluster.name}', none twice"
         )
-    return tuple(found[rank] for rank in range(num_ranks))
+    return tuple(device_of_rank[rank] for rank in range(num_ranks))
 
 
 def _device(cluster: Cluster, node: int, device: int, path: str | Path) -> int:

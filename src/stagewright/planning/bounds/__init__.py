@@ -1,1 +1,1 @@
-"""What configurations take at the least, from the costs of their layers."""
+"""Lower bounds on the seconds and bytes of configurations, from the costs of their layers."""

@@ -1,4 +1,4 @@
-"""What configurations take at the least: seconds and bytes by layers, from graphs that leave equal layers out."""
+"""Lower bounds on the seconds and bytes of configurations by layers, from graphs that leave equal layers out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Trace = Callable[..., OperatorGraph]
 
 
 _FILLED = 0.03
-"""Part by which some shapes of a product may fill a device better than its rate at any."""
+"""Fraction by which some shapes of a matmul may use a device better than its modelled rate."""
 
 
 @dataclass
@@ -57,12 +57,12 @@ class Coarse:
     _shares: dict[Configuration, float] = field(default_factory=dict)
 
     def trace_arguments(self, key: Configuration) -> dict[str, Any]:
-        """Arguments of the tracer."""
+        """Return the arguments of the tracer."""
         how = self.job.traced(self.cluster.nodes[0].device.kind)
         return {"microbatch_size": key.microbatch, **how, **key.trace_arguments, "expand": False}
 
     def graph(self, key: Configuration) -> OperatorGraph:
-        """Return the graph of one rank, which may leave layers out. Raises what the tracer does."""
+        """Return the graph of one rank, which may leave equal layers out. Raises what the tracer raises."""
         if key not in self.graphs:
             self.graphs[key] = self.trace(self.reference, report=self.report, **self.trace_arguments(key))
         return self.graphs[key]
@@ -75,7 +75,7 @@ class Coarse:
 
     @property
     def without_rule(self) -> set[str]:
-        """Operators so far whose costs no rule gives."""
+        """Operators seen so far without a cost rule."""
         return {name for body in self._bodies.values() for name in body.few_costing.without_rule}
 
     def costs(
@@ -87,35 +87,37 @@ class Coarse:
         return self._layers[key].costs(device or self.cluster.nodes[0].device, recompute)
 
     def growing_share(self, key: Configuration) -> float:
-        """Of what a sample takes, the least that it takes in larger microbatches."""
+        """Return a lower bound on the time of a sample in larger microbatches, as a fraction of its time in these."""
         if key not in self._shares:
             self.costs(key)
             self._shares[key] = self._layers[key].growing_share
         return self._shares[key]
 
     def narrower(self, key: Configuration, others: Iterable[Configuration] = ()) -> Configuration | None:
-        """The widest of the graphs that there are, or would be of `others`, which says what `key` takes at the least; None
-        where none does, as on devices of several kinds."""
-        found = (
-            known
-            for known in (*self.graphs, *others)
-            if self.cluster.is_homogeneous and known.ep == key.ep and (known.tp, known.cp) != (key.tp, key.cp)
-            and _is_narrower(known.tp, key.tp) and _is_narrower(known.cp, key.cp)
+        """Return the largest degrees, of the traced graphs and `others`, whose graph gives a lower bound for `key`, or None,
+        as on devices of several kinds."""
+        candidates = (
+            degrees
+            for degrees in (*self.graphs, *others)
+            if self.cluster.is_homogeneous and degrees.ep == key.ep and (degrees.tp, degrees.cp) != (key.tp, key.cp)
+            and _is_narrower(degrees.tp, key.tp) and _is_narrower(degrees.cp, key.cp)
         )  # fmt: skip
-        return max(found, key=lambda known: (known.tp * known.cp, -known.microbatch), default=None)
+        return max(
+            candidates, key=lambda degrees: (degrees.tp * degrees.cp, -degrees.microbatch), default=None
+        )
 
-    def wider_s(self, key: Configuration, known: Configuration) -> float:
-        """The least that a step takes whose ranks share layers and samples as `key` says, however many stages and replicas
-        there are, from the graph of `known`, which is `narrower`."""
-        self.costs(known)
-        seconds = self._layers[known].wider_seconds(key.tp / known.tp, key.cp / known.cp)
+    def wider_s(self, key: Configuration, narrower: Configuration) -> float:
+        """Return a lower bound on a step with the degrees of `key`, for any number of stages and replicas, from the graph of
+        the smaller degrees `narrower`."""
+        self.costs(narrower)
+        seconds = self._layers[narrower].wider_seconds(key.tp / narrower.tp, key.cp / narrower.cp)
         num_ranks = self.cluster.num_devices / (key.tp * key.cp)
-        return (1 - _FILLED) * self.job.global_batch * seconds / known.microbatch / num_ranks
+        return (1 - _FILLED) * self.job.global_batch * seconds / narrower.microbatch / num_ranks
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     def first_bound_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """As if ranks could share the layers of every microbatch evenly, each on the fastest of their devices."""
+        """Return the step seconds if ranks could divide the layers of every microbatch evenly, on the fastest devices."""
         first, *others = {id(costs): costs for costs in self.columns(configuration, key, cluster)}.values()
         whole_s = first.total_seconds
         if others:
@@ -132,8 +134,10 @@ class Coarse:
         """Return, for every stage, the costs of all layers on the slowest of its devices; `recompute` replaces that of the
         configuration."""
         how = recompute or configuration.recomputed_alike
-        own = [self._slowest(key, devices, how) for devices in devices_of_ranks(cluster, configuration.pp)]
-        return own * (configuration.chunks or 1)
+        rank_costs = [
+            self._slowest(key, devices, how) for devices in devices_of_ranks(cluster, configuration.pp)
+        ]
+        return rank_costs * (configuration.chunks or 1)
 
     def _slowest(self, key: Configuration, devices: Sequence[Device], recompute: Recompute) -> LayerCosts:
         first, *others = (self.costs(key, device, recompute) for device in devices)
@@ -142,23 +146,23 @@ class Coarse:
     def split(
         self, configuration: Configuration, key: Configuration, cluster: Cluster, most: Sequence[int] = ()
     ) -> tuple[int, ...] | None:
-        """Layers of every stage, at most so many; None where the runtime's own partition is taken, or without layers."""
+        """Return the numbers of layers per stage, at most `most`, or None for a single stage or a model without layers."""
         columns = self.columns(configuration, key, cluster)
         if configuration.pp == 1 or not self.costs(key).num_layers:
             return None
         if most:
-            return balanced_layers([each.seconds for each in columns], most)
+            return balanced_layers([costs.seconds for costs in columns], most)
         alike = key, configuration.pp, configuration.chunks, configuration.recomputed_alike, cluster
         if alike not in self._splits:
-            self._splits[alike] = balanced_layers([each.seconds for each in columns])
+            self._splits[alike] = balanced_layers([costs.seconds for costs in columns])
         return self._splits[alike]
 
     def bound_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """No step of stages of whole layers is faster: every rank has its passes behind each other.
+        """Return a lower bound on the batch with stages of whole layers: every rank runs its actions one after the other.
 
-        In front of these and behind them there are those of one microbatch on the stages in front of its first; in between
-        it waits for its first microbatch where that takes longer than the forwards it runs until then. There nothing is
-        recomputed that may be while a rank waits.
+        Before and after these, one microbatch runs on the stages before the rank's first; in between the rank waits for the
+        backward of its first microbatch where that takes longer than the forwards it runs until then. Recomputation that may
+        run while a rank waits is not counted there.
         """
         columns = self.columns(configuration, key, cluster)
         forward_s, backward_s = stage_seconds(columns, configuration.layers_per_stage)
@@ -176,8 +180,8 @@ class Coarse:
         return float((busy_s * configuration.num_microbatches + fill).max())
 
     def after_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """What comes behind the batch at the least under our own runtime, as if all ranks had as many parameters: the
-        optimizer, parameters that others have updated, and sums of gradients that nothing overlaps."""
+        """Return a lower bound on the time after the batch under our own runtime, as if all ranks had equally many
+        parameters: the optimizer, the all-gather of updated parameters, and gradient reductions that nothing overlaps."""
         precision, parameters = self.job.precision, self._parameters(configuration, key)
         shards = (
             (configuration.shard_group or configuration.num_holders)
@@ -199,19 +203,19 @@ class Coarse:
         return seconds
 
     def sharding_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """What the network takes to gather parameters and to reduce gradients, however much of it nobody waits for; of whole
-        stages where there is room for these."""
+        """Return the seconds of gathering parameters and reducing gradients, hidden or not; of whole stages where these fit
+        in memory."""
         parameters = self._parameters(configuration, key)
         whole = parameters / (configuration.chunks or 1) * ITEM_BYTES[self.job.precision.gradient]
         if configuration.level >= PARAMETERS:
             whole += parameters / (configuration.chunks or 1) * ITEM_BYTES[self.job.torch_name]
         usable = usable_bytes_of_ranks(self.job, cluster, configuration.pp)[0]
         state = self.missing_anywhere(configuration, key, cluster) + usable
-        has_room = state + NUM_BUFFERS * whole <= OF_STATE * usable
-        return network_seconds(configuration, parameters, cluster, self.job, in_units=not has_room)
+        fits_whole = state + NUM_BUFFERS * whole <= OF_STATE * usable
+        return network_seconds(configuration, parameters, cluster, self.job, in_units=not fits_whole)
 
     def _parameters(self, configuration: Configuration, key: Configuration) -> float:
-        """That are trained, of a rank, as if all had as many."""
+        """Return the number of trained parameters of a rank, as if all ranks had equally many."""
         return (
             float(self.costs(key).trained_bytes.sum())
             / self.job.precision.bytes_per_parameter
@@ -221,7 +225,8 @@ class Coarse:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def missing_bytes(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
-        """What the first or the last rank lacks at the least: of state, and of what microbatches in flight keep."""
+        """Return a lower bound on the bytes by which the first or the last rank is over, from state and saved values of the
+        microbatches in flight."""
         costs = self.columns(configuration, key, cluster)[0]
         kept, state = (
             stage_sums([column] * configuration.num_stages, configuration.layers_per_stage)
@@ -238,15 +243,16 @@ class Coarse:
                 configuration.chunks or 1,
                 rank,
             )
-            own = slice(rank, None, configuration.pp)
-            needed = share * state[own].sum() + float((alive @ kept[own]).max())
+            on_rank = slice(rank, None, configuration.pp)
+            needed = share * state[on_rank].sum() + float((alive @ kept[on_rank]).max())
             lacking.append(needed - usable[rank])
         return int(max(lacking))
 
     def missing_anywhere(
         self, configuration: Configuration, key: Configuration, cluster: Cluster, num_saved: float = 0.0
     ) -> int:
-        """What ranks lack on the average, wherever the model is cut: of state, and of what so many microbatches save."""
+        """Return the average bytes by which ranks are over, regardless of cuts, from state and the saved values of
+        `num_saved` microbatches."""
         costs = self.costs(key)
         share = configuration.state_share(self.job.precision)
         needed = share * float(costs.state_bytes.sum()) + num_saved * float(costs.saved_bytes.sum())
@@ -255,25 +261,25 @@ class Coarse:
         )
 
 
-def _is_narrower(known: int, width: int) -> bool:
-    """Whether fewer ranks, of which there are several where there are in `width`, share what so many do."""
-    return known == width or (1 < known < width and width % known == 0)
+def _is_narrower(smaller: int, degree: int) -> bool:
+    """Return whether the degree `smaller` bounds `degree`: it is equal, or divides it and is above 1."""
+    return smaller == degree or (1 < smaller < degree and degree % smaller == 0)
 
 
 def _enough(configuration: Configuration) -> int:
-    """Microbatches after which a program keeps no more than before."""
+    """Return the number of microbatches after which the peak of a program no longer grows."""
     wanted = configuration.pp + 1 if (configuration.chunks or 1) == 1 else 2 * configuration.pp
     return min(configuration.num_microbatches, wanted)
 
 
 @lru_cache(maxsize=512)
 def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank: int) -> Floats:
-    """After every forward of a rank, of how many microbatches each of its stages keeps what it saves."""
+    """Return, after every forward of a rank, the number of microbatches whose saved values each of its stages keeps."""
     program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
     now: Counter[int] = Counter()
     rows: list[list[int]] = []
     for stage, change in changes(program.without_pairs().actions(rank)):
         now[stage // pp] += change
         if change > 0:
-            rows.append([now[each] for each in range(num_chunks)])
+            rows.append([now[chunk] for chunk in range(num_chunks)])
     return np.unique(np.array(rows, float), axis=0)

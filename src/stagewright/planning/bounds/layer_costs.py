@@ -1,4 +1,4 @@
-"""What every layer of a model costs: the figures that bounds are made of, from a graph that may leave equal layers out."""
+"""Costs of every layer of a model, from which bounds follow; the graph may leave equal layers out."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from stagewright.planning.prediction.regions import kept_policy, layers_policy, 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one microbatch, per numbered layer, and one entry in front of these and one behind for what is around them.
+    """Costs of one microbatch per numbered layer, with one entry before and one after them for the rest of the model.
 
-    * `forward`, `backward`: what `together` makes seconds from, in five columns; what is recomputed is in the second;
+    * `forward`, `backward`: five columns from which `together` computes seconds; recomputation is in `backward`;
     * `state_bytes`: parameters, gradients and optimizer state;
-    * `saved_bytes`: what the forward leaves for the backward;
-    * `trained_bytes`: of `state_bytes`, what belongs to parameters that are trained.
+    * `saved_bytes`: values that the forward saves for the backward;
+    * `trained_bytes`: the part of `state_bytes` that belongs to trained parameters.
     """
 
     forward: Floats
@@ -41,7 +41,7 @@ class LayerCosts:
     saved_bytes: Floats
     trained_bytes: Floats
     boundary_bytes: float
-    """What one layer hands to the next."""
+    """Bytes that one layer sends to the next."""
 
     @property
     def num_layers(self) -> int:
@@ -49,31 +49,34 @@ class LayerCosts:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         return together(*self.forward.T) + together(*self.backward.T)
 
     @cached_property
     def total_seconds(self) -> float:
-        """Of the whole model on one device."""
+        """Seconds of the whole model on one device."""
         return float(together(*self.forward.sum(axis=0)) + together(*self.backward.sum(axis=0)))
 
 
 def stage_seconds(
     costs: Sequence[LayerCosts], layers_per_stage: Sequence[int] | None
 ) -> tuple[Floats, Floats]:
-    """Of every stage, on its device, the seconds of its forward and of its backward, of layers as `stage_sums` says."""
+    """Return the seconds of the forward and the backward of every stage on its device; its layers are as in `stage_sums`."""
     forward, backward = (
         stage_sums(columns, layers_per_stage)
-        for columns in ([one.forward for one in costs], [one.backward for one in costs])
+        for columns in (
+            [layer_costs.forward for layer_costs in costs],
+            [layer_costs.backward for layer_costs in costs],
+        )
     )
     return together(*forward.T), together(*backward.T)
 
 
 def stage_sums(columns: Sequence[Floats], layers_per_stage: Sequence[int] | None) -> Floats:
-    """Of every stage the sum of its layers, by the column of the stage, shaped as the fields of `LayerCosts`; the first has
-    what is in front of the layers too, and the last what is behind.
+    """Return, for every stage, the sum over its layers of the stage's column, shaped like the fields of `LayerCosts`.
 
-    Without `layers_per_stage` every stage has an even share of everything.
+    The first stage also has what precedes the layers, and the last what follows them. Without `layers_per_stage` every stage
+    has an even share of everything.
 
     >>> stage_sums([np.array([1.0, 10, 10, 10, 5])] * 2, (2, 1)), stage_sums([np.array([4.0, 0])] * 2, None)
     (array([21., 15.]), array([2., 2.]))
@@ -87,8 +90,8 @@ def stage_sums(columns: Sequence[Floats], layers_per_stage: Sequence[int] | None
 
 
 class Layers:
-    """The layers of `graph` as the job's runtime runs it on devices of `cluster`; the whole of a model without numbered
-    layers is in front of none."""
+    """The layers of `graph` as the job's runtime runs it on devices of `cluster`; a model without numbered layers is all in
+    the entry before them."""
 
     def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
         graph = self.graph = job.rewritten(graph)
@@ -105,9 +108,9 @@ class Layers:
         for repeat in graph.facts.get(REPEATS, ()):
             self._counts[1 + names.index(repeat.layer(repeat.before[-1]))] += len(repeat.missing)
         self.stage = cache(self._stage)
-        """All of the graph as one stage, of which as much is recomputed as that says."""
+        """The whole graph as one stage, by what is recomputed."""
         self.costs = cache(self._costs)
-        """Of every layer on a kind of device, where as much is recomputed as that says."""
+        """Costs of every layer, by the kind of device and what is recomputed."""
 
     def _costs(self, device: Device, recompute: Recompute = "none") -> LayerCosts:
         body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
@@ -122,7 +125,8 @@ class Layers:
 
     @cached_property
     def growing_share(self) -> float:
-        """Of what a sample takes, the least that it takes in larger microbatches; the least of all kinds of devices."""
+        """Lower bound on the time of a sample in larger microbatches, as a fraction of its time in these; the minimum over
+        the kinds of devices."""
         return min(map(self._growing_share, {group.device for group in self._cluster.nodes}))
 
     def _growing_share(self, device: Device) -> float:
@@ -131,9 +135,11 @@ class Layers:
         return min(1.0, costing.growing_seconds(nodes, stage.value) / costing.seconds(nodes, stage.value))
 
     def wider_seconds(self, tp: float, cp: float) -> float:
-        """Of the whole model, the least that a microbatch takes where `tp` times as many ranks share every layer and `cp`
-        times as many every sample: what they tell each other of a layer does not become less, everything else that much, but
-        for what does not grow with its size."""
+        """Return a lower bound on the seconds of a microbatch of the whole model with `tp` times the tensor parallel degree
+        and `cp` times the context parallel degree.
+
+        Tensor parallel collectives do not shrink with `tp`; everything else shrinks with both, except for fixed costs.
+        """
         stage, costing = self.stage("none"), self._body.costing
         position, layer, seconds = self.graph.position, 0, 0.0
         for node in (*stage.forward.nodes, *stage.backward.nodes):
@@ -142,7 +148,7 @@ class Layers:
             is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
             shrinks = cp if is_shared else tp * cp
             if work(node, stage.value).kernel is Kernel.MEMORY and node.op not in COLLECTIVES:
-                continue  # which may run out of the cache where it is narrower
+                continue  # it may fit the cache with larger degrees
             seconds += costing.growing(node, stage.value) * self._counts[layer] / shrinks
         return seconds
 
@@ -155,25 +161,25 @@ class Layers:
         return split_graph(self.graph, [], [policy(self.graph)])[0]
 
     def _spent(self, nodes: Iterable[Node], stage: Stage, costing: Costing) -> Floats:
-        """What nodes in running order cost by layer; what splitting adds belongs where the node in front of it does."""
-        found = np.zeros((len(self._counts), 5))
+        """Return the costs by layer of nodes in the order they run; nodes added by splitting count for the layer before."""
+        spent = np.zeros((len(self._counts), 5))
         layer, position = 0, self.graph.position
         for node in nodes:
             if node.forward in position:
                 layer = self._layer(position[node.forward])
             cost = costing.of(node, stage.value)
-            found[layer] += cost.device_s, cost.host_s, cost.overlapped_s, cost.product_s, cost.hidden_s
-        return found
+            spent[layer] += cost.device_s, cost.host_s, cost.overlapped_s, cost.product_s, cost.hidden_s
+        return spent
 
     def _saved(self, stage: Stage) -> Floats:
-        """What F leaves of what it made, by the layer that made it."""
-        found = np.zeros(len(self._counts))
+        """Return the bytes of values saved by the forward, by the layer that produces them."""
+        saved = np.zeros(len(self._counts))
         graph, position = self.graph, self.graph.position
         for root in {stage.value(value).storage for value in stage.saved}:
             maker = graph.values[root].node if root < len(graph.values) else -1
             if maker in position:
-                found[self._layer(position[maker])] += graph.storage_bytes[root]
-        return found
+                saved[self._layer(position[maker])] += graph.storage_bytes[root]
+        return saved
 
     def _layer(self, place: int) -> int:
         return int(np.searchsorted(self._ends[1:-1], place, side="right"))

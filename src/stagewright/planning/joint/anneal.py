@@ -1,4 +1,4 @@
-"""Compiled annealing over layouts and rules: small moves, each judged by a list schedule.
+"""Compiled annealing over layouts and rules: small moves, each evaluated by a list schedule.
 
 A layout is the rank of every layer and where further stages start, so that one kind of move changes
 partition, placement and the number of stages alike.
@@ -19,10 +19,10 @@ NUM_MOVES = 11
 
 @compiled
 def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, give_up_s):
-    """Of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
+    """Return the makespan of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
 
-    `batch` is the number of microbatches scheduled and of those left out, which are taken to need the
-    seconds of the busiest rank each.
+    `batch` is the number of microbatches scheduled and of those left out, each of which is taken to need the seconds of the
+    busiest rank.
     """
     sums, moves, speed, memory_bytes, overhead_s = tables
     stages = build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s)
@@ -34,13 +34,13 @@ def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batc
             return np.inf
     window = window_of(stages, rule.depth)
     deadlines = deadlines_of(stages, rule, shifts)
-    left_out = batch[1] * deadlines.cycle
-    return left_out + list_schedule(stages, batch[0], rule, window, deadlines, give_up_s - left_out)[0]
+    skipped_s = batch[1] * deadlines.cycle
+    return skipped_s + list_schedule(stages, batch[0], rule, window, deadlines, give_up_s - skipped_s)[0]
 
 
 @compiled
 def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, num_steps, start_share, seed):
-    """The best layout and rule found in `num_steps` moves, and its makespan.
+    """Return the best layout and rule found in `num_steps` moves, and its makespan.
 
     A move that makes the schedule longer is accepted with a probability that falls with the loss and with
     time; `start_share` is the loss, as a share of the makespan, accepted one time in e at the start.
@@ -49,15 +49,15 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
     num_ranks, num_tables = len(tables[2]), len(tables[0])
     current = makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, np.inf)
     best, best_ranks, best_cuts, best_rule = current, rank_of_layer.copy(), is_cut.copy(), rule
-    best_shifts, best_thrift = shifts.copy(), table_of_rank.copy()
+    best_shifts, best_recompute = shifts.copy(), table_of_rank.copy()
     cycle = tables[0][0, :3, -1].sum() / num_ranks
-    ranks, cuts, thrift = rank_of_layer.copy(), is_cut.copy(), table_of_rank.copy()
+    ranks, cuts, recompute = rank_of_layer.copy(), is_cut.copy(), table_of_rank.copy()
     for step in range(num_steps):
         share = start_share * (0.01 ** (step / num_steps))
         new_ranks, new_cuts, new_rule, new_shifts = ranks.copy(), cuts.copy(), rule, shifts.copy()
-        new_thrift = thrift.copy()
+        new_recompute = recompute.copy()
         if num_tables > 1 and np.random.random() < 0.3:
-            _save(new_thrift, num_tables)
+            _change_recompute(new_recompute, num_tables)
         choice = np.random.random()
         if choice < 0.1:
             new_rule = _other_rule(rule)
@@ -70,31 +70,31 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
-        makespan = makespan_of(new_ranks, new_cuts, new_thrift, new_rule, new_shifts, tables, batch, limit)
+        makespan = makespan_of(new_ranks, new_cuts, new_recompute, new_rule, new_shifts, tables, batch, limit)
         if makespan <= limit and makespan < np.inf:
             current, ranks, cuts, rule, shifts = makespan, new_ranks, new_cuts, new_rule, new_shifts
-            thrift = new_thrift
+            recompute = new_recompute
             if makespan < best:
                 best, best_ranks, best_cuts, best_rule = makespan, ranks.copy(), cuts.copy(), rule
-                best_shifts, best_thrift = shifts.copy(), thrift.copy()
-    return best, best_ranks, best_cuts, best_thrift, best_rule, best_shifts
+                best_shifts, best_recompute = shifts.copy(), recompute.copy()
+    return best, best_ranks, best_cuts, best_recompute, best_rule, best_shifts
 
 
 @compiled
-def _save(thrift, num_tables):
-    """Let a rank make a little more or less again, or as much as another."""
-    rank = np.random.randint(len(thrift))
+def _change_recompute(recompute, num_tables):
+    """Let a rank recompute a little more or less, or as much as another."""
+    rank = np.random.randint(len(recompute))
     if np.random.random() < 0.2:
-        thrift[rank] = thrift[np.random.randint(len(thrift))]
+        recompute[rank] = recompute[np.random.randint(len(recompute))]
     else:
-        thrift[rank] = min(max(thrift[rank] + np.random.randint(5) - 2, 0), num_tables - 1)
+        recompute[rank] = min(max(recompute[rank] + np.random.randint(5) - 2, 0), num_tables - 1)
 
 
 @compiled
 def _shift(shifts, ranks, cycle):
-    """Change deadlines of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
-    layers (all alike, or those near the start one way and those near the end the other). Either microbatch 0
-    and with it all others, or the pace of those that follow."""
+    """Change deadlines of forwards or input gradients: of a few neighbouring layers, of all layers from one on, or of a
+    rank's layers (all alike, or earlier at one end and later at the other). Either those of microbatch 0 and with it all
+    others, or the intervals between microbatches."""
     num_layers = shifts.shape[1]
     row, layer, kind = np.random.randint(2), np.random.randint(num_layers), np.random.randint(4)
     by = np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
@@ -108,14 +108,14 @@ def _shift(shifts, ranks, cycle):
         shifts[row, layer:] += by
     else:
         rank = ranks[layer]
-        for each in range(num_layers):
-            if ranks[each] == rank:
-                shifts[row, each] += by if kind == 2 else by * (2.0 * each / num_layers - 1.0)
+        for index in range(num_layers):
+            if ranks[index] == rank:
+                shifts[row, index] += by if kind == 2 else by * (2.0 * index / num_layers - 1.0)
 
 
 @compiled
 def _other_rule(rule):
-    """The rule with one choice changed."""
+    """Return the rule with one choice changed."""
     which = np.random.randint(8)
     forward_next, oldest, deep, depth, share, max_deferred, deadline_scale = (
         rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.max_deferred, rule.deadline_scale,
@@ -141,7 +141,7 @@ def _other_rule(rule):
 
 @compiled
 def move_layers(ranks, cuts, num_ranks, sums):
-    """Change the layout a little, in place."""
+    """Make a small change to the layout, in place."""
     num_layers = len(ranks)
     kind = np.random.randint(NUM_MOVES)
     layer, other = np.random.randint(num_layers), np.random.randint(num_layers)
@@ -165,16 +165,16 @@ def move_layers(ranks, cuts, num_ranks, sums):
         ranks[layer], ranks[other] = ranks[other], ranks[layer]
     else:
         first, second = ranks[layer], np.random.randint(num_ranks)
-        for each in range(layer, num_layers):
-            if ranks[each] == first:
-                ranks[each] = second
-            elif ranks[each] == second:
-                ranks[each] = first
+        for index in range(layer, num_layers):
+            if ranks[index] == first:
+                ranks[index] = second
+            elif ranks[index] == second:
+                ranks[index] = first
 
 
 @compiled
 def _alike(layer, sums):
-    """Another layer of the same cost, most often near: an exchange of the two changes no rank's work."""
+    """Return another layer of the same cost, usually nearby: exchanging the two changes no rank's work."""
     num_layers = sums.shape[1] - 1
     reach = 4 if np.random.random() < 0.5 else num_layers
     for _ in range(10):
@@ -191,24 +191,24 @@ def _alike(layer, sums):
 
 @compiled
 def _shift_boundary(ranks, layer):
-    """Give the layer at the first change of rank from `layer` on to the other side."""
-    for each in range(layer, len(ranks)):
-        if each > 0 and ranks[each] != ranks[each - 1]:
+    """Move the layer at the first change of rank from `layer` on to the other side."""
+    for index in range(layer, len(ranks)):
+        if index > 0 and ranks[index] != ranks[index - 1]:
             if np.random.random() < 0.5:
-                ranks[each] = ranks[each - 1]
+                ranks[index] = ranks[index - 1]
             else:
-                ranks[each - 1] = ranks[each]
+                ranks[index - 1] = ranks[index]
             return
 
 
 @compiled
 def _recolour(ranks, layer, rank):
     """Move the run of layers around `layer` to `rank`."""
-    own = ranks[layer]
+    old_rank = ranks[layer]
     low = layer
-    while low > 0 and ranks[low - 1] == own:
+    while low > 0 and ranks[low - 1] == old_rank:
         low -= 1
     high = layer
-    while high + 1 < len(ranks) and ranks[high + 1] == own:
+    while high + 1 < len(ranks) and ranks[high + 1] == old_rank:
         high += 1
     ranks[low : high + 1] = rank

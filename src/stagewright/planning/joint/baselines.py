@@ -1,4 +1,4 @@
-"""The plans one would have without a joint search: every schedule family on even and on balanced stages."""
+"""Baselines of the joint search: every schedule on even and on balanced stages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stagewright.schedule.placement import Placement, linear, loop, v, wave
 from stagewright.schedule.program import Program
 
 _MOST_ACTIONS_SEARCHED = 200
-"""Families that search themselves are left out of larger problems."""
+"""Maximum number of actions for schedules that search themselves."""
 _MOST_ACTIONS = 50_000
-"""Of larger problems only the families that frameworks run by name: a program takes a microsecond per action."""
+"""Number of actions above which only common schedules are built: a program takes a microsecond per action."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule family as a baseline: its placement by ranks and chunks, and the chunks it may have (None
-    where it leaves no choice)."""
+    """A schedule as a baseline: its placement by ranks and chunks, and the chunks it may have (None where there is no
+    choice)."""
 
     name: str
     placement: Callable[[int, int], Placement]
@@ -51,8 +51,8 @@ FAMILIES = (
 
 
 def baselines(problem: Problem) -> Iterator[JointPlan]:
-    """Every family on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages
-    first. Large problems are compared with the common families only."""
+    """Yield every schedule on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages comes
+    first. Large problems have only the common schedules."""
     is_large = 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS
     for family in FAMILIES:
         if is_large and not family.is_common:
@@ -78,7 +78,7 @@ def baselines(problem: Problem) -> Iterator[JointPlan]:
 
 
 def _chunks(family: Family, problem: Problem) -> list[int | None]:
-    """How many stages per rank: those of the family, and for 1F1B also as many as there are layers for."""
+    """Return the numbers of stages per rank: those of the schedule, and for 1F1B also as many as there are layers for."""
     most = problem.layers.num_layers // problem.num_ranks
     chunks = [number for number in family.chunks if number is None or number <= most]
     if 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS:
@@ -89,13 +89,13 @@ def _chunks(family: Family, problem: Problem) -> list[int | None]:
 
 
 def _built(family: Family, problem: Problem, num_chunks: int | None) -> Program | None:
-    """The program, or None for sizes that the family does not build."""
+    """Return the program, or None for sizes that the schedule does not support."""
     return _program(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
 
 
 @lru_cache(maxsize=64)
 def _program(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Program | None:
-    """Kept, because the searches for one model have the same few sizes."""
+    """Return the program, or None; cached, because the searches for one model share a few sizes."""
     try:
         return build(name, num_ranks, num_microbatches, num_chunks)
     except ScheduleError:

@@ -1,8 +1,8 @@
-"""Proven lower bounds of the makespan over every partition, placement and schedule of a problem.
+"""Proven lower bounds on the makespan over every partition, placement and schedule of a problem.
 
 Throughout, layer `l` takes ``f_l``, ``i_l`` and ``w_l`` seconds per microbatch at speed 1, `M` microbatches run
-on `P` ranks, and `v` is the fastest rank's speed. Transfers and overheads only ever add, so bounds without
-them hold with them.
+on `P` ranks, and `v` is the fastest rank's speed. Transfers and overheads only add time, so bounds without them hold with
+them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from stagewright.planning.joint.problem import Problem
 
 @dataclass(frozen=True)
 class Bound:
-    """No schedule is shorter than `seconds`; `why` names the argument that gives it."""
+    """A lower bound: no schedule is shorter than `seconds`; `why` names the argument for it."""
 
     seconds: float
     why: str
 
     def gap(self, makespan_s: float) -> float:
-        """By which share of the bound a makespan is longer.
+        """Return the relative difference between a makespan and the bound.
 
         >>> Bound(2.0, "load").gap(2.5)
         0.25
@@ -33,7 +33,7 @@ class Bound:
 
 
 def lower_bound(problem: Problem, packing: Packing | None = None) -> Bound:
-    """The largest of all bounds below and that of `packing` (by default one is made)."""
+    """Return the largest of all bounds below and that of `packing` (computed by default)."""
     packed = packing or pack(problem)
     bounds = (
         Bound(chain_bound(problem), "one microbatch, all its passes in a row"),
@@ -42,19 +42,19 @@ def lower_bound(problem: Problem, packing: Packing | None = None) -> Bound:
         Bound(memory_bound(problem), "what microbatches keep in memory, and for how long"),
         Bound(packed.seconds, "whole layers packed into ranks, none starting early"),
     )
-    return max(bounds, key=lambda each: each.seconds)
+    return max(bounds, key=lambda bound: bound.seconds)
 
 
 def chain_bound(problem: Problem) -> float:
-    """A microbatch goes through all forwards, then all input gradients, then the first layer's weight
-    gradient, each after the other: ``(sum f + sum i + w_0) / v``."""
+    """Return the bound of one microbatch, which goes through all forwards, then all input gradients, then the first layer's
+    weight gradient, one after the other: ``(sum f + sum i + w_0) / v``."""
     layers = problem.layers
     chain = layers.forward_s.sum() + layers.input_grad_s.sum() + layers.weight_grad_s[0]
     return float(chain / problem.speed.max())
 
 
 def load_bound(problem: Problem) -> float:
-    """All work, shared by all ranks, of which none begins before its first layer's input is there.
+    """Return the bound of all work divided among all ranks, none of which begins before its first layer's input arrives.
 
     Sort the ranks by their first layer: the first layer of the j-th (from 0) is at least layer j, so it idles
     at least ``(f_0 + ... + f_{j-1}) / v`` at the start. At full speed from there on, the ranks do
@@ -68,7 +68,7 @@ def load_bound(problem: Problem) -> float:
 
 
 def layer_bound(problem: Problem) -> float:
-    """One rank does all work of a layer, and the passes before the layer have to come before and after it.
+    """Return the bound of a layer: one rank does all its work, and the layers before it run before and after that.
 
     The rank of layer `l` starts it after ``sum_{k<l} f_k / v``; its last input gradient is followed by those of
     all layers before. Let `n` be the number of its weight gradients after that input gradient; whatever `n`,
@@ -89,27 +89,27 @@ def layer_bound(problem: Problem) -> float:
 
 
 def memory_bound(problem: Problem) -> float:
-    """Bytes times seconds: what the microbatches keep, over what the ranks can keep.
+    """Return the bound of bytes times seconds: what the microbatches keep, over what the ranks can keep.
 
     A microbatch keeps ``saved_l`` from the start of layer l's forward to the end of its input gradient, hence
     at least for ``sum_{k>=l} (f_k + i_k) / v``, and ``held_l`` for another ``w_l / v``. All this lies within T
-    seconds on ranks with the memory that the parameters leave. Ranks that make values again save no less than those
-    of the thriftiest table, for no less time, and hold no less than where `held_l w_l` is least.
+    seconds on ranks with the memory that the parameters leave. Ranks that recompute save no less than those of the table
+    that recomputes most, for no less time, and hold no less than where `held_l w_l` is least.
     """
     layers = problem.layers
-    room = float(problem.memory_bytes.sum() - layers.parameter_bytes.sum())
-    if not np.isfinite(room):
+    headroom = float(problem.memory_bytes.sum() - layers.parameter_bytes.sum())
+    if not np.isfinite(headroom):
         return 0.0
     passes = layers.forward_s + layers.input_grad_s
     stay = np.cumsum(passes[::-1])[::-1]
-    tables = (layers, *problem.thrifty)
+    tables = (layers, *problem.recomputing)
     held = np.min([table.held_bytes * table.weight_grad_s for table in tables], axis=0)
     kept = (tables[-1].saved_bytes * stay + held).sum()
-    if room <= 0:
+    if headroom <= 0:
         return float("inf")
-    return float(problem.num_microbatches * kept / problem.speed.max() / room)
+    return float(problem.num_microbatches * kept / problem.speed.max() / headroom)
 
 
 def _forward_before(problem: Problem) -> Floats:
-    """Seconds of the forwards before each layer, at speed 1."""
+    """Return the seconds of the forwards before each layer, at speed 1."""
     return np.cumsum(problem.layers.forward_s) - problem.layers.forward_s

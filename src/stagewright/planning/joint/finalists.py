@@ -1,8 +1,8 @@
-"""The joint search for the best configurations of a model: cuts, placement and program found together.
+"""The joint search for the top-k configurations of a model: cuts, placement and program together.
 
-The families that a search tries come with one stage or a few per rank, cut for equal time. For the configurations
-that promise most, `joint_candidate` searches all three anew from the costs of small pieces of the traced model, and
-judges what it finds as every other candidate is judged: split, simulated and replayed.
+The schedules that a search tries have one or a few stages per rank, cut for equal time. For the most promising
+configurations, `joint_candidate` searches all three from the costs of small pieces of the traced model, and evaluates
+the results like every other candidate: split, simulated and replayed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
+    fitted_candidate,
     make_plan,
     of_line,
-    saving_candidate,
     under_program,
     with_program,
 )
@@ -31,10 +31,10 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.search import Effort, Found, search
+from stagewright.planning.joint.search import Effort, JointResult, search
 from stagewright.planning.joint.traced import (
-    Known,
-    Wiring,
+    Calibration,
+    LinkModel,
     cuts_of,
     piece_ends,
     problem_of,
@@ -51,30 +51,30 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 
 NUM_FINALISTS = 2
-"""Configurations that are searched jointly."""
+"""Number of configurations that are searched jointly."""
 MOST_FILLED = 0.15
-"""Part of a step that the joint search may be expected to gain over the families; pipelines that are slower than the best by
-more are not searched."""
+"""Fraction of a step that the joint search may gain over the schedules; pipelines that are slower than the best by more are
+not searched."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 16
 _ACTIONS_PER_ROUND = 750
-"""A search has a round for so many actions of a batch whose every piece is a stage, within the limits above."""
+"""Actions per round of a search, of a batch with every piece as a stage; the number of rounds has the limits above."""
 _CLOSE_ENOUGH = 0.002
-"""A search ends this near to its bound; estimates are not that exact."""
+"""Relative distance to the bound at which a search ends; estimates are not that exact."""
 _JUDGED = 3
-"""Plans of one search that are split and judged."""
+"""Number of plans of one search that are split and evaluated."""
 _MARGINS = (0.0, 0.005, 0.04)
-"""The least part of memory that each trial leaves free for fragmentation, in addition to those before it."""
+"""Minimum fraction of memory that each trial leaves free for fragmentation, in addition to the trials before it."""
 _MISJUDGED = 0.01
-"""Part of a batch by which the costs of pieces may be too high."""
+"""Fraction of a batch by which the costs of pieces may be too high."""
 _MISJUDGED_ALIKE = 0.005
-"""Part by which they may be too high in one plan and not in another of the same search."""
+"""Fraction by which they may be too high in one plan and not in another of the same search."""
 _SAVED = 1
-"""Of these, how many are made to fit by recomputing and offloading, which takes long."""
+"""Number of these that are made to fit by recomputation and offload, which takes long."""
 
 
 def finalists(fits: Iterable[Fit], count: int = NUM_FINALISTS) -> list[Fit]:
-    """Of the pipelines that could still become the fastest plan, return the fastest of each configuration: those
-    whose bounds are lowest, at most `count`."""
+    """Return the fastest pipeline of each configuration that could still become the fastest plan: those with the lowest
+    bounds, at most `count`."""
     fastest_first = sorted(fits, key=lambda fit: fit.step_seconds)
     shapes: dict[tuple[object, ...], Fit] = {}
     for fit in fastest_first:
@@ -89,10 +89,10 @@ def finalists(fits: Iterable[Fit], count: int = NUM_FINALISTS) -> list[Fit]:
 def joint_plans(
     fits: Sequence[Fit], coarse: Coarse, space: Space, stop: threading.Event | None = None
 ) -> Iterator[Fit]:
-    """Yield plans of the joint search for the configurations of `fits`, those of the schedules, each faster than all of
-    these and than those before it; none on devices of several kinds.
+    """Yield plans of the joint search for the configurations of `fits`, the plans of the schedules.
 
-    Ctrl-C during a search sets `stop`, which ends this with what the search has found.
+    Each is faster than all of these and those before it; there are none on devices of several kinds. Ctrl-C during a search
+    sets `stop`, which ends this with what the search has found.
     """
     stop = stop or threading.Event()
     job = coarse.job
@@ -100,21 +100,21 @@ def joint_plans(
     for fit in finalists(fits):
         if stop.is_set():
             return
-        known, entry = fit.plan, fit.entry
+        base, entry = fit.plan, fit.entry
         cluster = entry.cluster
-        if known.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
+        if base.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
         body = coarse.body(entry.configuration.traced)
-        configuration = _joint(entry.configuration, known, space)
-        searches = Searches(known, body, configuration, cluster, best, coarse.report, stop)
+        configuration = _joint(entry.configuration, base, space)
+        searches = Searches(base, body, configuration, cluster, best, coarse.report, stop)
         plan = _joint_plan(searches, job, coarse.reference, space.host_optimizer)
         if plan is not None and plan.predictions.step_seconds < best:
             best = plan.predictions.step_seconds
-            yield Fit(on_devices_of(plan, known.cluster.load(), cluster), entry)
+            yield Fit(on_devices_of(plan, base.cluster.load(), cluster), entry)
 
 
-def _joint(configuration: Configuration, known: Plan, space: Space) -> Configuration:
-    """Return `configuration`, of which `known` was made, with its schedule to be searched."""
+def _joint(configuration: Configuration, base: Plan, space: Space) -> Configuration:
+    """Return `configuration`, of which the plan `base` was made, with its schedule to be searched."""
     return replace(
         configuration,
         schedule=JOINT,
@@ -123,14 +123,14 @@ def _joint(configuration: Configuration, known: Plan, space: Space) -> Configura
         layers_per_stage=None,
         offload=space.offload,
         headroom=0,
-        host_optimizer=bool(known.host_optimizer),
+        host_optimizer=bool(base.host_optimizer),
     )
 
 
 def _joint_plan(
     searches: Searches, job: Job, reference: ModelReference, host_optimizer: HostOptimizer
 ) -> Plan | None:
-    """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
+    """Return the plan within memory that leaves headroom for fragmentation, which only the replay of a plan shows."""
     limit, lost, missing = job.usable_bytes(searches.cluster.device), 0, 0
     for trial, margin in enumerate(_MARGINS):
         lost += max(missing, int(margin * limit))
@@ -138,180 +138,194 @@ def _joint_plan(
         candidate = joint_candidate(searches, within, tight=trial > 0)
         if candidate is None:
             return None
-        ways = [one for one in ways_on_hosts(candidate, host_optimizer) if host_excess_bytes(one.line) <= 0]
-        if not ways:
+        options = [
+            option
+            for option in ways_on_hosts(candidate, host_optimizer)
+            if host_excess_bytes(option.line) <= 0
+        ]
+        if not options:
             return None
-        for one in ways:
-            found = make_plan(one, searches.body, reference)
-            missing = found.predictions.reserved_peak_bytes - limit
+        for option in options:
+            plan = make_plan(option, searches.body, reference)
+            missing = plan.predictions.reserved_peak_bytes - limit
             if missing <= 0:
-                return found.model_copy(update={"job": job})
-        missing += max(0, -candidate.excess_bytes)  # with less lost the same would be found again
+                return plan.model_copy(update={"job": job})
+        missing += max(0, -candidate.excess_bytes)  # with less headroom the search would have the same result
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class Searches:
-    """The joint searches for one configuration, of which `known` is the best plan of a family.
+    """The joint searches for one configuration, of which `base` is the best plan of a schedule.
 
-    Each is made once, when it is first needed; what they find is made to fit by recomputing and offloading as the
-    configuration allows.
+    Each runs once, when it is first needed; the results are made to fit by recomputation and offload as the configuration
+    allows.
     """
 
-    known: Plan
+    base: Plan
     body: RangeCosts
     configuration: Configuration
     cluster: Cluster
     below_s: float
-    """Steps that take as long are of no use."""
+    """Seconds that a useful step must stay below."""
     report: Callable[[str], None] = lambda stage: None
     stop: threading.Event = field(default_factory=threading.Event)
 
     @cached_property
     def ends(self) -> Ints:
-        """Of the pieces that take the place of layers."""
+        """Ends of the pieces that take the place of layers."""
         return piece_ends(self.body, self.configuration.pp)
 
     @cached_property
-    def unlimited(self) -> Found | None:
-        """As if there were memory for everything."""
-        return self._found(replace(self._learnt, memory_bytes=[float("inf")] * self.known.pp), saves=False)
+    def unlimited(self) -> JointResult | None:
+        """The result with unlimited memory."""
+        return self._result(
+            replace(self._calibration, memory_bytes=[float("inf")] * self.base.pp), saves=False
+        )
 
     @cached_property
-    def limited(self) -> Found | None:
-        """Within memory; None where nothing fits."""
-        return self._found(self._learnt, saves=self.configuration.saves)
+    def limited(self) -> JointResult | None:
+        """The result within memory; None where nothing fits."""
+        return self._result(self._calibration, saves=self.configuration.saves)
 
     @cached_property
-    def _learnt(self) -> Known:
-        return learn(self.known, self.body, self.configuration)
+    def _calibration(self) -> Calibration:
+        return calibrated(self.base, self.body, self.configuration)
 
-    def _found(self, learnt: Known, saves: bool) -> Found | None:
+    def _result(self, calibration: Calibration, saves: bool) -> JointResult | None:
         configuration = self.configuration
-        wiring = Wiring(
+        link_model = LinkModel(
             self.cluster,
             configuration.pp,
             configuration.dp * configuration.tp,
-            self.known.job.uses_lanes(self.cluster),
+            self.base.job.uses_lanes(self.cluster),
         )
         problem = problem_of(
-            self.body, self.ends, configuration.num_microbatches, wiring, learnt, saves=saves
+            self.body, self.ends, configuration.num_microbatches, link_model, calibration, saves=saves
         )
         return _searched(problem, self.report, str(configuration), self.stop)
 
 
 def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Candidate | None:
-    """The fastest plan within the memory of `job` that `searches` find; None if nothing found fits, or would be of use
-    if it did.
+    """Return the fastest plan of `searches` within the memory of `job`, or None if none fits or is fast enough.
 
-    Searched first, unless memory is `tight`, as if there were enough for everything, and if the result lacks some within
-    memory. Plans that lack memory recompute or offload as much as they must.
+    Unless memory is `tight`, the search with unlimited memory is tried first, and that within memory if the result does not
+    fit. Plans that do not fit recompute or offload as much as necessary.
     """
     fitting: list[Candidate] = []
     for limited in (True,) if tight else (False, True):
         if fitting and searches.stop.is_set():
             break
-        found = searches.limited if limited else searches.unlimited
-        if found is None:
+        result = searches.limited if limited else searches.unlimited
+        if result is None:
             continue
-        best = _first_that_fits(_candidates(found, searches, job), searches, limited)
+        best = _first_that_fits(_candidates(result, searches, job), searches, limited)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
-    return min(fitting, key=lambda each: _makespan(each.line), default=None)
+    return min(fitting, key=lambda candidate: _makespan(candidate.line), default=None)
 
 
-def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
-    """The fastest of what was found that could be of use, keeping everything."""
+def _candidates(result: JointResult, searches: Searches, job: Job) -> list[Candidate]:
+    """Return the fastest plans of `result` that may be fast enough, with everything kept."""
     longest = searches.below_s
-    if found.best.makespan_s > longest * (1 + _MISJUDGED):
+    if result.best.makespan_s > longest * (1 + _MISJUDGED):
         return []
-    timed = sorted(_lines(found, searches, job), key=itemgetter(0))[:_JUDGED]
+    timed = sorted(_lines(result, searches, job), key=itemgetter(0))[:_JUDGED]
     return [of_line(searches.configuration, cuts, line) for seconds, cuts, line in timed if seconds < longest]
 
 
-def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
-    """The plans worth judging, each with split and with whole backwards, keeping everything, with the cuts of their stages;
-    and the seconds of a batch with what the search would have the ranks make again. Without those that would be of no use
-    if their pieces were misjudged like those in front of them."""
+def _lines(
+    result: JointResult, searches: Searches, job: Job
+) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
+    """Yield the pipelines of the plans worth judging, each with split and with whole backwards, with everything kept.
+
+    Each comes with the cuts of its stages and the seconds of a batch, including the recomputation that the search chose.
+    Plans are left out that would be too slow if their pieces were misjudged like those of the plans before them.
+    """
     body, configuration = searches.body, searches.configuration
     misjudged = 1 - _MISJUDGED
-    for plan in map(without_splits, _worth_judging(found)):
+    for plan in map(without_splits, _worth_judging(result)):
         if plan.makespan_s * misjudged > searches.below_s:
             continue
-        kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
-        again = plan.makespan_s - kept.makespan_s
+        kept = judged(plan.name, plan.problem, replace(plan.layout, recompute=()), plan.encoded)
+        recompute_s = plan.makespan_s - kept.makespan_s
         cuts = cuts_of(plan, searches.ends)
         split = with_program(body, configuration, cuts, plan.program, searches.cluster, job)
-        seconds = _makespan(split) + again
+        seconds = _makespan(split) + recompute_s
         misjudged = max(misjudged, seconds / plan.makespan_s - _MISJUDGED_ALIKE)
         yield seconds, cuts, split
         if (whole := with_backwards(plan)) != plan.program:
             line = under_program(split, configuration, cuts, whole)
-            yield _makespan(line) + again, cuts, line
+            yield _makespan(line) + recompute_s, cuts, line
 
 
 def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limited: bool) -> Candidate | None:
-    """Of candidates in order, the first within memory; else the first that saving brings there. Unless the search was
-    `limited` to memory, only of those that need less than twice of it: beyond that nearly everything is made again."""
-    kept = next((one for one in candidates if one.excess_bytes <= 0), None)
+    """Return the first candidate that fits, or the first that fits with recomputation and offload, or None.
+
+    Unless the search was `limited` to memory, those that need more than twice the memory are not tried: they would have to
+    recompute almost everything.
+    """
+    kept = next((candidate for candidate in candidates if candidate.excess_bytes <= 0), None)
     if kept is not None or not searches.configuration.saves:
         return kept
-    hopeful = [
-        one
-        for one in candidates
-        if limited or one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
+    promising = [
+        candidate
+        for candidate in candidates
+        if limited or candidate.excess_bytes < candidate.line.job.usable_bytes(candidate.line.cluster.device)
     ]
-    found = (
-        saving_candidate(one, searches.body, offload=searches.configuration.offload)
-        for one in hopeful[:_SAVED]
+    fitted = (
+        fitted_candidate(candidate, searches.body, offload=searches.configuration.offload)
+        for candidate in promising[:_SAVED]
     )
-    return next((one for one in found if one is not None), None)
+    return next((candidate for candidate in fitted if candidate is not None), None)
 
 
-def learn(known: Plan, body: RangeCosts, configuration: Configuration) -> Known:
-    """What the predictions of `known` say beyond the costs of ranges."""
-    stages, ranks = known.predictions.stages, known.predictions.ranks
+def calibrated(base: Plan, body: RangeCosts, configuration: Configuration) -> Calibration:
+    """Return what the predictions of `base` show beyond the costs of ranges."""
+    stages, ranks = base.predictions.stages, base.predictions.ranks
     extra = 0.0
-    share = configuration.state_share(known.job.precision)
-    state = [0.0] * known.pp
-    for stage, rank in zip(stages, known.placement, strict=True):
-        took = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
-        extra += took - stage.recompute_seconds - float(body.seconds[stage.stop] - body.seconds[stage.start])
+    share = configuration.state_share(base.job.precision)
+    state = [0.0] * base.pp
+    for stage, rank in zip(stages, base.placement, strict=True):
+        stage_s = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+        extra += (
+            stage_s - stage.recompute_seconds - float(body.seconds[stage.stop] - body.seconds[stage.start])
+        )
         state[rank] += share * float(body.state_bytes[stage.stop] - body.state_bytes[stage.start])
-    limit = known.job.usable_bytes(known.cluster.load().device)
-    room = []
-    for rank, own in zip(ranks, state, strict=True):
-        beside = rank.reserved_peak_bytes - own - sum(saved.num_bytes for saved in rank.saved)
-        room.append(max(1.0, limit - max(0.0, beside)))
-    return Known(max(0.0, extra) / (3 * len(stages)), room, share)
+    limit = base.job.usable_bytes(base.cluster.load().device)
+    limits = []
+    for rank, state_bytes in zip(ranks, state, strict=True):
+        other_bytes = rank.reserved_peak_bytes - state_bytes - sum(saved.num_bytes for saved in rank.saved)
+        limits.append(max(1.0, limit - max(0.0, other_bytes)))
+    return Calibration(max(0.0, extra) / (3 * len(stages)), limits, share)
 
 
 def _searched(
     problem: Problem, report: Callable[[str], None], what: str, stop: threading.Event | None
-) -> Found | None:
-    """None where no plan fits the memory of `problem`."""
+) -> JointResult | None:
+    """Return the result of the joint search, or None where no plan fits the memory of `problem`."""
 
-    def told(best_s: float, bound_s: float) -> None:
+    def report_progress(best_s: float, bound_s: float) -> None:
         report(f"{what}: best batch {format_seconds(best_s)}, none below {format_seconds(bound_s)}")
 
     wanted = 3 * problem.layers.num_layers * problem.num_microbatches // _ACTIONS_PER_ROUND
-    rounds = _MOST_ROUNDS if problem.thrifty else min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
+    rounds = _MOST_ROUNDS if problem.recomputing else min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
     try:
-        return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=told, stop=stop)
+        return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=report_progress, stop=stop)
     except PlanError:
         return None
 
 
-def _worth_judging(found: Found) -> Iterator[JointPlan]:
-    """The best plans with different stages, however much of them is made again, and the best of the families."""
-    known = set()
-    for plan in (found.best, *found.runners_up):
-        if _stages(plan) not in known and len(known) < _JUDGED:
-            known.add(_stages(plan))
+def _worth_judging(result: JointResult) -> Iterator[JointPlan]:
+    """Yield the best plans with different stages, regardless of recomputation, and the best of the baselines."""
+    seen = set()
+    for plan in (result.best, *result.runners_up):
+        if _stages(plan) not in seen and len(seen) < _JUDGED:
+            seen.add(_stages(plan))
             yield plan
-    family = next((plan for plan in found.baselines if plan.fits), None)
-    if family is not None and _stages(family) not in known:
+    family = next((plan for plan in result.baselines if plan.fits), None)
+    if family is not None and _stages(family) not in seen:
         yield family
 
 

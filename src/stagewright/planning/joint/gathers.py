@@ -1,4 +1,4 @@
-"""Compiled gathering: as few transfers as a makespan allows, since what is hidden behind computation still uses links."""
+"""Compiled reduction of transfers to as few as a makespan allows, since hidden transfers still use links."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from stagewright.compiled import compiled
 from stagewright.planning.joint.anneal import makespan_of, move_layers
 
 MARGIN = 1e-9
-"""Part by which makespans may differ and be the same: what another order of additions makes of them."""
+"""Relative difference by which equal makespans may differ, as floating-point sums depend on their order."""
 
 _MOVES_PER_STEP = 20
-"""Most moves are seen to add transfers, in a fraction of the time of a schedule."""
+"""Moves per list schedule: most moves add transfers, which is found out in a fraction of the time of a schedule."""
 
 
 @compiled
 def gather(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, limit_s, num_steps, seed):
-    """Ranks and cuts with the fewest transfers that `num_steps` list schedules find, of equals with the fewest stages, and
-    their makespan, which is no longer than `limit_s`.
+    """Return makespan, ranks and cuts with the fewest transfers found in `num_steps` list schedules.
 
-    Moves are those of `anneal.anneal`. One that adds transfers costs no schedule, one that changes none is taken.
+    Of equals those with the fewest stages are taken; the makespan is at most `limit_s`.
+
+    Moves are those of `anneal.anneal`. One that adds transfers costs no schedule, one that does not change their number is
+    accepted.
     """
     np.random.seed(seed)
     ranks, cuts = rank_of_layer.copy(), is_cut.copy()
@@ -57,7 +59,7 @@ def gather(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, li
 
 @compiled
 def count(ranks, cuts):
-    """How often a microbatch goes from one rank to another, and how many stages there are."""
+    """Return the number of transfers of a microbatch between ranks, and the number of stages."""
     transfers, stages = 0, 1
     for layer in range(1, len(ranks)):
         if ranks[layer] != ranks[layer - 1]:

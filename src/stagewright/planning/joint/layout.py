@@ -1,4 +1,4 @@
-"""Layouts: which layers form each stage, and which rank holds it."""
+"""Layouts: the layers of each stage, and its rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stagewright.simulation.costs import StageCosts
 
 @dataclass(frozen=True)
 class Layout:
-    """Stage `s` is the layers ``ends[s - 1]`` to ``ends[s]`` (from 0) and lies on ``rank_of_stage[s]``.
+    """A layout: stage `s` has the layers ``ends[s - 1]`` to ``ends[s]`` (from 0) and is on rank ``rank_of_stage[s]``.
 
-    `thrift` is the table of a problem that each rank takes; empty where all keep everything.
+    `recompute` is the index of the problem's table that each rank uses; empty where all keep everything.
 
     >>> Layout((2, 3, 5), (0, 1, 0)).sizes
     (2, 1, 2)
@@ -28,7 +28,7 @@ class Layout:
 
     ends: tuple[int, ...]
     rank_of_stage: tuple[int, ...]
-    thrift: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Layers per stage."""
+        """Number of layers per stage."""
         return tuple(end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
 
     @property
@@ -50,12 +50,12 @@ class Layout:
 
     @property
     def num_transfers(self) -> int:
-        """How often a microbatch goes from one rank to another on its way forward.
+        """Number of transfers between ranks of one microbatch's forward.
 
         >>> Layout((2, 3, 5), (0, 1, 1)).num_transfers
         1
         """
-        return sum(one != other for one, other in pairwise(self.rank_of_stage))
+        return sum(before != after for before, after in pairwise(self.rank_of_stage))
 
     @property
     def placement(self) -> Placement:
@@ -63,35 +63,38 @@ class Layout:
 
     @classmethod
     def of_layers(
-        cls, rank_of_layer: Sequence[int] | Ints, cuts: Sequence[int] = (), thrift: Sequence[int] | Ints = ()
+        cls,
+        rank_of_layer: Sequence[int] | Ints,
+        cuts: Sequence[int] = (),
+        recompute: Sequence[int] | Ints = (),
     ) -> Layout:
-        """The layout with as few stages as the rank of each layer allows, and further `cuts`.
+        """Return the layout with as few stages as the rank of each layer allows, and further `cuts`.
 
         >>> Layout.of_layers([0, 0, 1, 0, 0], cuts=[4])
-        Layout(ends=(2, 3, 4, 5), rank_of_stage=(0, 1, 0, 0), thrift=())
+        Layout(ends=(2, 3, 4, 5), rank_of_stage=(0, 1, 0, 0), recompute=())
         """
         ranks = [int(rank) for rank in rank_of_layer]
         wanted = set(cuts)
         starts = [0] + [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] or i in wanted]
         placed = tuple(ranks[start] for start in starts)
-        return cls((*starts[1:], len(ranks)), placed, tuple(map(int, thrift)) if any(thrift) else ())
+        return cls((*starts[1:], len(ranks)), placed, tuple(map(int, recompute)) if any(recompute) else ())
 
     def rank_of_layer(self) -> Ints:
         return np.repeat(np.array(self.rank_of_stage, np.int64), self.sizes)
 
     def is_cut(self) -> np.ndarray:
-        """Per layer whether a stage starts there."""
+        """Return, for each layer, whether a stage starts there."""
         flags = np.zeros(self.num_layers, np.bool_)
         flags[[0, *self.cuts]] = True
         return flags
 
     def table_of_rank(self, num_ranks: int) -> Ints:
-        """Which of a problem's tables each rank takes."""
-        return np.array(self.thrift or (0,) * num_ranks, np.int64)
+        """Return the index of the problem's table that each rank uses."""
+        return np.array(self.recompute or (0,) * num_ranks, np.int64)
 
 
 def stages_of(problem: Problem, layout: Layout) -> Stages:
-    """What the stages of `layout` cost on their ranks, for the kernels."""
+    """Return the costs of the stages of `layout` on their ranks, for the kernels."""
     return build_stages(
         layout.rank_of_layer(),
         layout.is_cut(),
@@ -101,7 +104,7 @@ def stages_of(problem: Problem, layout: Layout) -> Stages:
 
 
 def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
-    """What the stages of `layout` cost on their ranks, for the simulator."""
+    """Return the costs of the stages of `layout` on their ranks, for the simulator."""
     ends = np.array(layout.ends)
     starts = np.array((0, *layout.cuts))
     placed = list(layout.rank_of_stage)
@@ -109,7 +112,7 @@ def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
     columns = problem.sums[table, :, ends] - problem.sums[table, :, starts]
     forward, input_grad, weight_grad, base, saved, held = columns.T
     speed = problem.speed[placed]
-    crosses = np.array([one != other for one, other in pairwise(placed)], bool)
+    crosses = np.array([before != after for before, after in pairwise(placed)], bool)
     received = np.concatenate([[0.0], problem.moves[1, starts[1:]] * crosses, [0.0]])
     return StageCosts.of(
         forward / speed + received[:-1],
@@ -121,14 +124,14 @@ def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
     )
 
 
-def hops(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
-    """Seconds of the transfer between each stage and the next, for the simulator."""
+def transfer_times(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
+    """Return the seconds of the transfer between each stage and the next, for the simulator."""
     return {(stage, stage + 1): float(problem.transfer_s[cut]) for stage, cut in enumerate(layout.cuts)}
 
 
 @compiled
 def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s):
-    """The `Stages` of layers on ranks; a stage ends where the rank changes or `is_cut` says so."""
+    """Return the `Stages` of layers on ranks; a stage ends where the rank changes or before a layer that `is_cut`."""
     num_layers, num_ranks = len(rank_of_layer), len(speed)
     starts = np.empty(num_layers + 1, np.int64)
     num_stages = 0
@@ -139,16 +142,16 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memor
     starts[num_stages] = num_layers
     rank = np.empty(num_stages, np.int64)
     columns = np.empty((6, num_stages))
-    hop = np.zeros(num_stages)
+    transfer = np.zeros(num_stages)
     limit = memory_bytes.copy()
     counts = np.zeros(num_ranks + 1, np.int64)
     for stage in range(num_stages):
         rank[stage] = rank_of_layer[starts[stage]]
-        own = sums[table_of_rank[rank[stage]]]
+        table_sums = sums[table_of_rank[rank[stage]]]
         for row in range(6):
-            columns[row, stage] = own[row, starts[stage + 1]] - own[row, starts[stage]]
+            columns[row, stage] = table_sums[row, starts[stage + 1]] - table_sums[row, starts[stage]]
         if stage > 0 and rank[stage] != rank[stage - 1]:
-            hop[stage] = moves[0, starts[stage]]
+            transfer[stage] = moves[0, starts[stage]]
         limit[rank[stage]] -= columns[3, stage]
         counts[rank[stage] + 1] += 1
         for row in range(3):
@@ -160,13 +163,13 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memor
     offsets = np.cumsum(counts)
     members = np.empty(num_stages, np.int64)
     place = offsets[:-1].copy()
-    room = np.zeros(num_stages)
+    headroom = np.zeros(num_stages)
     later = np.zeros(num_ranks)
     for stage in range(num_stages):
         members[place[rank[stage]]] = stage
         place[rank[stage]] += 1
     for stage in range(num_stages - 1, -1, -1):
-        room[stage] = later[rank[stage]]
+        headroom[stage] = later[rank[stage]]
         later[rank[stage]] += columns[4, stage]
     return Stages(
         starts[:num_stages].copy(),
@@ -174,10 +177,10 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memor
         columns[0],
         columns[1],
         columns[2],
-        hop,
+        transfer,
         columns[4],
         columns[5],
-        room,
+        headroom,
         limit,
         members,
         offsets,

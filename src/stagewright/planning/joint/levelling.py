@@ -1,4 +1,4 @@
-"""Compiled levelling: exchange layers between ranks until the busiest has as little to do as can be."""
+"""Compiled load balancing: layers exchanged between ranks until the busiest has as little work as possible."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stagewright.compiled import compiled
 from stagewright.planning.joint.problem import Problem
 
 
-def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
-    """Layers on ranks with a smaller largest time of a rank, changed in few places.
+def load_balanced(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
+    """Return the ranks of layers with a smaller maximum time over the ranks, changed in few places.
 
-    The time of a rank is a lower bound of when it ends: see `bounds.layer_bound`, applied to all its layers.
+    The time of a rank is a lower bound on its end: see `bounds.layer_bound`, applied to all its layers.
     """
     layers = problem.layers
     before = np.array([np.cumsum(column) - column for column in (layers.forward_s, layers.input_grad_s)])
-    return _level(
+    return _balance(
         rank_of_layer.astype(np.int64),
         np.array([layers.forward_s, layers.input_grad_s, layers.weight_grad_s]),
         before,
@@ -28,7 +28,7 @@ def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: in
 
 
 @compiled
-def _level(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, seed):
+def _balance(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, seed):
     np.random.seed(seed)
     num_layers, num_ranks = len(rank_of_layer), len(speed)
     ranks = rank_of_layer.copy()
@@ -60,7 +60,7 @@ def _level(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, s
 
 @compiled
 def _time(rank, ranks, seconds, before, speed, num_microbatches):
-    """Seconds before which `rank` cannot be done; infinite without a layer."""
+    """Return a lower bound on the end of `rank` in seconds; infinite without a layer."""
     low = -1
     passes, weight_grads = 0.0, 0.0
     for layer in range(len(ranks)):

@@ -1,4 +1,4 @@
-"""Compiled local improvement of a program: single passes moved within their rank's order."""
+"""Compiled local improvement of a program: single actions moved within their rank's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagewright.schedule.list_scheduler.terms import Order
 
 @compiled
 def improve_order(stages, num_microbatches, order, num_steps, start_share, good_enough_s, seed):
-    """The best order found by moving passes to nearby places, and its makespan.
+    """Return the best order found by moving actions to nearby places, and its makespan.
 
     Steps that lengthen the order are accepted as in `anneal.anneal`.
     """

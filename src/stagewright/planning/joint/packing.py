@@ -1,4 +1,4 @@
-"""Whole layers packed into ranks: a lower bound, and how many layers of each kind every rank should have."""
+"""A packing of whole layers into ranks: a lower bound, and numbers of layers of each kind per rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _MOST_STEPS = 300_000_000
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """No schedule is shorter than `seconds`. `number[k, r]` layers of kind `k` on rank `r` come within a
-    millionth of it; `kind_of_layer` numbers layers of equal cost. None where no packing was looked for."""
+    """A packing of layers into ranks; no schedule is shorter than `seconds`.
+
+    `number[k, r]` layers of kind `k` on rank `r` come within a millionth of that; None where no packing was searched.
+    `kind_of_layer` has equal numbers for layers of equal cost.
+    """
 
     seconds: float
     kind_of_layer: Ints
@@ -29,9 +32,9 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class _Kinds:
-    """Layers of equal cost: seconds of all microbatches for forward and input gradient, and for weight
-    gradient, and how many layers there are. Per rank, in the order of first layers: when it may start, and
-    what follows its last input gradient."""
+    """Kinds of layers of equal cost: seconds of all microbatches for forward and input gradient, and for weight gradient,
+    and the number of layers. Per rank, in the order of first layers: its earliest start, and the seconds after its last
+    input gradient."""
 
     passes_s: Floats
     weight_grad_s: Floats
@@ -41,14 +44,14 @@ class _Kinds:
 
 
 def pack(problem: Problem) -> Packing:
-    """The least time in which whole layers can be packed into ranks, each with its fill and drain.
+    """Return the packing of whole layers into ranks with the least time, including each rank's fill and drain.
 
     Sort the ranks by their first layer: the first layer of the j-th is layer j or a later one. So it starts no
-    earlier than after the forwards of the first j layers, does all work of its own, and its last input
-    gradient is followed by those of the first j layers (beside which weight gradients may run):
+    earlier than after the forwards of the first j layers, does all its own work, and its last input
+    gradient is followed by those of the first j layers (during which weight gradients may run):
     ``T >= sum_{k<j} f_k + M sum_l (f_l + i_l) + max(M sum_l w_l, sum_{k<j} i_k)`` over v, with l over the
     layers of the rank. The bound is the largest T, to within a millionth, for which no numbers of layers per
-    rank keep to this: a dynamic program over the numbers of layers of each kind that the first j ranks can
+    rank satisfy this: a dynamic program over the numbers of layers of each kind that the first j ranks can
     take. With too many kinds of layers for it, the bound is that of `pigeonhole`.
     """
     kinds, kind_of_layer = _kinds(problem)
@@ -60,18 +63,18 @@ def pack(problem: Problem) -> Packing:
         return Packing(simple, kind_of_layer, None)
     trial = low
     while high - low > _PRECISION * low:
-        found = _packed_within(kinds, trial)
-        if found is None:
+        packed = _packed_within(kinds, trial)
+        if packed is None:
             low = trial
             trial = min((low + high) / 2, 1.02 * low)
         else:
-            number, high = found, trial
+            number, high = packed, trial
             trial = (low + high) / 2
     return Packing(low, kind_of_layer, number)
 
 
 def pigeonhole(seconds: Sequence[float], num_ranks: int) -> float:
-    """Of the ``k P + 1`` longest layers some rank has ``k + 1``, at least the shortest of them; for every k.
+    """Return a lower bound: of the ``k P + 1`` longest layers some rank has ``k + 1``, at least the shortest, for every k.
 
     >>> pigeonhole([3, 3, 2, 2, 1], 2)
     5
@@ -85,7 +88,7 @@ def pigeonhole(seconds: Sequence[float], num_ranks: int) -> float:
 
 
 def _kinds(problem: Problem) -> tuple[_Kinds, Ints]:
-    """The most numerous kind last."""
+    """Return the kinds of layers, the most numerous last, and the kind of every layer."""
     layers, fastest = problem.layers, problem.speed.max()
     costs = np.array([layers.forward_s + layers.input_grad_s, layers.weight_grad_s])
     unique, kind_of_layer, count = np.unique(costs, axis=1, return_inverse=True, return_counts=True)
@@ -102,13 +105,13 @@ def _kinds(problem: Problem) -> tuple[_Kinds, Ints]:
 
 
 def _num_steps(kinds: _Kinds, limit: float) -> float:
-    """States times patterns times ranks."""
+    """Return the number of steps: states times patterns times ranks."""
     most = np.minimum(kinds.count, limit // np.maximum(kinds.passes_s, 1e-30))
     return float(np.prod(kinds.count + 1.0) * np.prod(most[:-1] + 1.0) * len(kinds.starts))
 
 
 def _packed_within(kinds: _Kinds, limit: float) -> Ints | None:
-    """Numbers of layers, [kind, rank], with which every rank keeps to `limit`; None if there are none."""
+    """Return numbers of layers, [kind, rank], with which every rank stays within `limit`, or None if there are none."""
     strides = np.concatenate([[1], np.cumprod(kinds.count + 1)[:-1]])
     reached = np.zeros(int(np.prod(kinds.count + 1)), np.bool_)
     reached[0] = True
@@ -129,28 +132,28 @@ def _packed_within(kinds: _Kinds, limit: float) -> Ints | None:
 
 
 def _patterns(kinds: _Kinds, start: float, tail: float, limit: float) -> Ints:
-    """The numbers of layers that one rank has time for, as many of the last kind as possible."""
-    room = limit - start
+    """Return the numbers of layers that one rank has time for, with as many of the last kind as possible."""
+    available_s = limit - start
     ranges = (
-        range(int(min(count, max(0.0, room // max(seconds, 1e-30)))) + 1)
+        range(int(min(count, max(0.0, available_s // max(seconds, 1e-30)))) + 1)
         for seconds, count in zip(kinds.passes_s[:-1], kinds.count[:-1], strict=True)
     )
-    found = []
+    patterns = []
     for few in product(*ranges):
         passes = float(np.dot(few, kinds.passes_s[:-1]))
         weight_grads = float(np.dot(few, kinds.weight_grad_s[:-1]))
-        by_tail = (room - tail - passes) / max(kinds.passes_s[-1], 1e-30)
+        by_tail = (available_s - tail - passes) / max(kinds.passes_s[-1], 1e-30)
         last = kinds.passes_s[-1] + kinds.weight_grad_s[-1]
-        by_load = (room - passes - weight_grads) / max(last, 1e-30)
+        by_load = (available_s - passes - weight_grads) / max(last, 1e-30)
         most = np.floor(min(by_tail, by_load, float(kinds.count[-1])))
         if most >= 0:
-            found.append((*few, int(most)))
-    return np.array(found, np.int64).reshape(-1, len(kinds.count))
+            patterns.append((*few, int(most)))
+    return np.array(patterns, np.int64).reshape(-1, len(kinds.count))
 
 
 @compiled
 def _extend(reached, patterns, count, strides):
-    """The states that one more rank reaches, and where each came from; no kind beyond its count."""
+    """Return the states that one more rank reaches and the origin of each; no kind exceeds its count."""
     after = np.zeros_like(reached)
     origin = np.full(len(reached), -1)
     for state in range(len(reached)):

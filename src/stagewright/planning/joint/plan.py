@@ -1,4 +1,4 @@
-"""What a joint search finds: layouts with a program, judged by the simulator."""
+"""Plans of the joint search: layouts with a program, evaluated by the simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
+from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.schedule.action import Action, Kind
@@ -22,7 +22,7 @@ _KINDS = (Kind.F, Kind.I, Kind.W)
 
 @dataclass(frozen=True, eq=False)
 class JointPlan:
-    """A layout, the program of its ranks, and what the simulator says of both."""
+    """A layout, the program of its ranks, and their timeline from the simulator."""
 
     name: str
     problem: Problem
@@ -37,7 +37,7 @@ class JointPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that holds most."""
+        """Bytes of the rank with the highest peak."""
         return float(self.timeline.peak_bytes.max())
 
     @cached_property
@@ -47,7 +47,7 @@ class JointPlan:
 
     @cached_property
     def program(self) -> Program:
-        """The program as a value of its own; takes a microsecond per action."""
+        """The decoded program; takes a microsecond per action."""
         encoded = self.encoded
         actions = [encoded.action(index) for index in range(encoded.num_actions)]
         slices = (encoded.rank_slice(rank) for rank in range(encoded.num_ranks))
@@ -62,16 +62,19 @@ def judged(
     program: Program | EncodedProgram,
     policy: Policy | None = None,
 ) -> JointPlan:
-    """`program` simulated with the costs of `layout`."""
+    """Return the plan of `program`, simulated with the costs of `layout`."""
     encoded = program if isinstance(program, EncodedProgram) else encode(program)
     timeline = simulate(
-        encoded, stage_costs(problem, layout), hops(problem, layout), action_overhead_s=problem.overhead_s
+        encoded,
+        stage_costs(problem, layout),
+        transfer_times(problem, layout),
+        action_overhead_s=problem.overhead_s,
     )
     return JointPlan(name, problem, layout, encoded, timeline, policy)
 
 
 def scheduled(name: str, problem: Problem, layout: Layout, policy: Policy) -> JointPlan | None:
-    """The list schedule of `layout` by `policy`; None where a rank cannot hold one microbatch."""
+    """Return the list schedule of `layout` by `policy`, or None where a rank cannot hold one microbatch."""
     stages = stages_of(problem, layout)
     window = window_of(stages, policy.rule.depth)
     deadlines = deadlines_of(stages, policy.rule, policy.shifts)
@@ -82,7 +85,7 @@ def scheduled(name: str, problem: Problem, layout: Layout, policy: Policy) -> Jo
 
 
 def encode_order(name: str, layout: Layout, stages: Stages, order: Order) -> EncodedProgram:
-    """The program that runs `order`, the k-th occurrence of a pass for microbatch k."""
+    """Return the program that runs `order`; the k-th occurrence of an action is for microbatch k."""
     num_microbatches = len(order.passes) // (3 * layout.num_stages)
     pattern = order.stages.astype(np.int64) * 3 + order.passes
     microbatch = np.empty(len(pattern), np.int32)

@@ -1,4 +1,4 @@
-"""A policy: everything that turns a layout into a schedule."""
+"""Scheduling policies, which turn a layout into a schedule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from stagewright.schedule.list_scheduler.terms import Rule
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """A rule, and by how many seconds the deadlines of each layer's forwards (row 0) and input gradients
-    (row 1) are shifted, and by which share of a cycle further apart those of two microbatches are (rows 2 and 3)."""
+    """A rule and shifts of deadlines: seconds by which those of each layer's forwards (row 0) and input gradients (row 1)
+    are shifted, and fractions of a cycle by which those of consecutive microbatches are further apart (rows 2 and 3)."""
 
     rule: Rule
     shifts: Floats
 
     @classmethod
     def of(cls, rule: Rule, num_layers: int) -> Policy:
-        """The rule with no deadline shifted."""
+        """Return the policy of a rule with no deadline shifted."""
         return cls(rule, np.zeros((4, num_layers)))

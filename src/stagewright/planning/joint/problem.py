@@ -1,4 +1,4 @@
-"""What a joint search is given: costs per layer, the ranks, and the number of microbatches."""
+"""The problem of a joint search: costs per layer, the ranks, and the number of microbatches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stagewright.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Seconds and bytes of one microbatch on each layer, in the order of the model.
+    """Seconds and bytes of one microbatch per layer, in the order of the model.
 
-    A forward saves `saved_bytes`; the input gradient frees all but `held_bytes`, which the weight gradient
-    frees. `boundary_bytes` leave the layer for the next one (and return as a gradient); `parameter_bytes`
-    (weights, gradients, optimizer) are always there.
+    A forward saves `saved_bytes`; the input gradient frees all but `held_bytes`, which the weight gradient frees.
+    `boundary_bytes` are sent to the next layer (and return as a gradient); `parameter_bytes` (weights, gradients, optimizer)
+    are always alive.
     """
 
     forward_s: Floats
@@ -41,8 +41,7 @@ class LayerTable:
         held_bytes: ArrayLike | None = None,
         boundary_bytes: ArrayLike = 0.0,
     ) -> LayerTable:
-        """A table of as many layers as `forward_s` has entries; everything held for the weight gradient
-        unless said otherwise.
+        """Return a table with one layer per entry of `forward_s`; by default everything is saved for weight gradients.
 
         Raises:
             PlanError: no layer, or a cost that is negative or not finite.
@@ -64,7 +63,7 @@ class LayerTable:
         arrays = [np.broadcast_to(np.asarray(column, np.float64), num_layers).copy() for column in columns]
         if not num_layers or not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
             raise PlanError(
-                "a cost table needs a layer, and costs that are finite and not negative: check its rows"
+                "a cost table needs at least one layer, and costs that are finite and not negative: check its rows"
             )
         return cls(*arrays)
 
@@ -74,18 +73,18 @@ class LayerTable:
 
     @property
     def backward_s(self) -> Floats:
-        """Of both gradients of each layer."""
+        """Seconds of both gradients of each layer."""
         return self.input_grad_s + self.weight_grad_s
 
     @cached_property
     def seconds(self) -> Floats:
-        """Of all three passes of each layer."""
+        """Seconds of forward, input gradient and weight gradient of each layer."""
         return self.forward_s + self.backward_s
 
     @cached_property
     def sums(self) -> Floats:
-        """Sums of the layers before each position, one row per column of a stage: forward, input gradient,
-        weight gradient, parameter bytes, saved bytes, held bytes."""
+        """Prefix sums over the layers, one row per column of a stage: forward, input gradient, weight gradient, parameter
+        bytes, saved bytes, held bytes."""
         rows = (
             self.forward_s,
             self.input_grad_s,
@@ -99,12 +98,12 @@ class LayerTable:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Layers to be placed on ranks.
+    """The problem of placing layers on ranks.
 
-    `speed` of a rank divides the seconds of the table; `memory_bytes` is what it has for parameters and saved
-    values. A value takes `latency_s` plus its boundary bytes over `bytes_per_s` from one rank to another.
-    Every computation costs `overhead_s` more than its layers. `thrifty` are the same layers on a rank that makes
-    more and more of what they save again: fewer bytes, more seconds. Each rank takes `layers` or one of these.
+    The `speed` of a rank divides the seconds of the table; `memory_bytes` is its memory for parameters and saved values. A
+    transfer takes `latency_s` plus the boundary bytes over `bytes_per_s`. Every computation costs `overhead_s` more than its
+    layers. `recomputing` are tables of the same layers on a rank that recomputes more and more of its saved values: fewer
+    bytes, more seconds. Each rank uses `layers` or one of these.
     """
 
     layers: LayerTable
@@ -115,9 +114,9 @@ class Problem:
     latency_s: float = 0.0
     bytes_per_s: float = np.inf
     overhead_s: float = 0.0
-    thrifty: tuple[LayerTable, ...] = ()
+    recomputing: tuple[LayerTable, ...] = ()
     receivers_wait: bool = False
-    """Whether a value takes its time of the rank that receives it, before what uses it, and not beside computations."""
+    """Whether a rank waits for the transfers it receives before using them, instead of overlapping them with compute."""
 
     @classmethod
     def of(
@@ -131,14 +130,14 @@ class Problem:
         latency_s: float = 0.0,
         bytes_per_s: float = np.inf,
         overhead_s: float = 0.0,
-        thrifty: Sequence[LayerTable] = (),
+        recomputing: Sequence[LayerTable] = (),
         receivers_wait: bool = False,
     ) -> Problem:
-        """A problem with one speed and memory for all ranks or one for each.
+        """Return a problem with one speed and memory for all ranks or one for each.
 
         Raises:
-            PlanError: more ranks than layers, or figures that make no sense, thrift that saves time or takes bytes
-                among them.
+            PlanError: more ranks than layers, or figures that make no sense, such as recomputation that takes less time or
+                more bytes.
 
         >>> layers = LayerTable.of([1, 2], [1, 2], [1, 1])
         >>> Problem.of(layers, 2, 4, speed=[1, 0.5]).speed.tolist()
@@ -146,11 +145,11 @@ class Problem:
         """
         if num_ranks < 1 or num_microbatches < 1:
             raise PlanError(
-                f"a pipeline needs a rank and a microbatch, not {num_ranks} and {num_microbatches}"
+                f"a pipeline needs at least one rank and one microbatch, not {num_ranks} and {num_microbatches}"
             )
         if layers.num_layers < num_ranks:
             raise PlanError(
-                f"{num_ranks} ranks need as many layers, but the cost table has {layers.num_layers}: "
+                f"{num_ranks} ranks need at least {num_ranks} layers, but the cost table has {layers.num_layers}: "
                 "use fewer ranks"
             )
         speeds = per_rank("speed", speed, num_ranks)
@@ -159,25 +158,24 @@ class Problem:
             raise PlanError("speeds and memory of ranks must be positive")
         if min(latency_s, overhead_s) < 0 or not bytes_per_s > 0:
             raise PlanError("latency and overhead cannot be negative, and a bandwidth must be positive")
-        if not all(map(_is_thriftier, (layers, *thrifty), thrifty)):
+        if not all(map(_recomputes_more, (layers, *recomputing), recomputing)):
             raise PlanError(
-                "each thrifty table must take no fewer seconds and save no more bytes than the one before, on every "
+                "each recomputing table must take no fewer seconds and save no more bytes than the one before, on every "
                 "layer, with parameters of the same size"
             )
         return cls(
-            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(thrifty),
+            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(recomputing),
             receivers_wait,
         )  # fmt: skip
 
     @cached_property
     def transfer_s(self) -> Floats:
-        """Seconds on the way, beside computations, of what crosses each position between two layers to another rank;
-        position 0 is the start of the model."""
+        """Seconds of the overlapped transfer at each cut index; index 0 is the start of the model."""
         return self.moves[0]
 
     @cached_property
     def moves(self) -> Floats:
-        """`transfer_s`, and in a second row what each position takes of the rank that receives what crosses it."""
+        """`transfer_s`, and in a second row the seconds for which the receiving rank waits at each cut index."""
         moved = self.latency_s + self.layers.boundary_bytes / self.bytes_per_s
         moves = np.zeros((2, len(moved)))
         moves[int(self.receivers_wait), 1:] = moved[:-1]
@@ -185,18 +183,22 @@ class Problem:
 
     @cached_property
     def tables(self) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """For the kernels: sums per table and layer column, both rows of `moves`, speed and memory per rank, overhead."""
+        """The arguments of the kernels: sums per table and layer column, both rows of `moves`, speed and memory per rank,
+        overhead."""
         return self.sums, self.moves, self.speed, self.memory_bytes, self.overhead_s
 
     @cached_property
     def sums(self) -> Floats:
-        """Of `layers`, then of every thrifty table: see `LayerTable.sums`."""
-        return np.array([table.sums for table in (self.layers, *self.thrifty)])
+        """Prefix sums (see `LayerTable.sums`) of `layers`, then of every recomputing table."""
+        return np.array([table.sums for table in (self.layers, *self.recomputing)])
 
 
-def _is_thriftier(more: LayerTable, less: LayerTable) -> bool:
-    """Whether on every layer no pass but a weight gradient is shorter in `less`, nor the whole backward, no more is saved or
-    held, and the parameters are as large. What bounds say of `more` then holds for `less`."""
+def _recomputes_more(more: LayerTable, less: LayerTable) -> bool:
+    """Return whether `less` keeps less and takes no less time than `more`, so that bounds for `more` hold for it too.
+
+    On every layer, neither forward, input gradient nor whole backward is shorter, no more is saved or held, and the
+    parameters have the same size.
+    """
     rows = ("forward_s", "input_grad_s", "backward_s")
     slower = all((getattr(less, row) >= getattr(more, row) * (1 - 1e-9)).all() for row in rows)
     kept = ("saved_bytes", "held_bytes")
@@ -205,7 +207,7 @@ def _is_thriftier(more: LayerTable, less: LayerTable) -> bool:
 
 
 def per_rank(name: str, value: float | Sequence[float] | Floats, num_ranks: int) -> Floats:
-    """`value` as one figure per rank; raises `PlanError` for another number of figures."""
+    """Return `value` as one figure per rank; raises `PlanError` for another number of figures."""
     array = np.asarray(value, np.float64)
     if array.ndim == 0:
         return np.full(num_ranks, array)

@@ -1,4 +1,4 @@
-"""What a plan of the joint search promises, as it travels with its program."""
+"""The prediction of a joint plan, as it is stored with its program."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.planning.joint.layout import hops, stage_costs
+from stagewright.planning.joint.layout import stage_costs, transfer_times
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.simulation.prediction import Assumptions, ProgramCosts, ProgramPrediction
 
 Provenance = Literal["given", "assumed", "none"]
 
 
-def promise_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> ProgramPrediction:
-    """The costs that `plan` was judged by, and what it takes by them; `bandwidth` says where that is from."""
+def prediction_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> ProgramPrediction:
+    """Return the prediction of `plan` with its costs; `bandwidth` is the provenance of the bandwidth."""
     problem, layout = plan.problem, plan.layout
     costs = stage_costs(problem, layout)
     cuts = list(layout.cuts)
@@ -31,7 +31,7 @@ def promise_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> 
             saved_bytes=tuple(costs.saved_bytes.tolist()),
             held_bytes=tuple(costs.held_bytes.tolist()),
             base_bytes=tuple(costs.base_bytes.tolist()),
-            transfer_seconds=tuple(hops(problem, layout).values()),
+            transfer_seconds=tuple(transfer_times(problem, layout).values()),
             transfer_bytes=tuple(problem.layers.boundary_bytes[np.array(cuts, int) - 1].tolist()),
             overhead_seconds=problem.overhead_s,
         ),

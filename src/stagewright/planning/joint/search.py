@@ -31,40 +31,40 @@ from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_
 from stagewright.schedule.list_scheduler.terms import Order, Rule, Stages
 
 Report = Callable[[float, float], None]
-"""Told the best makespan so far and the lower bound, in seconds."""
+"""Called with the best makespan so far and the lower bound, in seconds."""
 
 _TASKS_PER_ROUND = 2
-"""As many whatever the number of cores, so that a search finds the same on every machine."""
+"""Tasks per round, independent of the number of cores, so that a search has the same result on every machine."""
 _AHEAD = 8
-"""Starts that are timed at once at most, none with the times of the others in sight."""
+"""Maximum number of starts that are timed at once, none with knowledge of the others' times."""
 _WORK_PER_ROUND = 3_000_000
 """Actions that one task schedules in a round: a tenth to a quarter of a second."""
 _OPENING = 10
-"""Rounds whose actions may be spent on starts that differ in what ranks make again."""
+"""Rounds' worth of actions that may be spent on starts that differ in what ranks recompute."""
 _CALL = 200
-"""Actions that take as long as what every schedule costs besides."""
+"""Fixed cost of a schedule, in actions."""
 _SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
 _JUDGED = 4
-"""How many of the plans found are simulated at the end."""
+"""Number of plans that are simulated at the end."""
 _DEADLINE_SCALES = (0.0, 1.5, 3.0, 5.0)
 _COARSE = 0.6
-"""Share of a search in which large batches are cut short."""
+"""Share of a search during which large batches are shortened."""
 _POLISH = 0.75
 """Share of a search after which the orders themselves are improved."""
 _CHEAPER = 4
-"""How many orders are timed in the time of one list schedule."""
+"""Number of orders that are timed in the time of one list schedule."""
 _GATHERINGS = 3
-"""How often the best are gathered at the end."""
+"""Number of times that transfers of the best states are reduced at the end."""
 _EXACT = 2e-6  # the precision of the packing bound
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When a search ends: after so many seconds or, for results that repeat exactly, after so many rounds.
+    """The effort of a search: it ends after `seconds` or, for results that repeat exactly, after `rounds`.
 
-    `pool` states are annealed in turn. `gap` ends the search once the best is that close to the bound. The threads of
-    `num_workers` share the tasks of a round; their number changes how long rounds take and nothing else.
+    `pool` states are annealed in turn. `gap` ends the search once the best is that close to the bound. `num_workers` threads
+    run the tasks of a round; their number changes only how long rounds take.
     """
 
     seconds: float = 10.0
@@ -75,8 +75,8 @@ class Effort:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """The best plan, what it was compared with, and the bound that nothing can beat."""
+class JointResult:
+    """The result of a joint search: the best plan, what it was compared with, and a lower bound."""
 
     best: JointPlan
     bound: Bound
@@ -87,7 +87,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the best plan is longer than it."""
+        """Relative difference between the best plan and the bound."""
         return self.bound.gap(self.best.makespan_s)
 
 
@@ -98,23 +98,23 @@ class State:
     makespan_s: float
     ranks: np.ndarray
     cuts: np.ndarray
-    thrift: np.ndarray
+    recompute: np.ndarray
     rule: Rule
     shifts: np.ndarray
 
     @property
     def layout(self) -> Layout:
-        return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist(), self.thrift)
+        return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist(), self.recompute)
 
     @property
     def num_transfers(self) -> int:
-        """See `Layout.num_transfers`."""
+        """Transfers between ranks, as in `Layout.num_transfers`."""
         return int(np.count_nonzero(np.diff(self.ranks)))
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rule, np.ndarray]:
-        """As the kernels take them."""
-        return self.ranks, self.cuts, self.thrift, self.rule, self.shifts
+        """The arguments of the kernels."""
+        return self.ranks, self.cuts, self.recompute, self.rule, self.shifts
 
     @property
     def policy(self) -> Policy:
@@ -123,7 +123,7 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """A layout with a complete order of every rank's passes and its makespan."""
+    """A layout with a complete order of every rank's actions and its makespan."""
 
     makespan_s: float
     state: State
@@ -131,7 +131,7 @@ class Ordered:
 
     @property
     def num_transfers(self) -> int:
-        """See `Layout.num_transfers`."""
+        """Transfers between ranks, as in `Layout.num_transfers`."""
         return self.state.num_transfers
 
 
@@ -142,11 +142,11 @@ def search(
     seed: int = 0,
     report: Report | None = None,
     stop: threading.Event | None = None,
-) -> Found:
-    """The best plan of `problem` that fits the memory of every rank.
+) -> JointResult:
+    """Return the best plan of `problem` that fits the memory of every rank.
 
-    Never worse than a baseline that fits. One seed and one number of rounds give one result. Ends early when
-    `stop` is set, when interrupted from the keyboard, or when the bound is reached, with the best so far.
+    It is never worse than a baseline that fits. The same seed and number of rounds give the same result. The search ends
+    early, with the best so far, when `stop` is set, when interrupted from the keyboard, or when the bound is reached.
 
     Raises:
         PlanError: no plan fits the memory.
@@ -155,7 +155,7 @@ def search(
 
 
 class _Search:
-    """State of a search: a pool of layouts, best first."""
+    """A search in progress: a pool of layouts, best first."""
 
     def __init__(
         self, problem: Problem, effort: Effort, seed: int, report: Report | None, stop: threading.Event
@@ -170,10 +170,10 @@ class _Search:
         short = min(full, max(4 * problem.num_ranks, 16))
         self.batch = (short, full - short)
 
-    def run(self) -> Found:
+    def run(self) -> JointResult:
         with ThreadPoolExecutor(self.effort.num_workers) as workers:
             packing = workers.submit(pack, self.problem)
-            self.baselines = tuple(sorted(baselines(self.problem), key=lambda each: each.makespan_s))
+            self.baselines = tuple(sorted(baselines(self.problem), key=lambda plan: plan.makespan_s))
             self.packing = packing.result()
             self.bound = lower_bound(self.problem, self.packing)
             try:
@@ -184,40 +184,40 @@ class _Search:
                 self.stop.set()
             self._use_whole_batch(workers)
             for _ in range(_GATHERINGS):
-                shortest = [each for each in self.pool if each.makespan_s <= self._best_s() * (1 + MARGIN)]
+                shortest = [state for state in self.pool if state.makespan_s <= self._best_s() * (1 + MARGIN)]
                 self._gather(shortest[:_TASKS_PER_ROUND], workers)
-        return self._found()
+        return self._result()
 
     def _open(self, workers: ThreadPoolExecutor) -> None:
         """Fill the pool with the starts under all rules."""
-        fitting = (each.layout for each in self.baselines if each.fits)
+        fitting = (plan.layout for plan in self.baselines if plan.fits)
         layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
         shifts = np.zeros((4, self.problem.layers.num_layers))
         actions = 3 * self.problem.layers.num_layers * self.batch[0]
         most = _OPENING * _WORK_PER_ROUND // (len(layouts) * len(_DEADLINE_SCALES) * (_CALL + actions))
         states = [
-            self._state(layout, Policy(_rule(deadline_scale), shifts), thrift)
+            self._state(layout, Policy(_rule(deadline_scale), shifts), recompute)
             for layout in layouts
             for deadline_scale in _DEADLINE_SCALES
-            for thrift in _thrifts(self.problem, most)
+            for recompute in _recompute_tables(self.problem, most)
         ]
         states += [
             self._state(plan.layout, plan.policy) for plan in self.baselines if plan.policy is not None
         ]
         self._keep(self._timed(states, workers))
 
-    def _state(self, layout: Layout, policy: Policy, thrift: Ints | None = None) -> State:
-        """Not yet timed; `thrift` for the ranks in the order of their first layers."""
+    def _state(self, layout: Layout, policy: Policy, recompute: Ints | None = None) -> State:
+        """Return an untimed state; `recompute` has the tables of the ranks in the order of their first layers."""
         ranks = layout.rank_of_layer()
         tables = layout.table_of_rank(self.problem.num_ranks)
-        if thrift is not None:
-            tables[list(dict.fromkeys(ranks.tolist()))] = thrift
+        if recompute is not None:
+            tables[list(dict.fromkeys(ranks.tolist()))] = recompute
         return State(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
     def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
-        """The states with their makespans, infinite where far from the best.
+        """Return the states with their makespans, infinite where far from the best.
 
-        What is far is judged by the states from `_AHEAD` places in front on, which are waited for: not by what other
+        The best is taken over the states up to `_AHEAD` places before, which are waited for, not over those that other
         threads happen to have timed.
         """
         best = self.pool[0].makespan_s if self.pool else np.inf
@@ -239,16 +239,16 @@ class _Search:
         return self._done() >= 1
 
     def _best_s(self) -> float:
-        return min((each.makespan_s for each in (*self.pool, *self.ordered)), default=np.inf)
+        return min((candidate.makespan_s for candidate in (*self.pool, *self.ordered)), default=np.inf)
 
     def _done(self) -> float:
-        """The share of the effort that is spent."""
+        """Return the fraction of the effort that is spent."""
         if self.effort.rounds is not None:
             return self.num_rounds / self.effort.rounds if self.effort.rounds else 1.0
         return (time.monotonic() - self.began) / max(1e-9, self.effort.seconds)
 
     def _round(self, workers: ThreadPoolExecutor) -> None:
-        """Anneal states of the pool, or towards the end improve orders, one per task."""
+        """Anneal states of the pool or, towards the end, improve orders; one per task."""
         if self._done() >= _COARSE:
             self._use_whole_batch(workers)
         if self._done() >= _POLISH:
@@ -260,7 +260,7 @@ class _Search:
             self.report(self._best_s(), self.bound.seconds)
 
     def _anneal(self, workers: ThreadPoolExecutor) -> None:
-        """What is found joins the pool."""
+        """Anneal states of the pool in turn, and add the results to the pool."""
         steps = max(20, _WORK_PER_ROUND // (_CALL + 3 * self.problem.layers.num_layers * self.batch[0]))
         tasks = []
         for number in range(_TASKS_PER_ROUND):
@@ -273,7 +273,7 @@ class _Search:
         self._keep([State(*task.result()) for task in tasks])
 
     def _gather(self, states: Sequence[State], workers: ThreadPoolExecutor) -> None:
-        """Go from some states of the pool to layouts with fewer transfers that are no longer."""
+        """Add layouts with fewer transfers and no longer makespan than the given states to the pool."""
         if self.stop.is_set():
             return
         actions = 3 * self.problem.layers.num_layers * self.batch[0]
@@ -301,10 +301,10 @@ class _Search:
             place = (self.num_rounds * _TASKS_PER_ROUND + number) % len(self.ordered)
             share = _SHARES[int(self.rng.integers(len(_SHARES)))]
             seed = int(self.rng.integers(1 << 31))
-            each = self.ordered[place]
+            ordered = self.ordered[place]
             task = partial(
-                improve_order, self._stages(each.state), self.problem.num_microbatches,
-                each.order,
+                improve_order, self._stages(ordered.state), self.problem.num_microbatches,
+                ordered.order,
             )  # fmt: skip
             bound = self.bound.seconds * (1 + _EXACT)
             tasks.append((place, workers.submit(task, steps, share, bound, seed)))
@@ -323,68 +323,70 @@ class _Search:
         )
 
     def _stages(self, state: State) -> Stages:
-        return build_stages(state.ranks, state.cuts, state.thrift, *self.problem.tables)
+        return build_stages(state.ranks, state.cuts, state.recompute, *self.problem.tables)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
-        """From now on time all microbatches."""
+        """Time all microbatches from now on."""
         if self.batch[1]:
             self.batch = (self.problem.num_microbatches, 0)
             states, self.pool = self.pool, []
             self._keep(self._timed(states, workers))
 
     def _keep(self, states: list[State]) -> None:
-        """The best of the pool and `states`, each makespan and layout once."""
-        known: dict[tuple[float, bytes], State] = {}
-        found = [*self.pool, *states]
-        equal_s = min((state.makespan_s for state in found), default=np.inf) * (1 + MARGIN)
-        for state in sorted(found, key=lambda state: (max(state.makespan_s, equal_s), state.num_transfers)):
+        """Keep the best of the pool and `states`, each makespan and layout once."""
+        distinct: dict[tuple[float, bytes], State] = {}
+        candidates = [*self.pool, *states]
+        equal_s = min((state.makespan_s for state in candidates), default=np.inf) * (1 + MARGIN)
+        for state in sorted(
+            candidates, key=lambda state: (max(state.makespan_s, equal_s), state.num_transfers)
+        ):
             if np.isfinite(state.makespan_s):
-                known.setdefault((round(state.makespan_s, 9), state.ranks.tobytes()), state)
-        self.pool = list(known.values())[: self.effort.pool]
+                distinct.setdefault((round(state.makespan_s, 9), state.ranks.tobytes()), state)
+        self.pool = list(distinct.values())[: self.effort.pool]
 
-    def _found(self) -> Found:
-        fitting = [each for each in self.baselines if each.fits]
-        found: list[State | Ordered] = [*self.ordered, *self.pool]
+    def _result(self) -> JointResult:
+        fitting = [plan for plan in self.baselines if plan.fits]
+        candidates: list[State | Ordered] = [*self.ordered, *self.pool]
         equal_s = self._best_s() * (1 + MARGIN)
-        found.sort(key=lambda each: (max(each.makespan_s, equal_s), each.num_transfers))
-        made = [self._judged(each) for each in found[:_JUDGED]]
-        plans = [*(each for each in made if each is not None and each.fits), *fitting]
+        candidates.sort(key=lambda candidate: (max(candidate.makespan_s, equal_s), candidate.num_transfers))
+        judged_plans = [self._judged(candidate) for candidate in candidates[:_JUDGED]]
+        plans = [*(plan for plan in judged_plans if plan is not None and plan.fits), *fitting]
         if not plans:
             raise PlanError(
                 "no plan fits the memory of the ranks: give them more, use more ranks, or smaller microbatches"
             )
-        plans.sort(key=lambda each: each.makespan_s)
+        plans.sort(key=lambda plan: plan.makespan_s)
         best = _with_fewest_transfers(plans)
-        return Found(
-            best, self.bound, self.baselines, tuple(each for each in plans if each is not best),
+        return JointResult(
+            best, self.bound, self.baselines, tuple(plan for plan in plans if plan is not best),
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
 
-    def _judged(self, found: State | Ordered) -> JointPlan | None:
-        state = found if isinstance(found, State) else found.state
-        if isinstance(found, State):
+    def _judged(self, candidate: State | Ordered) -> JointPlan | None:
+        state = candidate if isinstance(candidate, State) else candidate.state
+        if isinstance(candidate, State):
             return scheduled("joint search", self.problem, state.layout, state.policy)
-        program = encode_order("joint search", state.layout, self._stages(state), found.order)
+        program = encode_order("joint search", state.layout, self._stages(state), candidate.order)
         return judged("joint search", self.problem, state.layout, program, state.policy)
 
 
 def _with_fewest_transfers(plans: Sequence[JointPlan]) -> JointPlan:
-    """Of the plans that are as short as the first, the one that moves least between ranks."""
-    equal = [each for each in plans if each.makespan_s <= plans[0].makespan_s * (1 + MARGIN)]
-    return min(equal, key=lambda each: (each.layout.num_transfers, each.layout.num_stages))
+    """Return the plan with the fewest transfers of those that are as short as the first."""
+    equal = [plan for plan in plans if plan.makespan_s <= plans[0].makespan_s * (1 + MARGIN)]
+    return min(equal, key=lambda plan: (plan.layout.num_transfers, plan.layout.num_stages))
 
 
-def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
-    """Tables of ranks to start with, at most `most_rows` or three: late ranks hold fewer microbatches and need not save as
-    much."""
-    most = len(problem.thrifty)
+def _recompute_tables(problem: Problem, most_rows: int) -> list[Ints]:
+    """Return tables of ranks to start with, at most `most_rows` or three: late ranks hold fewer microbatches and may
+    recompute less."""
+    most = len(problem.recomputing)
     rows = (
         np.linspace(first, share * first, problem.num_ranks).round().astype(np.int64)
         for first in range(most + 1)
         for share in (1.0, 0.5, 0.0)
     )
-    known = [np.array(row) for row in dict.fromkeys(tuple(row.tolist()) for row in rows)]
-    return known[:: -ceil(len(known) / max(3, most_rows))]
+    tables = [np.array(row) for row in dict.fromkeys(tuple(row.tolist()) for row in rows)]
+    return tables[:: -ceil(len(tables) / max(3, most_rows))]
 
 
 def _rule(deadline_scale: float) -> Rule:

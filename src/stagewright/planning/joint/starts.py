@@ -1,4 +1,4 @@
-"""Layouts to start a search from, made from the costs alone."""
+"""Initial layouts for the joint search, from the costs alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.arrays import Floats, Ints
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
-from stagewright.planning.joint.levelling import levelled
+from stagewright.planning.joint.levelling import load_balanced
 from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.partition.solver import ends_in_reach
@@ -18,14 +18,16 @@ from stagewright.schedule.placement import Placement, loop, wave
 
 
 def even(problem: Problem, placement: Placement) -> Layout:
-    """Stages with as many layers each as can be, longer ones first, as unbalanced frameworks cut.
+    """Return stages with as even numbers of layers as possible, longer ones first, as frameworks cut without balancing.
 
     The last layer, which holds the head, does not count where there are enough others: frameworks add it to
     the last stage.
     """
     num_layers, num_stages = problem.layers.num_layers, placement.num_stages
     if num_layers < num_stages:
-        raise PlanError(f"{num_stages} stages need as many layers, but there are {num_layers}")
+        raise PlanError(
+            f"{num_stages} stages need at least {num_stages} layers, but there are {num_layers}: use fewer stages"
+        )
     counted = num_layers - 1 if num_layers > num_stages else num_layers
     size, longer = divmod(counted, num_stages)
     sizes = [size + (stage < longer) for stage in range(num_stages)]
@@ -34,10 +36,10 @@ def even(problem: Problem, placement: Placement) -> Layout:
 
 
 def balanced(problem: Problem, placement: Placement) -> Layout | None:
-    """Consecutive layers whose slowest stage is as fast as can be on the ranks of `placement`, whatever memory that takes;
+    """Return the partition whose slowest stage is as fast as possible on the ranks of `placement`, regardless of memory, or
     None where there are fewer layers than stages.
 
-    Among such partitions every stage, from the first on, ends as late as it can.
+    Among such partitions every stage, from the first on, ends as late as possible.
     """
     time = np.concatenate([[0.0], np.cumsum(problem.layers.seconds)])
     ranks = list(placement.rank_of_stage)
@@ -56,7 +58,7 @@ def balanced(problem: Problem, placement: Placement) -> Layout | None:
 
 
 def _ends_within(time: Floats, speed: Floats, bottleneck: float) -> list[int] | None:
-    """Ends of non-empty stages that each take at most `bottleneck` seconds, as late as can be."""
+    """Return ends, as late as possible, of non-empty stages that each take at most `bottleneck` seconds."""
 
     def farthest(stage: int, start: int) -> int:
         limit = time[start] + bottleneck * speed[stage] * (1 + 1e-12)
@@ -66,10 +68,10 @@ def _ends_within(time: Floats, speed: Floats, bottleneck: float) -> list[int] | 
 
 
 def filled_from_the_end(problem: Problem, stage_ends: Ints | None = None) -> Layout:
-    """Every stage, from the last to the first, on the rank that has least to do so far.
+    """Return the layout that puts every stage, from the last to the first, on the rank with the least work so far.
 
-    The rank of a heavy head gets its other layers last, near the start of the model; everything else goes
-    round the ranks. `stage_ends` default to one layer per stage.
+    The rank of a heavy head gets its other layers last, near the start of the model; all others alternate between the ranks.
+    `stage_ends` default to one layer per stage.
     """
     ends = np.arange(1, problem.layers.num_layers + 1) if stage_ends is None else stage_ends
     time = np.concatenate([[0.0], np.cumsum(problem.layers.seconds)])
@@ -79,14 +81,14 @@ def filled_from_the_end(problem: Problem, stage_ends: Ints | None = None) -> Lay
     ranks = np.empty(len(ends), np.int64)
     for stage in range(len(ends) - 1, -1, -1):
         after = (load + seconds[stage]) / problem.speed
-        rank = min(order[::-1], key=lambda each: (round(after[each], 12), load[each]))
+        rank = min(order[::-1], key=lambda candidate: (round(after[candidate], 12), load[candidate]))
         ranks[stage] = rank
         load[rank] += seconds[stage]
     return Layout(tuple(int(end) for end in ends), tuple(int(rank) for rank in ranks))
 
 
 def spread(problem: Problem) -> Layout:
-    """As many layers per rank as `filled_from_the_end` gives it, each rank's spread evenly over the model."""
+    """Return a layout with as many layers per rank as `filled_from_the_end`, each rank's spread evenly over the model."""
     filled = filled_from_the_end(problem)
     ranks = np.array(filled.rank_of_stage)
     count = np.bincount(ranks[:-1], minlength=problem.num_ranks).astype(float)
@@ -102,17 +104,17 @@ def spread(problem: Problem) -> Layout:
 
 
 def packed(problem: Problem, packing: Packing) -> Layout | None:
-    """As many layers of each kind per rank as `packing` says, each on the rank with least to do behind it."""
+    """Return the layout with the numbers of layers of `packing`, each layer on the rank with the least work after it."""
     if packing.number is None:
         return None
-    left = packing.number.copy()
+    remaining = packing.number.copy()
     load = np.zeros(problem.num_ranks)
     ranks = np.empty(problem.layers.num_layers, np.int64)
     for layer in range(len(ranks) - 1, -1, -1):
         kind = packing.kind_of_layer[layer]
-        rank = int(np.argmin(np.where(left[kind] > 0, load, np.inf)))
+        rank = int(np.argmin(np.where(remaining[kind] > 0, load, np.inf)))
         ranks[layer] = rank
-        left[kind, rank] -= 1
+        remaining[kind, rank] -= 1
         load[rank] += problem.layers.seconds[layer] / problem.speed[rank]
     if len(set(ranks.tolist())) < problem.num_ranks:
         return None
@@ -120,7 +122,7 @@ def packed(problem: Problem, packing: Packing) -> Layout | None:
 
 
 def starts(problem: Problem, packing: Packing) -> Iterator[Layout]:
-    """Layouts of every kind and several granularities, all ranks in use; each also levelled."""
+    """Yield layouts of every kind and several granularities that use all ranks; each also load-balanced."""
     layout = packed(problem, packing)
     if layout is not None:
         yield layout
@@ -128,7 +130,7 @@ def starts(problem: Problem, packing: Packing) -> Iterator[Layout]:
         yield layout
         if layout.num_stages > problem.num_ranks:
             for seed in range(2):
-                ranks = levelled(problem, layout.rank_of_layer(), seed)
+                ranks = load_balanced(problem, layout.rank_of_layer(), seed)
                 yield Layout.of_layers(ranks)
 
 
@@ -161,7 +163,7 @@ def _regular(problem: Problem) -> Iterator[Layout]:
 
 
 def _even_seconds(problem: Problem, num_stages: int) -> Ints:
-    """Ends of `num_stages` non-empty stages of about equal seconds."""
+    """Return ends of `num_stages` non-empty stages of about equal seconds."""
     time = np.cumsum(problem.layers.seconds)
     wanted = time[-1] * np.arange(1, num_stages + 1) / num_stages
     ends = np.searchsorted(time, wanted * (1 - 1e-12)) + 1

@@ -1,4 +1,4 @@
-"""Layer costs for the joint search from a traced model, and cuts and programs of the model from its plans."""
+"""Layer costs of a traced model for the joint search, and cuts and programs of the model from its plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.partition.line import known_ranges
-from stagewright.planning.partition.ranges import Givable
+from stagewright.planning.partition.ranges import Recomputable
 from stagewright.planning.partition.solver import narrowest_of_each
 from stagewright.planning.prediction.transfers import lane_seconds
 from stagewright.schedule import Action, Kind, Program
@@ -21,14 +21,14 @@ from stagewright.schedule import Action, Kind, Program
 _PIECES_PER_RANK = 12
 _FEWEST_PIECES = 48
 _LARGE_MESSAGE = 2**26
-_THRIFTY_TABLES = 12
-"""How much a rank recomputes is searched in steps of one part in so many."""
+_RECOMPUTING_TABLES = 12
+"""Number of equal steps in which the recomputed fraction of a rank is searched."""
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """What a plan of a configuration has shown: seconds that every computation of a stage takes beside its operators,
-    bytes a rank may fill with state and saved values, and the part of the state that it keeps."""
+class Calibration:
+    """Figures from a plan of a configuration: seconds that every action of a stage takes besides its operators, bytes that a
+    rank may fill with state and saved values, and the fraction of the state that it keeps."""
 
     overhead_s: float
     memory_bytes: Sequence[float]
@@ -36,8 +36,8 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """How the ranks of a pipeline lie on a cluster: `width` devices hold every stage."""
+class LinkModel:
+    """The links between the ranks of a pipeline on a cluster; `width` devices hold every stage."""
 
     cluster: Cluster
     num_ranks: int
@@ -46,7 +46,7 @@ class Wiring:
     """Whether receives are posted right before their use."""
 
     def link(self) -> tuple[float, float]:
-        """Latency in seconds and bytes per second of the slowest link between ranks that follow each other.
+        """Return latency in seconds and bytes per second of the slowest link between neighbouring ranks.
 
         Ignores: that other pairs of ranks may be further apart.
         """
@@ -61,90 +61,96 @@ class Wiring:
 
 
 def piece_ends(body: RangeCosts, num_ranks: int) -> Ints:
-    """Positions at which the body is taken apart, its two ends among them: in every stretch of about equal
-    seconds the legal cut that least crosses."""
+    """Return the cut indices between pieces, including both ends: the legal cut with the smallest boundary in every interval
+    of about equal seconds."""
     wanted = max(_FEWEST_PIECES, _PIECES_PER_RANK * num_ranks)
-    stretches = np.floor(body.seconds[body.legal_cuts] / body.seconds[-1] * wanted)
-    return np.array([0, *narrowest_of_each(body, stretches), body.size], np.int64)
+    intervals = np.floor(body.seconds[body.legal_cuts] / body.seconds[-1] * wanted)
+    return np.array([0, *narrowest_of_each(body, intervals), body.size], np.int64)
 
 
 def problem_of(
-    body: RangeCosts, ends: Ints, num_microbatches: int, wiring: Wiring, known: Known, *, saves: bool = False
+    body: RangeCosts,
+    ends: Ints,
+    num_microbatches: int,
+    link_model: LinkModel,
+    calibration: Calibration,
+    *,
+    saves: bool = False,
 ) -> Problem:
-    """The pieces of `body` between `ends` as layers, and with `saves` those of ranks that recompute."""
+    """Return the problem whose layers are the pieces of `body` between `ends`; with recomputing tables if `saves`."""
     forward, weight_grad = np.diff(body.forward_seconds[ends]), np.diff(body.weight_grad_seconds[ends])
     input_grad = np.maximum(np.diff(body.seconds[ends]) - forward - weight_grad, 0.0)
     kept = LayerTable.of(
         forward,
         input_grad,
         weight_grad,
-        parameter_bytes=known.state_share * np.diff(body.state_bytes[ends]),
+        parameter_bytes=calibration.state_share * np.diff(body.state_bytes[ends]),
         saved_bytes=np.diff(body.saved_bytes[ends]),
         boundary_bytes=body.boundary_bytes[ends[1:]] / 2,
     )
-    latency, bandwidth = wiring.link()
+    latency, bandwidth = link_model.link()
     return Problem.of(
-        kept, wiring.num_ranks, num_microbatches,
-        memory_bytes=known.memory_bytes,
-        latency_s=latency, bytes_per_s=bandwidth, overhead_s=known.overhead_s,
-        receivers_wait=wiring.uses_lanes,
-        thrifty=tuple(_thrifty(kept, known_ranges(body).givable, ends)) if saves else (),
+        kept, link_model.num_ranks, num_microbatches,
+        memory_bytes=calibration.memory_bytes,
+        latency_s=latency, bytes_per_s=bandwidth, overhead_s=calibration.overhead_s,
+        receivers_wait=link_model.uses_lanes,
+        recomputing=tuple(_recomputing(kept, known_ranges(body).recomputable, ends)) if saves else (),
     )  # fmt: skip
 
 
-def _thrifty(kept: LayerTable, given: Givable, ends: Ints) -> Iterator[LayerTable]:
-    """`kept` on ranks that recompute one more equal part of all that may be recomputed each, the cheapest first.
+def _recomputing(kept: LayerTable, recomputable: Recomputable, ends: Ints) -> Iterator[LayerTable]:
+    """Yield `kept` on ranks that recompute more and more, in equal steps, of all that is recomputable, the cheapest first.
 
-    A rank that wants so many bytes back takes everything up to one price, in seconds per byte: nothing else gives as
-    many bytes for less time. Its backwards are in one piece: between two pieces what was made again would be kept.
+    A rank that must free some bytes recomputes everything up to one price in seconds per byte: nothing else frees as many
+    bytes in less time. Its backwards are not split: recomputed values would be kept between I and W.
 
     Ignores: that values may also be offloaded, and that chains which share operators cost less together.
     """
-    piece = np.searchsorted(ends, given.place, side="right") - 1
-    have = np.cumsum(given.num_bytes)
-    for part in range(1, _THRIFTY_TABLES + 1):
+    piece = np.searchsorted(ends, recomputable.place, side="right") - 1
+    freed_bytes = np.cumsum(recomputable.num_bytes)
+    for part in range(1, _RECOMPUTING_TABLES + 1):
         count = (
-            int(np.searchsorted(have, have[-1] * part / _THRIFTY_TABLES * (1 - 1e-12))) + 1
-            if len(have)
+            int(np.searchsorted(freed_bytes, freed_bytes[-1] * part / _RECOMPUTING_TABLES * (1 - 1e-12))) + 1
+            if len(freed_bytes)
             else 0
         )
-        seconds, freed = (
+        seconds, recomputed_bytes = (
             np.bincount(piece[:count], column[:count], kept.num_layers)
-            for column in (given.seconds, given.num_bytes)
+            for column in (recomputable.seconds, recomputable.num_bytes)
         )
         yield replace(
             kept,
             input_grad_s=kept.input_grad_s + kept.weight_grad_s + seconds,
             weight_grad_s=np.zeros(kept.num_layers),
-            saved_bytes=np.maximum(kept.saved_bytes - freed, 0.0),
+            saved_bytes=np.maximum(kept.saved_bytes - recomputed_bytes, 0.0),
             held_bytes=np.zeros(kept.num_layers),
         )
 
 
 def cuts_of(plan: JointPlan, ends: Ints) -> tuple[int, ...]:
-    """Positions in the body at which the stages of `plan` are cut."""
+    """Return the cut indices of the stages of `plan`."""
     return tuple(int(ends[cut]) for cut in plan.layout.cuts)
 
 
 def without_splits(plan: JointPlan) -> JointPlan:
-    """`plan` with whole backwards on the ranks that make values again; their weight gradients take no time of their own."""
-    if not plan.layout.thrift:
+    """Return `plan` with whole backwards on the ranks that recompute; their weight gradients take no time of their own."""
+    if not plan.layout.recompute:
         return plan
     whole = {Kind.I: Kind.B}
     ranks = [
         [replace(a, kind=whole.get(a.kind, a.kind)) for a in actions if a.kind is not Kind.W]
-        if thrift
+        if is_recomputing
         else actions
-        for actions, thrift in zip(plan.program.ranks, plan.layout.thrift, strict=True)
+        for actions, is_recomputing in zip(plan.program.ranks, plan.layout.recompute, strict=True)
     ]
     return judged(plan.name, plan.problem, plan.layout, plan.program.with_ranks(ranks), plan.policy)
 
 
 def with_backwards(plan: JointPlan) -> Program:
-    """The program of `plan` with a backward in one piece wherever a weight gradient follows its input gradient and
-    nobody waits for the latter: one function is faster than two, and frees what it has used sooner."""
+    """Return the program of `plan` with a whole backward wherever a weight gradient follows its input gradient and no stage
+    waits for the latter: one function is faster than two, and frees memory sooner."""
     program, timeline = plan.program, plan.timeline
-    encoded, hop = timeline.encoded, plan.problem.transfer_s
+    encoded, transfer_s = timeline.encoded, plan.problem.transfer_s
     begins = {
         (action.stage, action.microbatch): float(timeline.start_s[index])
         for index, action in enumerate(program)
@@ -152,19 +158,19 @@ def with_backwards(plan: JointPlan) -> Program:
     }
     first_layer = (0, *plan.layout.cuts)
 
-    def joins(index: int, one: Action, other: Action) -> bool:
-        if one.kind is not Kind.I or other != Action(Kind.W, one.stage, one.microbatch):
+    def joins(index: int, action: Action, following: Action) -> bool:
+        if action.kind is not Kind.I or following != Action(Kind.W, action.stage, action.microbatch):
             return False
-        wanted = begins.get((one.stage - 1, one.microbatch), np.inf)
-        return float(timeline.end_s[index + 1]) + hop[first_layer[one.stage]] <= wanted
+        wanted = begins.get((action.stage - 1, action.microbatch), np.inf)
+        return float(timeline.end_s[index + 1]) + transfer_s[first_layer[action.stage]] <= wanted
 
     ranks = []
     for rank, actions in enumerate(program.ranks):
-        base, made, at = encoded.rank_slice(rank).start, [], 0
+        base, merged, at = encoded.rank_slice(rank).start, [], 0
         while at < len(actions):
             fuses = at + 1 < len(actions) and joins(base + at, actions[at], actions[at + 1])
             action = actions[at]
-            made.append(Action(Kind.B, action.stage, action.microbatch) if fuses else action)
+            merged.append(Action(Kind.B, action.stage, action.microbatch) if fuses else action)
             at += 2 if fuses else 1
-        ranks.append(made)
+        ranks.append(merged)
     return program.with_ranks(ranks)

@@ -1,1 +1,1 @@
-"""Configurations made to fit in memory, on devices and on their hosts."""
+"""Fitting of configurations into the memory of devices and their hosts."""

@@ -1,4 +1,4 @@
-"""What goes to the hosts: the state of the optimizer of ranks whose devices have no room for it, beside saved values."""
+"""Optimizer state on hosts, for ranks whose devices have no memory for it, together with offloaded values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, least_saving, make_program
+from stagewright.planning.candidate import Candidate, fastest_fitted, make_program
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import host_of, rank_memories
@@ -20,10 +20,10 @@ from stagewright.units import format_bytes
 
 
 def checked(text: str, cluster: Cluster) -> HostOptimizer:
-    """`text` as a way to use the hosts of `cluster`.
+    """Return `text` as a host optimizer setting for `cluster`.
 
     Raises:
-        InputError: no such way, or it needs what the cluster does not have.
+        InputError: an unknown setting, or one that needs hosts that the cluster does not describe.
     """
     if text not in HOST_OPTIMIZER:
         raise InputError(
@@ -35,17 +35,17 @@ def checked(text: str, cluster: Cluster) -> HostOptimizer:
 
 
 def may_use_host(cluster: Cluster) -> bool:
-    """Whether the devices of `cluster` have a memory of their own, beside that of a host which is described."""
+    """Return whether all devices of `cluster` are accelerators whose hosts are described."""
     return all(group.device.kind != "cpu" and group.host is not None for group in cluster.nodes)
 
 
 def steps_once(configuration: Configuration) -> bool:
-    """Whether parameters are updated at the end of a batch alone."""
+    """Return whether parameters are updated only at the end of a batch."""
     return not any(action.kind is Kind.STEP for action in make_program(configuration))
 
 
-def with_room_used(candidate: Candidate) -> Candidate:
-    """`candidate`, which fits, with the state of its optimizer back on every device that has room for it."""
+def with_devices_filled(candidate: Candidate) -> Candidate:
+    """Return `candidate`, which fits, with optimizer state back on every device that has the memory for it."""
     line = candidate.line
     on_devices = replace(line, host_optimizer=frozenset())
     full = frozenset(
@@ -57,15 +57,15 @@ def with_room_used(candidate: Candidate) -> Candidate:
 
 
 def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
-    """`candidate`, and before it the same with no more on hosts than must be, where that is free to choose."""
+    """Return `candidate`, preceded by it with as little state on hosts as possible if the setting allows that."""
     chooses = host_optimizer == "auto" and candidate.configuration.host_optimizer
-    return [with_room_used(candidate), candidate] if chooses else [candidate]
+    return [with_devices_filled(candidate), candidate] if chooses else [candidate]
 
 
 def host_excess_bytes(line: Pipeline) -> int:
-    """What the fullest host lacks for the state and the saved values that `line` puts there; negative for what it has left.
+    """Return by how many bytes the fullest host is over with state and offloaded values of `line`; negative for headroom.
 
-    Hosts that are not described have room for saved values.
+    Hosts that are not described are taken to have memory for offloaded values.
     """
     on_node: Counter[int] = Counter()
     for rank in range(line.pp):
@@ -86,17 +86,17 @@ def saving_with_hosts(
     below_s: float = math.inf,
     thorough: bool = False,
 ) -> Candidate | None:
-    """As `least_saving`, without offloading where hosts have no room for that."""
-    found = least_saving(kept, body, offload=offload, below_s=below_s, thorough=thorough)
-    if found is None or not any(summary.offloaded_bytes for summary in found.line.summaries):
-        return found
-    if any(host_excess_bytes(one.line) <= 0 for one in ways_on_hosts(found, host_optimizer)):
-        return found
-    return least_saving(kept, body, offload=False, below_s=below_s, thorough=thorough)
+    """Return the result of `fastest_fitted`, without offloading where it does not fit on the hosts."""
+    candidate = fastest_fitted(kept, body, offload=offload, below_s=below_s, thorough=thorough)
+    if candidate is None or not any(summary.offloaded_bytes for summary in candidate.line.summaries):
+        return candidate
+    if any(host_excess_bytes(option.line) <= 0 for option in ways_on_hosts(candidate, host_optimizer)):
+        return candidate
+    return fastest_fitted(kept, body, offload=False, below_s=below_s, thorough=thorough)
 
 
 def misses_host(configuration: Configuration, missing: int, host_optimizer: HostOptimizer) -> PlanError:
-    """The error for a search in which nothing fits and `configuration` lacks `missing` bytes of a host, the least of all."""
+    """Return the error for a search in which nothing fits; the best `configuration` is over by `missing` bytes on a host."""
     instead = "leave out --host-optimizer always" if host_optimizer == "always" else "plan for more nodes"
     return PlanError(
         f"no configuration fits: the best ({configuration}) lacks {format_bytes(missing)} of memory on a host. It would "

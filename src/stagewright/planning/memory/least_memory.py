@@ -1,4 +1,4 @@
-"""Cuts that take as little memory as can be: the last way in where nothing else fits, and how much is lacking."""
+"""Cuts that need the least memory: the last resort where nothing else fits, and the measure of how much is missing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, within_memory
 
 _HALVINGS = 5
-"""Amounts tried between what every rank would have if all had as much, and what is enough."""
+"""Number of amounts tried between the mean excess of the ranks and an amount that suffices."""
 
 
-def tightest(one: Candidate, body: RangeCosts) -> Candidate:
-    """The configuration of `one`, which lacks memory, with the cuts that lack least of it: those found for the least that
-    every device would need more."""
-    line = one.line
-    if one.excess_bytes <= 0:
-        return one  # it lacks what the allocator loses, which no cuts foresee
-    best, most = one, one.excess_bytes
-    lacking = [line.missing_bytes([memory]) for memory in one.memories]
-    least = sum(lacking) // len(lacking)  # if all had as much
+def tightest(candidate: Candidate, body: RangeCosts) -> Candidate:
+    """Return the configuration of `candidate`, which does not fit, with the cuts that are over by least: those that fit with
+    the smallest addition to the memory of every device."""
+    line = candidate.line
+    if candidate.excess_bytes <= 0:
+        return candidate  # only fragmentation exceeds the memory, which cuts cannot predict
+    best, most = candidate, candidate.excess_bytes
+    lacking = [line.missing_bytes([memory]) for memory in candidate.memories]
+    least = sum(lacking) // len(lacking)  # as if all were over equally
     for _ in range(_HALVINGS):
         more = (least + most) // 2
-        found = within_memory(one.with_headroom(one.configuration.headroom - more), body)
-        if more + found.excess_bytes < most:
-            best, most = found.with_headroom(one.configuration.headroom), more + found.excess_bytes
-        if found.excess_bytes > 0:
+        tried = within_memory(candidate.with_headroom(candidate.configuration.headroom - more), body)
+        if more + tried.excess_bytes < most:
+            best, most = tried.with_headroom(candidate.configuration.headroom), more + tried.excess_bytes
+        if tried.excess_bytes > 0:
             least = more
     return best

@@ -1,1 +1,1 @@
-"""Where to cut a model into stages: for equal time, within memory, and where a stage that does not fit pays with time."""
+"""Partitioning of a model into stages: for equal time, within memory, and with recomputation where a stage does not fit."""

@@ -1,4 +1,4 @@
-"""How many layers each stage gets when embedding and head weigh too, and devices are not equally fast."""
+"""Numbers of layers per stage, balanced with embedding and head on devices of different speeds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stagewright.errors import InputError
 
 
 def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tuple[int, ...]:
-    """Layers of every stage so that the longest stage is as short as it can be: at least one each, but where there are more
-    than two stages the first and the last may have none beside embedding and head.
+    """Return the numbers of layers per stage that make the longest stage as short as possible.
+
+    Every stage has at least one layer; with more than two stages the first and the last may have only embedding and head.
+    Of equally good splits the most even one is taken, in which earlier stages tend to have fewer layers, because they keep
+    more microbatches.
 
     Args:
-        seconds: for every stage the seconds, on its device, of what is in front of the layers, of each layer, and of what is
-            behind.
-        most: layers that each stage has room for; as many as there are by default.
-
-    Of equally good splits the most even one, in which earlier stages rather have fewer, because they keep more microbatches.
+        seconds: for every stage, on its device, the seconds of what precedes the layers, of each layer, and of what follows.
+        most: maximum number of layers per stage; by default all.
 
     Raises:
-        InputError: too few layers for so many stages, or more than all have room for.
+        InputError: too few layers for the stages, or more than fit on them.
 
     >>> def equal(num, first, last, *rates):
     ...     return [np.array([first, *[rate] * num, last]) for rate in rates]
@@ -35,11 +35,11 @@ def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tupl
     """
     num_stages, num_layers = len(seconds), len(seconds[0]) - 2
     if num_layers < fewest_layers(num_stages):
-        raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
+        raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer stages")
     most = most or [num_layers] * num_stages
     if sum(most) < num_layers or min(most) < 1:
         raise InputError(
-            f"{num_layers} layers do not fit on stages with room for {list(most)}: choose more stages"
+            f"{num_layers} layers do not fit on stages that hold at most {list(most)}: choose more stages"
         )
     least = [1] * num_stages
     if num_stages > 2:
@@ -48,30 +48,30 @@ def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tupl
     longest = _best(costs, np.maximum)[0] * (1 + 1e-9)
     if not np.isfinite(longest):
         raise InputError(
-            f"{num_layers} layers do not fit on stages with room for {list(most)}: choose more stages"
+            f"{num_layers} layers do not fit on stages that hold at most {list(most)}: choose more stages"
         )
     even = [np.where(cost <= longest, cost * cost, np.inf) for cost in costs]
     return _best(even, np.add)[1]
 
 
 def _stage_costs(seconds: Sequence[Floats], least: Sequence[int], most: Sequence[int]) -> Iterator[Floats]:
-    """For every stage what it takes if it has the layers from one (row) up to another (column); infinite where it must
-    not."""
+    """Yield, for every stage, its seconds with the layers from one (row) up to another (column); infinite where that is not
+    allowed."""
     num_layers = len(seconds[0]) - 2
     places = np.arange(num_layers + 1)
     counts = places - places[:, None]
-    known: dict[int, Floats] = {}
-    for stage, each in enumerate(seconds):
-        if id(each) not in known:
-            column = np.concatenate([[0.0], np.cumsum(each[1:-1])])
-            known[id(each)] = column - column[:, None]
-        around = each[0] * (stage == 0) + each[-1] * (stage == len(seconds) - 1)
+    sums: dict[int, Floats] = {}
+    for stage, layer_seconds in enumerate(seconds):
+        if id(layer_seconds) not in sums:
+            column = np.concatenate([[0.0], np.cumsum(layer_seconds[1:-1])])
+            sums[id(layer_seconds)] = column - column[:, None]
+        around = layer_seconds[0] * (stage == 0) + layer_seconds[-1] * (stage == len(seconds) - 1)
         allowed = (counts >= least[stage]) & (counts <= most[stage])
-        yield np.where(allowed, known[id(each)] + around, np.inf)
+        yield np.where(allowed, sums[id(layer_seconds)] + around, np.inf)
 
 
 def _best(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:
-    """The least total, and layers of every stage of a split that has it, where `join` adds a stage to those before."""
+    """Return the least total and the layers per stage of a split that attains it; `join` adds a stage to those before."""
     totals, came = costs[0][0], list[Ints]()
     for cost in costs[1:]:
         joined = join(totals[:, None], cost)
@@ -85,7 +85,7 @@ def _best(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> 
 
 
 def fewest_layers(num_stages: int) -> int:
-    """What a model must have for so many stages.
+    """Return the minimum number of layers for `num_stages` stages.
 
     >>> [fewest_layers(num) for num in (1, 2, 3, 16)]
     [1, 2, 1, 14]

@@ -1,4 +1,4 @@
-"""A pipeline cut anew, so that ranks that lack memory pay for it with as little time as possible."""
+"""Repartitioning of a pipeline, so that ranks that do not fit lose as little time as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect, bottleneck
-from stagewright.planning.partition.leaves import Leaves, Terms
+from stagewright.planning.partition.leaves import StageRanges, Terms
 from stagewright.planning.partition.ranges import Ranges, ranges_of
 from stagewright.planning.partition.refine import best_partition, narrowed
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of
@@ -21,10 +21,10 @@ from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
 _SLACKS = (0.01, 0.03, 0.1)
-"""How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
+"""Slowdowns of the slowest stage that are accepted in exchange for smaller boundaries; all are tried."""
 
 _PROBE_BYTES = 1e9
-"""What is sent to learn the time per byte."""
+"""Bytes of the message from which the time per byte is computed."""
 
 
 def cuts_to_try(
@@ -39,29 +39,30 @@ def cuts_to_try(
     shrink: float = 0.0,
     below_s: float = math.inf,
 ) -> list[tuple[int, ...]]:
-    """Partitions, the fastest first, by a simulation in which stages that do not fit recompute and offload: `others`, the
-    one of least bottleneck, and those with narrower boundaries that are nearly as good. Without those that cannot fit.
+    """Return partitions that fit, the fastest first, by a simulation in which stages recompute and offload to fit.
+
+    They are `others`, the partition of least bottleneck, and nearly as good ones with smaller boundaries.
 
     Args:
-        line: any partition that keeps everything; how far the ranges misjudge its `memories` is made good everywhere.
-        counts: per stage, the most sets of saved values in flight.
-        state_share: part of the state of a stage that one replica keeps.
-        shrink: part of the memory to leave free.
-        below_s: batches that take as long or longer are left out.
+        line: any partition that keeps everything; the error of the ranges for its `memories` is corrected everywhere.
+        counts: per stage, the maximum number of sets of saved values in flight.
+        state_share: fraction of the state of a stage that one replica keeps.
+        shrink: fraction of the memory to leave free.
+        below_s: partitions whose batches take as long or longer are left out.
     """
     terms = terms_of(line, body, counts, state_share=state_share, offload=offload)
-    leaves = corrected(line, memories, Leaves(known_ranges(body), terms), shrink)
-    found = best_partition(leaves)
+    stage_ranges = corrected(line, memories, StageRanges(known_ranges(body), terms), shrink)
+    fastest = best_partition(stage_ranges)
     tried = set(others)
-    if found is not None:
-        tried |= {found.cuts, *(narrowed(leaves, found, slack).cuts for slack in _SLACKS)}
-    seconds = {cuts: _makespan(line.program, leaves, cuts) for cuts in tried}
+    if fastest is not None:
+        tried |= {fastest.cuts, *(narrowed(stage_ranges, fastest, slack).cuts for slack in _SLACKS)}
+    seconds = {cuts: _makespan(line.program, stage_ranges, cuts) for cuts in tried}
     return sorted((cuts for cuts in tried if seconds[cuts] < below_s), key=lambda cuts: seconds[cuts])
 
 
 @dataclass(frozen=True)
 class Within:
-    """Cuts that fit, what a batch takes with these, and for how long of it a rank computes on the average."""
+    """Cuts that fit, the seconds of a batch with them, and the average compute seconds of a rank."""
 
     cuts: tuple[int, ...]
     seconds: float
@@ -79,57 +80,57 @@ def partition_within(
     state_share: float,
     offload: bool,
 ) -> Within | None:
-    """`cuts` or, where these do not fit, cuts of least bottleneck that do, and what a batch takes if stages recompute and
-    offload what they must; None if nothing fits.
+    """Return `cuts` or, where these do not fit, the cuts of least bottleneck that do, with the seconds of a batch in which
+    stages recompute and offload as necessary; None if nothing fits.
 
     Args:
         bodies: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
-        between: seconds of a message of so many bytes from a stage to another.
+        between: seconds of a message from a stage to another, by its bytes.
 
-    Ignores: what ranges do not see.
+    Ignores: memory that ranges do not include.
     """
     body, last = bodies[0], len(bodies) - 1
     terms = [
         Terms(
             copies=count,
             capacity=capacity,
-            slowness=float(own.seconds[-1] / body.seconds[-1]),
-            link_s_per_byte=_link_seconds(own.device) if offload else math.inf,
+            inverse_speed=float(stage_body.seconds[-1] / body.seconds[-1]),
+            link_s_per_byte=_link_seconds(stage_body.device) if offload else math.inf,
             boundary_s_per_byte=between(stage, min(stage + 1, last), _PROBE_BYTES) / _PROBE_BYTES / 2,
             state_share=state_share,
         )
-        for stage, (own, capacity, count) in enumerate(zip(bodies, capacities, counts, strict=True))
+        for stage, (stage_body, capacity, count) in enumerate(zip(bodies, capacities, counts, strict=True))
     ]
-    leaves = Leaves(known_ranges(body), terms)
-    if leaves.least_bytes() > sum(capacities):
+    stage_ranges = StageRanges(known_ranges(body), terms)
+    if stage_ranges.least_bytes() > sum(capacities):
         return None
-    seconds = _makespan(program, leaves, cuts)
+    seconds = _makespan(program, stage_ranges, cuts)
     if not math.isfinite(seconds):
-        if (found := bisect(leaves)) is None:
+        if (partition := bisect(stage_ranges)) is None:
             return None
-        cuts, seconds = found.cuts, _makespan(program, leaves, found.cuts)
-    ends = [0, *cuts, leaves.ranges.size]
-    once_s = sum(leaves.cost(stage, *ends[stage : stage + 2]) for stage in range(len(bodies)))
+        cuts, seconds = partition.cuts, _makespan(program, stage_ranges, partition.cuts)
+    ends = [0, *cuts, stage_ranges.ranges.size]
+    once_s = sum(stage_ranges.cost(stage, *ends[stage : stage + 2]) for stage in range(len(bodies)))
     return Within(cuts, seconds, once_s * program.num_microbatches / program.num_ranks)
 
 
-def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:
-    """Of a batch, from costs of ranges; infinite where a stage does not fit. Ignores: that receivers on GPUs wait for
-    transfers."""
-    if not math.isfinite(bottleneck(leaves, cuts)):
+def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> float:
+    """Return the makespan of a batch from costs of ranges; infinite where a stage does not fit. Ignores: that receivers on
+    GPUs wait for transfers."""
+    if not math.isfinite(bottleneck(stage_ranges, cuts)):
         return math.inf
-    ends = [0, *cuts, leaves.ranges.size]
-    stages = range(leaves.num_stages)
-    forward_seconds = leaves.ranges.forward_seconds
-    total = [leaves.cost(stage, ends[stage], ends[stage + 1]) for stage in stages]
+    ends = [0, *cuts, stage_ranges.ranges.size]
+    stages = range(stage_ranges.num_stages)
+    forward_seconds = stage_ranges.ranges.forward_seconds
+    total = [stage_ranges.cost(stage, ends[stage], ends[stage + 1]) for stage in stages]
     forward = [float(forward_seconds[ends[stage + 1]] - forward_seconds[ends[stage]]) for stage in stages]
-    # Of a stage that has no backward, rounding would leave less than nothing.
+    # Rounding could make the backward of a stage that has none negative.
     backward = [max(whole - first, 0.0) for whole, first in zip(total, forward, strict=True)]
     costs = StageCosts.of(forward, backward, [0.0] * len(forward))
 
     def between(source: int, target: int) -> float:
-        return leaves.transfer_seconds(min(source, target), ends[max(source, target)])
+        return stage_ranges.transfer_seconds(min(source, target), ends[max(source, target)])
 
     return simulate(program, costs, between).makespan_s
 
@@ -137,7 +138,7 @@ def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:
 def terms_of(
     line: Pipeline, body: RangeCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
 ) -> list[Terms]:
-    """What every stage of `line`, a partition of `body`, has to cope with; stages of one rank share its memory evenly.
+    """Return the terms of every stage of `line`, a partition of `body`; stages of one rank share its memory evenly.
 
     Ignores: that a device may be slower at some operators than at others.
     """
@@ -152,7 +153,7 @@ def terms_of(
             copies=counts[stage],
             capacity=line.allocatable_bytes(rank) / sharing[stage],
             versions=versions[rank],
-            slowness=float(bodies[rank].seconds[-1] / body.seconds[-1]),
+            inverse_speed=float(bodies[rank].seconds[-1] / body.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
             boundary_s_per_byte=_boundary_seconds(line, stage),
             state_share=state_share,
@@ -162,32 +163,35 @@ def terms_of(
 
 
 def _link_seconds(device: Device) -> float:
-    """Per byte to the host; infinite for a device that is one."""
+    """Return the seconds per byte to the host; infinite for a CPU."""
     return math.inf if device.kind == "cpu" else 1 / device.host_link_bandwidth
 
 
 def _boundary_seconds(line: Pipeline, stage: int) -> float:
-    """Per byte that crosses the end of a stage; half of them go each way, at the same time."""
+    """Return the seconds per byte that crosses the end of a stage; half of the bytes go each way, at the same time."""
     if stage + 1 == len(line.stages):
         return 0.0
     return message_seconds(line, stage, stage + 1, _PROBE_BYTES) / _PROBE_BYTES / 2
 
 
-def corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float = 0.0) -> Leaves:
-    """`leaves` whose capacities are smaller by what the ranges do not see of `line`: inputs, buffers, what is kept apart."""
-    ends = [stage.start for stage in line.stages] + [leaves.ranges.size]
-    terms = list(leaves.terms)
+def corrected(
+    line: Pipeline, memories: Sequence[RankMemory], stage_ranges: StageRanges, shrink: float = 0.0
+) -> StageRanges:
+    """Return `stage_ranges` with capacities reduced by the memory of `line` that ranges do not include: inputs, buffers and
+    the like."""
+    ends = [stage.start for stage in line.stages] + [stage_ranges.ranges.size]
+    terms = list(stage_ranges.terms)
     for memory in memories:
         stages = line.program.placement.stages_of(memory.rank)
-        seen = sum(leaves.demand(stage, ends[stage], ends[stage + 1]) for stage in stages)
+        seen = sum(stage_ranges.demand(stage, ends[stage], ends[stage + 1]) for stage in stages)
         unseen = (memory.peak_bytes - seen) / len(stages)
         for stage in stages:
             capacity = terms[stage].capacity * (1 - shrink) - unseen
             terms[stage] = terms[stage].with_capacity(capacity)
-    return Leaves(leaves.ranges, terms)
+    return StageRanges(stage_ranges.ranges, terms)
 
 
 @lru_cache(maxsize=64)
 def known_ranges(body: RangeCosts) -> Ranges:
-    """The ranges of a body, worked out once."""
+    """Return the ranges of a model, computed once."""
     return ranges_of(body)

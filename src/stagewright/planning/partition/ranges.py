@@ -1,4 +1,4 @@
-"""Time, state, saved values and transients of any range of a body in O(1), after one pass over the model."""
+"""Time, state, saved values and transients of any range of forward operators in O(1), after one pass over the model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stagewright.planning.saving.pieces import PieceNetwork, Point
 
 
 class RangeMaximum:
-    """The largest entry of any range of an array, in O(1) after O(n log n): tables of ranges whose length is a power of
-    two.
+    """A lookup of the largest entry of any range of an array, in O(1) after O(n log n): tables of ranges whose lengths are
+    powers of two.
 
     >>> most = RangeMaximum(np.array([3.0, 1.0, 2.0]))
     >>> most(1, 3), most(0, 3), most(1, 1)
@@ -33,7 +33,7 @@ class RangeMaximum:
             self.tables.append(np.maximum(last[:-step], last[step:]))
 
     def __call__(self, start: int, stop: int) -> float:
-        """The largest of ``values[start:stop]``; 0 for none."""
+        """Return the largest of ``values[start:stop]``; 0 for none."""
         if stop <= start:
             return 0.0
         level = int(stop - start).bit_length() - 1
@@ -42,15 +42,15 @@ class RangeMaximum:
 
 
 @dataclass(frozen=True)
-class Givable:
-    """Saved values that may be recomputed, the cheapest per byte first: where they are made, bytes, and seconds."""
+class Recomputable:
+    """Saved values that may be recomputed, the cheapest per byte first: position of their maker, bytes and seconds."""
 
     place: Ints
     num_bytes: Floats
     seconds: Floats
 
     @classmethod
-    def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Givable:
+    def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Recomputable:
         sizes, costs = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
         order = np.argsort(costs / np.maximum(sizes, 1.0), kind="stable")
         return cls(np.asarray(place, np.int64)[order], sizes[order], costs[order])
@@ -58,14 +58,14 @@ class Givable:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Prefix sums with one entry per position of the body and one more, all of one microbatch.
+    """Prefix sums with one entry per cut index, all for one microbatch.
 
-    * `seconds`: forward and backward; `forward_seconds` of these;
-    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes` of these;
+    * `seconds`: forward and backward; `forward_seconds`: the forward's part;
+    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes`: the parameters' part;
     * `saved_bytes`: kept from forward to backward;
-    * `transient_bytes`: per position, the most that is alive beside saved values while its operators run;
-    * `boundary_bytes`: what crosses each position, both ways;
-    * `legal`: positions where the model may be cut.
+    * `transient_bytes`: per operator, the peak bytes alive besides saved values while it runs;
+    * `boundary_bytes`: bytes that cross each cut index, in both directions;
+    * `legal`: cut indices where the model may be cut.
     """
 
     seconds: Floats
@@ -76,9 +76,9 @@ class Ranges:
     transient_bytes: Floats
     boundary_bytes: Floats
     legal: Ints
-    givable: Givable
+    recomputable: Recomputable
     work_bytes: Floats | None = None
-    """Per position, what is alive of recomputed values while those of its piece, between two kept ones, are used."""
+    """Per operator, the bytes of recomputed values alive while those of its piece, between two kept values, are used."""
 
     @property
     def size(self) -> int:
@@ -90,16 +90,16 @@ class Ranges:
 
     @cached_property
     def most_with_work(self) -> RangeMaximum:
-        """Of what is alive beside saved values where everything is recomputed."""
+        """Maximum bytes alive besides saved values where everything is recomputed."""
         work = np.zeros(self.size) if self.work_bytes is None else self.work_bytes
         return RangeMaximum(self.transient_bytes + work)
 
 
 def ranges_of(body: RangeCosts) -> Ranges:
-    """The ranges of a traced model.
+    """Return the ranges of a traced model.
 
-    Pieces that may be recomputed are those of the uncut model, each by itself. Ignores: that a cut changes which values are
-    at hand beside it, and pieces of several stretches.
+    Recomputable pieces are those of the uncut model, each by itself. Ignores: that a cut changes which values are available
+    next to it, and pieces of several intervals.
     """
     return Ranges(
         body.seconds,
@@ -110,15 +110,15 @@ def ranges_of(body: RangeCosts) -> Ranges:
         _transients(body.few)[body.copies.places],
         body.boundary_bytes,
         body.legal_cuts,
-        *_givable(body),
+        *_recomputable(body),
     )
 
 
 def _transients(graph: OperatorGraph) -> Floats:
-    """Bytes alive at each position during the backward that neither the forward saved nor a parameter's gradient buffer
-    is: cotangents and what gradients are made of.
+    """Return the bytes alive during the backward of each operator besides saved values and gradient buffers of parameters:
+    output gradients and intermediate values.
 
-    A pass over the backward of the uncut model: a value lives from its maker to its last user.
+    One pass over the backward of the uncut model: a value lives from its maker to its last user.
     """
     size = len(graph.forward_ids)
     born, last = np.zeros(len(graph.nodes) + 1), dict[int, int]()
@@ -139,9 +139,9 @@ def _transients(graph: OperatorGraph) -> Floats:
     return most
 
 
-def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
-    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the
-    values that go; and per position how much is alive at once where all of its piece is recomputed."""
+def _recomputable(body: RangeCosts) -> tuple[Recomputable, Floats]:
+    """Return what may be recomputed: the edges of each piece's hull of bytes and seconds, divided among the values that each
+    edge drops; and per position the bytes alive at once where all of its piece is recomputed."""
     from stagewright.graph.split import split_graph
 
     (whole,) = split_graph(body.few, [])
@@ -153,13 +153,13 @@ def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
     last = len(chain.nodes)
     for start, stop in pairwise(chain.boundaries):
         network = PieceNetwork(chain, start, stop, stop == last)
-        found = points.setdefault(network.signature, ()) or network.corners()
-        points[network.signature] = found
-        for cheap, dear in pairwise(found):
+        corners = points.setdefault(network.signature, ()) or network.corners()
+        points[network.signature] = corners
+        for cheap, dear in pairwise(corners):
             dropped = [
                 (position[start + number], chain.storages[root].num_bytes)
                 for number in sorted({*dear.ran} - {*cheap.ran})
-                for root in chain.made[start + number]
+                for root in chain.outputs[start + number]
                 if chain.storages[root].needed
             ]
             whole = sum(num_bytes for _, num_bytes in dropped)
@@ -168,7 +168,7 @@ def _givable(body: RangeCosts) -> tuple[Givable, Floats]:
                 places.append(place)
                 sizes.append(share * (cheap.kept_bytes - dear.kept_bytes))
                 costs.append(share * (dear.seconds - cheap.seconds))
-        work[position[start] : position[stop - 1] + 1] = found[-1].work_bytes
+        work[position[start] : position[stop - 1] + 1] = corners[-1].work_bytes
     everywhere, which = body.copies.of_places(places)
-    givable = Givable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
-    return givable, work[body.copies.places]
+    recomputable = Recomputable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
+    return recomputable, work[body.copies.places]

@@ -1,4 +1,4 @@
-"""Contiguous partitions: stages of equal time within the memory of each, cut where little crosses."""
+"""Contiguous partitions into stages of about equal time, within the memory of each and with small boundaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagewright.estimation.stages import RangeCosts
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes each stage may take, how many microbatches it holds at once, and what part of its state it keeps."""
+    """The memory budget of every stage: its bytes, the microbatches it holds at once, and the fraction of state it keeps."""
 
     stage_bytes: Sequence[float]
     in_flight: Sequence[float]
@@ -26,14 +26,14 @@ class MemoryBudget:
 def partition(
     costs: Sequence[RangeCosts], slack: float = 0.0, budget: MemoryBudget | None = None
 ) -> list[int] | None:
-    """Cut positions of as many stages as there are `costs`, of one model on the device of each, or None if no partition
-    stays within `budget`.
+    """Return the cut indices of a partition into one stage per entry of `costs`, those of one model on the device of each
+    stage, or None if no partition stays within `budget`.
 
-    The slowest stage is as fast as can be; of all partitions whose slowest stage takes at most ``1 + slack``
-    times that, the one whose boundaries are narrowest in sum.
+    The slowest stage is as fast as possible; of all partitions whose slowest stage takes at most ``1 + slack`` times that,
+    the one with the smallest sum of boundaries is taken.
 
     Raises:
-        PlanError: the model has too few legal cuts for so many stages.
+        PlanError: the model has too few legal cuts for the number of stages.
     """
     for search in _searches(costs, budget):
         cuts = search.cuts(slack)
@@ -43,21 +43,21 @@ def partition(
 
 
 def has_partition(costs: Sequence[RangeCosts], budget: MemoryBudget) -> bool:
-    """Whether `partition` would find one.
+    """Return whether a partition within `budget` exists.
 
     Raises:
-        PlanError: the model has too few legal cuts for so many stages.
+        PlanError: the model has too few legal cuts for the number of stages.
     """
-    return any(one.is_feasible(np.inf) for one in _searches(costs, budget))
+    return any(search.is_feasible(np.inf) for search in _searches(costs, budget))
 
 
 def _searches(costs: Sequence[RangeCosts], budget: MemoryBudget | None) -> Iterator[_Stages]:
-    """Over the cuts that are worth while, then over all."""
+    """Yield the searches over the worthwhile cuts, then over all."""
     legal, num_stages = costs[0].legal_cuts, len(costs)
     if num_stages - 1 > len(legal):
         raise PlanError(
-            f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs[0].graph.name}' can be cut at "
-            f"{len(legal)} places only: use at most {len(legal) + 1} stages"
+            f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs[0].graph.name}' can be cut in only "
+            f"{len(legal)} places: use at most {len(legal) + 1} stages"
         )
     worthwhile = _worthwhile(costs[0], num_stages - 1)
     yield _Stages(costs, worthwhile, budget)
@@ -66,18 +66,19 @@ def _searches(costs: Sequence[RangeCosts], budget: MemoryBudget | None) -> Itera
 
 
 def _worthwhile(costs: RangeCosts, at_least: int) -> Ints:
-    """Legal cuts without those that have a narrower one beside them that splits the time all the same."""
+    """Return the legal cuts without those that have a smaller boundary nearby, which splits the time as well."""
     legal = costs.legal_cuts
     spacing = costs.seconds[-1] / max(256, 32 * (at_least + 1))
     chosen = narrowest_of_each(costs, (costs.seconds[legal] / spacing).astype(int))
     return chosen if len(chosen) >= at_least else legal
 
 
-def narrowest_of_each(costs: RangeCosts, stretches: NDArray[np.number]) -> Ints:
-    """The legal cut of every stretch that least crosses, the first of equal ones; `stretches` has that of each legal cut."""
+def narrowest_of_each(costs: RangeCosts, intervals: NDArray[np.number]) -> Ints:
+    """Return the legal cut with the smallest boundary in every interval, the first of equal ones; `intervals` has the
+    interval of each legal cut."""
     legal = costs.legal_cuts
-    order = np.lexsort((costs.boundary_bytes[legal], stretches))
-    _, first = np.unique(stretches[order], return_index=True)
+    order = np.lexsort((costs.boundary_bytes[legal], intervals))
+    _, first = np.unique(intervals[order], return_index=True)
     return np.sort(legal[order[first]])
 
 
@@ -88,8 +89,8 @@ class _Stages:
         whole = costs[0]
         self.ends = np.concatenate([[0], positions, [whole.size]]).astype(np.int64)
         self.num_stages = len(costs)
-        by_device = {id(one): one.seconds[self.ends] for one in costs}
-        self.times = [by_device[id(one)] for one in costs]
+        by_device = {id(body): body.seconds[self.ends] for body in costs}
+        self.times = [by_device[id(body)] for body in costs]
         self.longest_s = max(float(time[-1]) for time in by_device.values())
         self.tolerance = 1e-12 * self.longest_s
         self.width = whole.boundary_bytes[self.ends]
@@ -109,7 +110,7 @@ class _Stages:
         return self._narrowest(bottleneck)
 
     def _bottleneck(self) -> float:
-        """The least time of the slowest stage, to within a millionth."""
+        """Return the least possible time of the slowest stage, to within a millionth."""
         low, high = min(float(time[-1]) for time in self.times) / self.num_stages, self.longest_s
         if self.is_feasible(low):
             return low
@@ -122,7 +123,7 @@ class _Stages:
         return high
 
     def _farthest(self, stage: int, start: int, bottleneck: float) -> int:
-        """Index of the last end that a stage from `start` may have."""
+        """Return the index of the last end that a stage from `start` may have."""
         time = self.times[stage]
         end = int(np.searchsorted(time, time[start] + bottleneck + self.tolerance, side="right")) - 1
         if self.load is not None and self.budget is not None:
@@ -138,7 +139,7 @@ class _Stages:
         return ends_in_reach(farthest, self.num_stages, len(self.ends) - 1)
 
     def _narrowest(self, bottleneck: float) -> list[int] | None:
-        """The cuts of least total width: a shortest path over (stage, end), each stage a sliding window."""
+        """Return the cuts with the smallest sum of boundaries: a shortest path over (stage, end), with sliding windows."""
         num_ends = len(self.ends)
         total = np.full(num_ends, np.inf)
         total[0] = 0.0
@@ -157,12 +158,12 @@ class _Stages:
         return cuts[::-1]
 
     def _all_farthest(self, bottleneck: float) -> Iterator[Ints]:
-        """Per stage: `_farthest` of every start."""
-        known: dict[int, Ints] = {}
+        """Yield, for each stage, `_farthest` of every start."""
+        cached: dict[int, Ints] = {}
         for stage, time in enumerate(self.times):
-            if id(time) not in known:
-                known[id(time)] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
-            by_time = known[id(time)]
+            if id(time) not in cached:
+                cached[id(time)] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
+            by_time = cached[id(time)]
             if self.load is None or self.budget is None:
                 yield by_time
                 continue
@@ -172,8 +173,8 @@ class _Stages:
 
 
 def ends_in_reach(farthest: Callable[[int, int], int], num_stages: int, last: int) -> list[int] | None:
-    """Ends of stages that each go as far as they may and leave at least one place to every later one, or None if that does
-    not cover all up to `last`; `farthest` says how far a stage may go from a start."""
+    """Return ends of stages that each go as far as they may and leave at least one position to every later stage, or None if
+    they do not reach `last`; `farthest` returns how far a stage may go from a start."""
     ends, start = list[int](), 0
     for stage in range(num_stages):
         end = min(farthest(stage, start), last - (num_stages - 1 - stage))
@@ -186,8 +187,10 @@ def ends_in_reach(farthest: Callable[[int, int], int], num_stages: int, last: in
 
 @compiled
 def _extended(total: Floats, farthest: Ints) -> tuple[Floats, Ints]:
-    """The least total of any start from which the next stage may end at each end, and that start; a window slides over the
-    starts that reach so far, those behind a lesser one left out."""
+    """Return, for each end, the least total of the starts from which the next stage may reach it, and that start.
+
+    A window slides over the starts that reach so far, without those that precede a start of no larger total.
+    """
     num_ends = len(total)
     reached, origin = np.full(num_ends, np.inf), np.full(num_ends, -1, np.int64)
     window = np.empty(num_ends, np.int64)

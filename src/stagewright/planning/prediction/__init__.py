@@ -1,1 +1,1 @@
-"""What a step of a split model takes on a cluster: the time of every action, the memory of every rank."""
+"""Predictions for a split model on a cluster: the time of every action and the memory of every rank."""

@@ -1,4 +1,4 @@
-"""Why ranks are idle: the bubble of a program in three parts, each the difference that leaving its cause out makes."""
+"""The bubble of a program by cause: each part is the difference that leaving its cause out makes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ COMPUTING = (
     "backward_seconds",
     "recompute_seconds",
 )
-"""Columns of what stages compute."""
+"""Columns of compute seconds of the stages."""
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """Parts of the ranks' time in a batch. Ignores: that causes hide each other, so that another order of leaving them out
-    would give somewhat other parts."""
+    """Idle fractions of the ranks' time in a batch, by cause. Ignores: that causes hide each other, so another order of
+    leaving them out would give slightly different fractions."""
 
     warm_up: float
-    """What the schedule leaves idle of equal stages, filling and draining the pipeline above all."""
+    """Fraction idle with equal stages, mostly while the pipeline fills and drains."""
     imbalance: float
-    """What stages of different length add to that."""
+    """Fraction that stages of different length add."""
     transfers: float
-    """What transfers, gathers and reductions that are waited for add."""
+    """Fraction that exposed transfers, gathers and reductions add."""
 
     @property
     def total(self) -> float:
@@ -37,42 +37,44 @@ class Bubble:
 
 
 def bubble(program: Program, costs: StepCosts) -> Bubble:
-    """Of one batch of `program`.
+    """Return the bubble of one batch of `program`.
 
     >>> from stagewright.schedule import build
     >>> sent = {"source": 0, "target": 1, "value_bytes": 1, "gradient_bytes": 1, "value_seconds": 0, "gradient_seconds": 0}
     >>> stage = {"forward_seconds": (1, 1), "input_grad_seconds": (1, 1), "weight_grad_seconds": (1, 1)}
-    >>> found = bubble(build("1f1b", 2, 4), StepCosts(**stage, backward_seconds=(2, 2), transfers=(sent,)))
-    >>> round(found.warm_up, 3), found.imbalance, found.transfers
+    >>> idle = bubble(build("1f1b", 2, 4), StepCosts(**stage, backward_seconds=(2, 2), transfers=(sent,)))
+    >>> round(idle.warm_up, 3), idle.imbalance, idle.transfers
     (0.2, 0.0, 0.0)
     """
     still = with_transfers(costs, 0.0).model_copy(update={"gather_seconds": (), "reduce_seconds": ()})
-    equal = levelled(still)
-    whole, without, plain = (simulated(program, one).bubble_fraction for one in (costs, still, equal))
+    equal = with_equal_stages(still)
+    whole, without, plain = (
+        simulated(program, step_costs).bubble_fraction for step_costs in (costs, still, equal)
+    )
     without = min(whole, without)
     plain = min(without, plain)
     return Bubble(warm_up=plain, imbalance=without - plain, transfers=whole - without)
 
 
 def with_transfers(costs: StepCosts, factor: float) -> StepCosts:
-    """With transfers between stages that are `factor` times as long on their way. Ignores: what posting them takes of the
-    ranks, which is part of the passes."""
+    """Return costs with transfers between stages that take `factor` times as long. Ignores: the time of posting them, which
+    is part of forwards and backwards."""
     transfers = tuple(
-        one.model_copy(
+        transfer.model_copy(
             update={
-                "value_seconds": factor * one.value_seconds,
-                "gradient_seconds": factor * one.gradient_seconds,
+                "value_seconds": factor * transfer.value_seconds,
+                "gradient_seconds": factor * transfer.gradient_seconds,
             }
         )
-        for one in costs.transfers
+        for transfer in costs.transfers
     )
     return costs.model_copy(update={"transfers": transfers})
 
 
-def levelled(costs: StepCosts) -> StepCosts:
-    """With stages that all take what they take on the average."""
-    return costs.model_copy(update={name: _levelled(getattr(costs, name)) for name in COMPUTING})
+def with_equal_stages(costs: StepCosts) -> StepCosts:
+    """Return costs with stages that all take the average time."""
+    return costs.model_copy(update={name: _averaged(getattr(costs, name)) for name in COMPUTING})
 
 
-def _levelled(column: tuple[float, ...]) -> tuple[float, ...]:
+def _averaged(column: tuple[float, ...]) -> tuple[float, ...]:
     return (statistics.fmean(column),) * len(column) if column else ()

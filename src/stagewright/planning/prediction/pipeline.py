@@ -1,4 +1,4 @@
-"""A model split for a program: the stages of every rank, what they take and hold, and who shares what out."""
+"""A model split into stages for a program, with the costs, memory and sharding of every rank."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from stagewright.schedule.in_flight import changes
 from stagewright.schedule.lanes import Lane
 from stagewright.schedule.lower import receives_ahead
 
-_SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
+_SEGMENT_BYTES = 2 * 2**20  # the smallest block that PyTorch's CUDA allocator takes from the driver
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A split model on its way through a program on `cluster`."""
+    """A split model with the program that runs it on `cluster`."""
 
     memories: tuple[StageMemory, ...]
     summaries: tuple[StageSummary, ...]
@@ -45,35 +45,35 @@ class Pipeline:
     cluster: Cluster
     job: Job
     num_holders: int
-    """Ranks that hold the same parameters: replicas, times those that divide a sequence."""
+    """Number of ranks that hold the same parameters: replicas times context parallel ranks."""
     split: SplitGraph
     sharding: tuple[int, ...] = ()
-    """Per stage, what its replicas share out; none given: nothing."""
+    """ZeRO stage of every stage; empty: 0 for all."""
     reduce_dtype: str | None = None
-    """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
+    """Type in which gradients are reduced over replicas, as torch names it; None is that of the gradients."""
     shard_size: int | None = None
-    """Replicas that share out among each other, the others holding copies; None is all of them."""
+    """Shard group size; groups are replicas of each other (hybrid sharding). None is all replicas."""
     host_optimizer: frozenset[int] = frozenset()
     """Pipeline ranks whose optimizer state is on the host."""
     headroom: int = 0
     """Bytes that every device leaves free."""
     tp: int = 1
-    """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
+    """Number of tensor parallel ranks; `memories` and `summaries` are those of one of them."""
 
     @property
-    def splits_sequence(self) -> bool:
-        """Whether the ranks that share a layer split the sequence between its products."""
-        shared = parallelism(self.stages[0].graph)
-        return shared is not None and shared.sequence
+    def sequence_parallel(self) -> bool:
+        """Whether the tensor parallel ranks use sequence parallelism."""
+        degrees = parallelism(self.stages[0].graph)
+        return degrees is not None and degrees.sequence
 
     @property
     def uses_lanes(self) -> bool:
-        """Whether its transfers run on lanes of GPUs."""
+        """Whether transfers run on lanes of GPUs."""
         return self.job.uses_lanes(self.cluster)
 
     @property
     def receives_ahead(self) -> int:
-        """By how many computations receives are posted before that which uses what arrives."""
+        """Number of computations by which a receive is posted ahead of the one that uses it."""
         return receives_ahead(self.uses_lanes)
 
     @cached_property
@@ -87,16 +87,16 @@ class Pipeline:
 
     @property
     def num_shards(self) -> int:
-        """Replicas that share out among each other."""
+        """Number of replicas in a shard group."""
         return self.shard_size or self.num_holders
 
     def collectives(self, stage: int) -> Collectives:
-        """What the replicas of a stage take to share it out."""
+        """Return the collectives of the replicas of a stage."""
         rank = self.program.placement.rank_of_stage[stage]
         return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.job.profile)
 
     def reduce_seconds(self, stage: int) -> float:
-        """What REDUCE of a stage takes."""
+        """Return the seconds of REDUCE of a stage."""
         placement = self.program.placement
         of_rank = placement.stages_of(placement.rank_of_stage[stage])
         return self.collectives(stage).reduce(reduced_flats(self.flats, stage, of_rank))
@@ -106,12 +106,12 @@ class Pipeline:
         return weight_versions(self.program)
 
     def resident(self, pipeline_rank: int) -> ResidentBytes:
-        """What a rank keeps from step to step."""
+        """Return the bytes that a rank keeps from step to step."""
         on_host = pipeline_rank in self.host_optimizer
-        own = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
-        found = resident_bytes(own, self.flats, self.reduce_dtype, host_optimizer=on_host)
-        found = replace(found, has_slots=self.uses_lanes)
-        return found.with_versions(self._weight_versions[pipeline_rank])
+        memories = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
+        resident = resident_bytes(memories, self.flats, self.reduce_dtype, host_optimizer=on_host)
+        resident = replace(resident, has_slots=self.uses_lanes)
+        return resident.with_versions(self._weight_versions[pipeline_rank])
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -122,41 +122,42 @@ class Pipeline:
         return self.program.num_ranks
 
     def replicas(self, pipeline_rank: int) -> range:
-        """Global ranks that hold the same parameters."""
+        """Return the global ranks that hold the same parameters."""
         first = self.first_rank(pipeline_rank)
         return range(first, first + self.num_holders * self.tp, self.tp)
 
     def first_rank(self, pipeline_rank: int) -> int:
-        """The first of the global ranks that hold the stages of a pipeline rank."""
+        """Return the first of the global ranks that hold the stages of a pipeline rank."""
         return pipeline_rank * self.num_holders * self.tp
 
     def device_of(self, pipeline_rank: int) -> Device:
-        """What a pipeline rank computes on; of replicas on several kinds the one with the least memory, of equals there the
-        slowest at products, then at memory, then the first."""
+        """Return the device of a pipeline rank; of several kinds the one with the least memory, of equals the one slowest at
+        matmuls, then at memory, then the first."""
         if self.cluster.is_homogeneous:
             return self.cluster.device
         kinds = dict.fromkeys(self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank))
         dtype = self.job.computed_in
         return min(
-            kinds, key=lambda one: (one.usable_bytes, one.peak_flops.get(dtype) or 0.0, one.memory_bandwidth)
+            kinds,
+            key=lambda kind: (kind.usable_bytes, kind.peak_flops.get(dtype) or 0.0, kind.memory_bandwidth),
         )
 
     def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
-        """What the rank that lacks most memory lacks; negative for what the fullest has left."""
+        """Return by how many bytes the fullest rank is over its memory; negative for its headroom."""
         return max(
             reserved_bytes(memory, self.device_of(memory.rank)) - self.usable_bytes(memory.rank)
             for memory in memories
         )
 
     def usable_bytes(self, pipeline_rank: int) -> int:
-        """What the allocator of a pipeline rank may reserve."""
+        """Return the bytes that the allocator of a pipeline rank may reserve."""
         device, communicators = self.device_of(pipeline_rank), self.communicator_bytes[pipeline_rank]
         return self.job.usable_bytes(device, self.cluster, communicators) - self.headroom
 
     @cached_property
     def communicator_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, what communicators of our own runtime take of a GPU; zeros for other runtimes, whose devices'
-        reserve has room for them, and CPUs."""
+        """Bytes of a GPU that communicators of our own runtime take, per pipeline rank; 0 on CPUs and for other runtimes,
+        whose devices' reserve includes them."""
         if not self.uses_lanes:
             return (0,) * self.pp
         firsts = [self.first_rank(rank) for rank in range(self.pp)]
@@ -164,7 +165,10 @@ class Pipeline:
         lanes, tied = self.lanes, self._tied_holders
         sizes = []
         for rank, first in enumerate(firsts):
-            replicas, model = self.replicas(rank), [one + part for one in firsts for part in range(self.tp)]
+            replicas, model = (
+                self.replicas(rank),
+                [begin + part for begin in firsts for part in range(self.tp)],
+            )
             shards = replicas[: self.num_shards]
             groups = [
                 shards,
@@ -180,7 +184,7 @@ class Pipeline:
 
     @property
     def lanes(self) -> list[Lane]:
-        """The lanes of its transfers."""
+        """The lanes of the transfers."""
         placed = self.program.placement.rank_of_stage
         ends = [(placed[low], placed[high]) for low, high in stage_edges(self.stages)]
         forward = {Lane(Kind.F, source, target) for source, target in ends if source != target}
@@ -197,11 +201,11 @@ class Pipeline:
         return {tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}
 
     def allocatable_bytes(self, pipeline_rank: int) -> int:
-        """The most that a rank may have alive so that its `reserved_bytes` stay within that."""
+        """Return the maximum bytes that a rank may have alive so that its `reserved_bytes` stay within its memory."""
         return allocatable_bytes(self.usable_bytes(pipeline_rank), self.device_of(pipeline_rank))
 
     def offloaded_bytes(self, pipeline_rank: int) -> int:
-        """The most that a rank has on its host at once of what it saves, from F to the end of the backward."""
+        """Return the maximum bytes of offloaded values of a rank at once, each from F to the end of the backward."""
         sizes = [summary.offloaded_bytes for summary in self.summaries]
         if not any(sizes[stage] for stage in self.program.placement.stages_of(pipeline_rank)):
             return 0
@@ -221,7 +225,7 @@ def pipeline(
     num_holders: int,
     policies: Sequence[Policy] = (),
 ) -> Pipeline:
-    """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
+    """Return the model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     hands_over = job.compiled and job.profile.compiles == "model" and program.num_microbatches > 1
     split, memories = _split(body, tuple(cuts), tuple(policies), hands_over)
     tp = tensor_parallel_size(body.graph)
@@ -236,7 +240,7 @@ def pipeline(
 def _split(
     body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
 ) -> tuple[SplitGraph, tuple[StageMemory, ...]]:
-    """Kept: configurations that differ in schedule, microbatches or sharding have the same stages."""
+    """Split a graph; cached, as configurations that differ in schedule, microbatches or sharding have the same stages."""
     split = SplitGraph(body.graph, cuts)
     return split, tuple(StageMemory(stage, hands_over) for stage in split.stages(policies))
 
@@ -245,60 +249,60 @@ def _split(
 def _summaries(
     body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
 ) -> tuple[StageSummary, ...]:
-    """Of every stage, on the devices of `body`."""
+    """Return the summary of every stage on the devices of `body`."""
     return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies)[1])
 
 
 class Variants:
-    """A partition under one memory policy after another; a stage is built once for each of its policies.
+    """A partition under different memory policies; a stage is built once for each of its policies.
 
     Args:
-        line: the partition, which keeps everything.
+        line: the partition with all values kept.
     """
 
     def __init__(self, line: Pipeline, body: RangeCosts) -> None:
         self.line = line
         self._costings = _costings(body, line.cluster, line.program, line.num_holders * line.tp)
         stages = zip(line.memories, line.summaries, strict=True)
-        self._known = {(index, KEEP): found for index, found in enumerate(stages)}
+        self._by_policy = {(index, KEEP): stage for index, stage in enumerate(stages)}
 
     def under(self, program: Program, policies: Sequence[Policy]) -> Pipeline:
-        """`program`, of the same placement, with a policy for every stage."""
-        memories, summaries = zip(*(self._stage(*asked) for asked in enumerate(policies)), strict=True)
+        """Return the partition under `program`, which has the same placement, with a policy for every stage."""
+        memories, summaries = zip(*(self._stage(*key) for key in enumerate(policies)), strict=True)
         return replace(self.line, memories=memories, summaries=summaries, program=program)
 
     def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
-        found = self._known.get((index, policy))
-        if found is None:
+        stage = self._by_policy.get((index, policy))
+        if stage is None:
             hands_over = self.line.memories[index].hands_over
             memory = StageMemory(self.line.split.stage(index, policy), hands_over)
-            found = self._known[index, policy] = memory, summarise(memory, self._costings[index])
-        return found
+            stage = self._by_policy[index, policy] = memory, summarise(memory, self._costings[index])
+        return stage
 
 
 def _costings(body: RangeCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
-    """Of every stage, on the rank that holds it."""
+    """Return the costing of every stage on the rank that holds it."""
     bodies = bodies_of(body, cluster, program.num_ranks, width)
     return [bodies[rank].costing for rank in program.placement.rank_of_stage]
 
 
 def bodies_of(body: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
-    """The costs of the model on every pipeline rank, each of `width` devices, the slowest of which is waited for."""
+    """Return the costs of the model on every pipeline rank of `width` devices: those of its slowest device."""
     if cluster.is_homogeneous:
         return [body] * num_ranks
     kinds = [
         dict.fromkeys(cluster.device_of(device) for device in range(rank * width, (rank + 1) * width))
         for rank in range(num_ranks)
     ]
-    return [max(map(body.on, found), key=lambda one: float(one.seconds[-1])) for found in kinds]
+    return [max(map(body.on, rank_kinds), key=lambda costs: float(costs.seconds[-1])) for rank_kinds in kinds]
 
 
 def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
-    """Costs of the operators of `graph` as `job` computes them on the devices of `cluster`, the first where they are of
-    several kinds.
+    """Return the costs of the operators of `graph` as `job` computes them on the devices of `cluster`; on those of the first
+    kind if there are several.
 
     Raises:
-        InputError: a device has no figures for the precision of the job's products.
+        InputError: a device has no figures for the precision of the job's matmuls.
     """
     if job.products is not None:
         for group in cluster.nodes:
@@ -307,11 +311,13 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
-    """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
-    operators; raises as `costing` does. Of the same graph, cluster and way to compute it is worked out once."""
-    asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled, job.kept)
-    for known, body in tuple(_KNOWN):
-        if known.graph is asked.graph and known[1:] == asked[1:]:
+    """Return the costs of ranges of operators of `graph`, as the job's runtime runs it and with all its layers.
+
+    Raises as `costing`. The most recent results are cached by graph, cluster, runtime and precision.
+    """
+    request = _CostsRequest(graph, cluster, job.runtime, job.products, job.compiled, job.kept)
+    for earlier, body in tuple(_RECENT):
+        if earlier.graph is request.graph and earlier[1:] == request[1:]:
             return body
     few = job.rewritten(graph)
     try:
@@ -319,11 +325,11 @@ def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
     except IrregularLayers:  # a kernel reaches from one layer into the next
         few, copies = job.rewritten(expanded(graph)), None
     body = RangeCosts(few, costing(few, cluster, job), copies)
-    _KNOWN.append((asked, body))
+    _RECENT.append((request, body))
     return body
 
 
-class _Asked(NamedTuple):
+class _CostsRequest(NamedTuple):
     graph: OperatorGraph
     cluster: Cluster
     runtime: str
@@ -332,16 +338,16 @@ class _Asked(NamedTuple):
     kept: OptimizerState
 
 
-_KNOWN: deque[tuple[_Asked, RangeCosts]] = deque(maxlen=8)
-"""What was asked for last: configurations of one model that differ in schedule, stages or sharding have the same."""
+_RECENT: deque[tuple[_CostsRequest, RangeCosts]] = deque(maxlen=8)
+"""The latest requests: configurations of one model that differ in schedule, stages or sharding share their costs."""
 
 
 def reserved_bytes(memory: RankMemory, device: Device) -> int:
-    """The least that the allocator of `device` holds at the peak: on a GPU also the matrix library's workspace, in whole
-    segments.
+    """Return the minimum that the allocator of `device` holds at the peak; on a GPU including the matrix library's
+    workspace, in whole segments.
 
     Ignores: fragmentation, for which `reserved_peaks` replays the allocator and a device's `reserve_fraction` leaves
-    room.
+    headroom.
     """
     if device.kind == "cpu":
         return memory.peak_bytes
@@ -350,7 +356,7 @@ def reserved_bytes(memory: RankMemory, device: Device) -> int:
 
 
 def allocatable_bytes(limit: int, device: Device) -> int:
-    """The most that a rank on `device` may have alive so that its `reserved_bytes` stay within `limit`."""
+    """Return the maximum bytes that a rank on `device` may have alive so that its `reserved_bytes` stay within `limit`."""
     if device.kind == "cpu":
         return limit
     return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes

@@ -1,4 +1,4 @@
-"""What one optimizer step of a pipeline takes: seconds from the simulator, bytes from the replay."""
+"""Predictions of one optimizer step of a pipeline: seconds from the simulator, bytes from the replay."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.prediction.transfers import (
     Floats,
-    flight_seconds,
     posting_seconds,
     taken_share,
+    transfer_seconds,
     transfers_slow,
 )
 from stagewright.planning.predictions import (
@@ -49,7 +49,7 @@ _REPLAYED_RANKS = 2
 
 
 def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
-    """All predictions for `line`; `memories` of its ranks if they are known already.
+    """Return all predictions for `line`; `memories` are those of its ranks if they were replayed already.
 
     Raises:
         ScheduleError: its program would hang on GPUs.
@@ -95,7 +95,7 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
 
 @lru_cache(maxsize=64)
 def _check_hangs(program: Program, edges: tuple[Edge, ...], ahead: int) -> None:
-    """Raise where hosts or devices would wait for each other; kept, because plans of a search share their programs."""
+    """Raise where hosts or devices would wait for each other; cached, because plans of a search share their programs."""
     check_lanes(lowered(program, edges, ahead), edges, waits_for_device=True)
 
 
@@ -131,21 +131,21 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
 
 
 def run_timeline(line: Pipeline, *, steps: bool = True) -> Timeline:
-    """When the computations of one batch run; without `steps`, those of the optimizer between them take no time."""
+    """Return the timeline of one batch; without `steps`, optimizer steps within the batch take no time."""
     return simulated(line.program, action_costs(line, steps=steps))
 
 
 def step_seconds(line: Pipeline, timeline: Timeline) -> float:
-    """Seconds of a whole optimizer step, of which `timeline` is the batch."""
+    """Return the seconds of a whole optimizer step whose batch has this `timeline`."""
     return whole_step_seconds(timeline, step_costs(line))
 
 
 def step_costs(line: Pipeline) -> StepCosts:
-    """What the times of a step of `line` follow from.
+    """Return the costs from which the times of a step of `line` follow.
 
-    After the batch come what no action of it summed over replicas, sums over the ranks that share a tied parameter, the norm
-    of the gradient over all ranks, AdamW, and the updated parameters of other replicas. Programs that update parameters in
-    between are done with the batch.
+    After the batch come the gradient reductions over replicas that no action has done, the reductions of tied parameters'
+    gradients over the ranks that hold them, the gradient norm over all ranks, AdamW, and the all-gather of updated
+    parameters. Programs with STEP actions end with the batch.
     """
     costs = action_costs(line)
     if steps_early(line.program):
@@ -164,15 +164,15 @@ def step_costs(line: Pipeline) -> StepCosts:
 
 
 def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
-    """What the actions of a batch and its transfers take; without `steps`, those of the optimizer between them nothing."""
+    """Return the costs of the actions and transfers of a batch; without `steps`, optimizer steps within it cost nothing."""
     stages, placed = range(len(line.stages)), line.program.placement.rank_of_stage
     edges = stage_edges(line.stages)
-    flights = flight_seconds(line, edges)
+    transfer_s = transfer_seconds(line, edges)
     forward_posts, backward_posts = posting_seconds(line, edges)
     pass_s = line.job.profile.host.pass_s
     gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
     reduce_s = [line.reduce_seconds(stage) for stage in stages]
-    slowed_s = _slowed_seconds(line, gather_s, reduce_s) + transfers_slow(line, flights) / 2
+    slowed_s = _slowed_seconds(line, gather_s, reduce_s) + transfers_slow(line, transfer_s) / 2
     rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
     if not line.job.profile.recomputes_ahead:
@@ -201,8 +201,8 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
                 target=high,
                 value_bytes=line.summaries[low].sent_bytes.get(high, 0),
                 gradient_bytes=line.summaries[high].returned_bytes.get(low, 0),
-                value_seconds=flights[low, high],
-                gradient_seconds=flights[high, low],
+                value_seconds=transfer_s[low, high],
+                gradient_seconds=transfer_s[high, low],
             )
             for low, high in edges
         ),
@@ -211,20 +211,21 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
 
 
 def _exposed_reduction(line: Pipeline, stage: int, reduce_s: float) -> float:
-    """REDUCE of a stage, as far as its last backward does not hide it."""
+    """Return the seconds of REDUCE of a stage that its last backward does not hide."""
     if not line.job.profile.overlaps_reduction:
         return reduce_s
     return _exposed(reduce_s, line.summaries[stage].backward_s, len(_layers_in(line.stages[stage])) or 1)
 
 
 def _slowed_seconds(line: Pipeline, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
-    """By how much a pass of each stage is slower on the average for collectives that take processors from it."""
+    """Return by how many seconds collectives, which take multiprocessors, slow a forward or backward of each stage on
+    average."""
     share = np.array([taken_share(line, rank) for rank in line.program.placement.rank_of_stage])
     taken = np.zeros(len(line.stages))
     if share.any():
         for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):
             counts = Counter(action.stage for action in line.program if action.kind is kind)
-            taken += [counts[stage] * each for stage, each in enumerate(seconds)]
+            taken += [counts[stage] * collective_s for stage, collective_s in enumerate(seconds)]
     return share * taken / (2 * line.program.num_microbatches)
 
 
@@ -233,84 +234,92 @@ def _column(seconds: Floats) -> tuple[float, ...]:
 
 
 def _unless_zero(seconds: Iterable[float]) -> tuple[float, ...]:
-    """As a plan states what few stages have: nothing where none has any."""
+    """Return the column as plans state it: empty if all entries are zero."""
     column = tuple(seconds)
     return column if any(column) else ()
 
 
 def steps_early(program: Program) -> bool:
-    """Whether parameters are updated by STEP actions between the computations of a batch, each rank having one stage."""
+    """Return whether STEP actions update parameters within a batch; each rank then has one stage."""
     return any(action.kind is Kind.STEP for action in program.actions(0))
 
 
 def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple[float, float]]:
-    """What one update of the parameters takes, of every rank: sums over replicas, but for those of the stages `reduced`, and
-    over ranks that share a tied parameter; then AdamW, and the updated parameters of other replicas."""
+    """Return, per rank, the seconds of gradient reductions and of the update of the parameters.
+
+    The first are over replicas, except for stages in `reduced`, and over ranks that hold a tied parameter; the second are
+    AdamW and the all-gather of parameters that other replicas updated.
+    """
     holders = holders_of(line)
-    found = []
+    updates = []
     for rank in range(line.pp):
         stages = line.stages_of(rank)
-        own = [flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained]
+        trained_flats = [
+            flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained
+        ]
         collectives = line.collectives(stages[0].index)
-        rest = collectives.reduce(flat for flat in own if not set(reduced).intersection(flat.stages))
+        reduce_s = collectives.reduce(
+            flat for flat in trained_flats if not set(reduced).intersection(flat.stages)
+        )
         gradients = gradient_bytes(stages)
-        for flat in own:
+        for flat in trained_flats:
             if flat.level >= OPTIMIZER:
                 gradients |= {
                     value: size / flat.num_shards for value, size in gradients.items() if value in flat.values
                 }
-        spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
+        gather_s = collectives.gather(flat for flat in trained_flats if OPTIMIZER <= flat.level < PARAMETERS)
         if line.job.profile.overlaps_reduction:
             summaries = [line.summaries[stage.index] for stage in stages]
             num_layers = len({layer for stage in stages for layer in _layers_in(stage)}) or 1
-            rest = _exposed(rest, sum(one.backward_s for one in summaries), num_layers)
-            spread = _exposed(spread, sum(one.forward_s for one in summaries), num_layers)
-        updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread
-        updating += _product_seconds(line, rank)
-        found.append((rest + _tied_seconds(line, gradients, holders), updating))
-    return found
+            reduce_s = _exposed(reduce_s, sum(summary.backward_s for summary in summaries), num_layers)
+            gather_s = _exposed(gather_s, sum(summary.forward_s for summary in summaries), num_layers)
+        updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + gather_s
+        updating += _matmul_seconds(line, rank)
+        updates.append((reduce_s + _tied_seconds(line, gradients, holders), updating))
+    return updates
 
 
 def _layers_in(stage: Stage) -> set[str]:
-    """Paths of the numbered layers that a stage holds a part of."""
+    """Return the paths of the numbered layers of which a stage holds a part."""
     graph = stage.graph
     names = (layer_of(graph.nodes[node].module) for node in graph.forward_ids[stage.start : stage.stop])
     return {name for name in names if name}
 
 
 def _exposed(collective_s: float, computing_s: float, num_layers: int) -> float:
-    """Of collectives that go layer by layer beside the last backward or the first forward, what nothing hides: one layer's
-    part at least, and what outlasts the others' computations.
+    """Return the exposed seconds of collectives that overlap layer by layer with the last backward or the first forward.
 
-    Ignores: that both slow each other down; bubbles, which hide more.
+    At least one layer's part is exposed, and everything beyond the computations of the other layers.
+
+    Ignores: mutual slowdown of both; bubbles, which hide more.
     """
-    others = 1 - 1 / num_layers
-    return max(collective_s / num_layers, collective_s - computing_s * others)
+    other_share = 1 - 1 / num_layers
+    return max(collective_s / num_layers, collective_s - computing_s * other_share)
 
 
 def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
-    """Parameter -> bytes of its whole gradient, for a rank that holds `stages`."""
-    found: dict[int, float] = {}
+    """Return parameter -> bytes of its whole gradient, for a rank that holds `stages`."""
+    num_bytes: dict[int, float] = {}
     runtime = runtime_of(stages[0].graph)
     for stage in stages:
         for value, _ in stage.gradients:
             meta = stage.value(value).meta
-            found[value] = meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
-    return found
+            num_bytes[value] = meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
+    return num_bytes
 
 
 def holders_of(line: Pipeline) -> dict[int, list[int]]:
-    """Trained parameter -> the pipeline ranks that hold it, in order."""
-    found: dict[int, list[int]] = {}
+    """Return trained parameter -> the pipeline ranks that hold it, in order."""
+    ranks_of: dict[int, list[int]] = {}
     for rank in range(line.pp):
         held = dict.fromkeys(value for stage in line.stages_of(rank) for value, _ in stage.gradients)
         for value in held:
-            found.setdefault(value, []).append(rank)
-    return found
+            ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def _tied_seconds(line: Pipeline, gradients: dict[int, float], holders: dict[int, list[int]]) -> float:
-    """Time to sum those of the `gradients` of a rank whose parameters other pipeline ranks hold too."""
+    """Return the seconds to all-reduce those `gradients` of a rank whose parameters other pipeline ranks hold too."""
     return sum(
         all_reduce_seconds(line.cluster, num_bytes, [line.first_rank(rank) for rank in holders[value]])
         for value, num_bytes in gradients.items()
@@ -319,7 +328,7 @@ def _tied_seconds(line: Pipeline, gradients: dict[int, float], holders: dict[int
 
 
 def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, num_gradients: int) -> float:
-    """AdamW of one rank, where its state is."""
+    """Return the seconds of AdamW of one rank, on the device or host that holds its state."""
     device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
         return optimizer_step_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
@@ -327,8 +336,8 @@ def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, nu
     return host_step_seconds(job, gradient_bytes, device, host) + job.profile.host.step_s
 
 
-def _product_seconds(line: Pipeline, rank: int) -> float:
-    """Of the matrix products that the optimizer of a rank computes, in bf16 where its device has that.
+def _matmul_seconds(line: Pipeline, rank: int) -> float:
+    """Return the seconds of the matmuls in the optimizer of a rank, in bf16 where its device supports that.
 
     Source: Newton-Schulz iterations as `torch.optim.Muon` runs them. Ignores: ramping up; that a host is slower.
     """
@@ -344,19 +353,19 @@ def _product_seconds(line: Pipeline, rank: int) -> float:
 
 
 def host_step_seconds(job: Job, gradient_bytes: float, device: Device, host: Host) -> float:
-    """AdamW of one rank on its host."""
+    """Return the seconds of AdamW of one rank on its host."""
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     clips = job.clip_norm is not None
     return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips, kept=job.kept)
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:
-    """The host of the node of `rank`; raises `InputError` where the cluster describes none."""
+    """Return the host of the node of `rank`; raises `InputError` where the cluster describes none."""
     host = cluster.group_of(rank).host
     if host is None:
         raise InputError(
-            f"cluster '{cluster.name}' does not describe the processors of its nodes, so that no optimizer state can be "
-            "put there: add a [nodes.host] table, or plan without a host optimizer"
+            f"cluster '{cluster.name}' does not describe the host processors of its nodes, so optimizer state cannot be "
+            "kept there: add a [nodes.host] table, or plan without a host optimizer"
         )
     return host
 
@@ -375,21 +384,23 @@ def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_
 
 
 def _lower_bound(line: Pipeline, body: RangeCosts) -> float:
-    """As `lower_bound_seconds`; on devices of several kinds every rank works all the time, at the speed of its own."""
+    """Return `lower_bound_seconds`; on devices of several kinds, the time with every rank always busy at its own speed."""
     num_microbatches = line.program.num_microbatches
     if line.cluster.is_homogeneous:
         shards = line.num_shards if any(line.sharding) else 1
         return lower_bound_seconds(body, num_microbatches, line.pp, line.job, shards)
     bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
-    return num_microbatches / sum(1 / float(one.seconds[-1]) for one in bodies)
+    return num_microbatches / sum(1 / float(costs.seconds[-1]) for costs in bodies)
 
 
 def lower_bound_seconds(
     body: RangeCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
 ) -> float:
-    """No partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly, or one microbatch
-    through the whole model, its weight gradients on the way, and the optimizer step shared evenly, by `num_shards`
-    replicas too."""
+    """Return a lower bound on step seconds over all partitions and schedules on `pp` ranks.
+
+    It is the larger of the work of the batch divided evenly and one microbatch through the whole model, whose weight
+    gradients overlap; plus the optimizer step, divided evenly over ranks and `num_shards` replicas.
+    """
     total = float(body.seconds[-1])
     chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
     precision = job.precision
@@ -402,26 +413,26 @@ def lower_bound_seconds(
 
 
 def rank_memories(line: Pipeline) -> list[RankMemory]:
-    """The memory of every pipeline rank over one batch, by replay of the lowered program."""
+    """Return the memory of every pipeline rank over one batch, from a replay of the lowered program."""
     program = shortened(line.program)
     with_transfers = lowered(program, stage_edges(line.stages), line.receives_ahead)
-    left_out = line.program.num_microbatches - program.num_microbatches
+    num_dropped = line.program.num_microbatches - program.num_microbatches
     return [
-        replay_rank(line.memories, with_transfers, rank, line.resident(rank), left_out)
+        replay_rank(line.memories, with_transfers, rank, line.resident(rank), num_dropped)
         for rank in range(line.pp)
     ]
 
 
 @lru_cache(maxsize=64)
 def lowered(program: Program, edges: tuple[Edge, ...], ahead: int) -> Program:
-    """With transfers; kept, because every partition of a search has the same few programs."""
+    """Return `program` with its transfers; cached, because all partitions of a search share a few programs."""
     return insert_communication(program, edges, ahead=ahead)
 
 
 def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
-    """What the allocator of each rank reserves: on a GPU by replay of every allocation.
+    """Return the bytes that the allocator of each rank reserves; on a GPU, from a replay of every allocation.
 
-    In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
+    In a long pipeline only the fullest ranks are replayed; the other ranks are taken to lose as large a share to
     fragmentation as the worst of these.
     """
     least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
@@ -430,18 +441,18 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
         return least
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
     program = lowered(shortened(line.program), stage_edges(line.stages), line.receives_ahead)
-    found = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
-    worst = max(found[rank] / memories[rank].peak_bytes for rank in fullest)
+    replayed = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
+    worst = max(replayed[rank] / memories[rank].peak_bytes for rank in fullest)
     for rank in ranks:
-        least[rank] = max(least[rank], found.get(rank, int(worst * memories[rank].peak_bytes)))
+        least[rank] = max(least[rank], replayed.get(rank, int(worst * memories[rank].peak_bytes)))
     return least
 
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
-    """What the allocator of a rank reserves."""
+    """Return the bytes that the allocator of a rank reserves."""
     rank = memory.rank
-    found = reserved_on(
+    peaks = reserved_on(
         line.memories, program, rank, line.resident(rank), line.device_of(rank).workspace_bytes,
         host_optimizer=rank in line.host_optimizer,
     )  # fmt: skip
-    return found.reserved_peak_bytes
+    return peaks.reserved_peak_bytes

@@ -1,4 +1,4 @@
-"""Stages that recompute what the model's own code checkpoints: `--recompute model`, the default of models that do."""
+"""Memory policies that recompute layers, cheap values, or what the model's own code checkpoints (`--recompute model`)."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ from stagewright.schedule.lower import insert_recomputation
 
 
 def layers_policy(graph: OperatorGraph) -> Policy:
-    """Every layer keeps what enters it alone; so do head and loss, unless the runtime of `graph` keeps all of them."""
+    """Return the policy that keeps only the inputs of layers, and all of head and loss if the runtime of `graph` does."""
     kept = layer_inputs(graph)
     if not runtime_of(graph).recomputes_head:
-        around = (graph.nodes[node] for node in graph.forward_ids if not layer_of(graph.nodes[node].module))
-        made = (value for node in around for value in node.outputs if value is not None)
-        kept |= {graph.values[value].storage for value in made}
+        outside = (graph.nodes[node] for node in graph.forward_ids if not layer_of(graph.nodes[node].module))
+        outputs = (value for node in outside for value in node.outputs if value is not None)
+        kept |= {graph.values[value].storage for value in outputs}
     return Policy(everything=True, checkpoints=kept)
 
 
 def kept_policy(graph: OperatorGraph, without: frozenset[int] = frozenset()) -> Policy:
-    """Of stages that are asked to keep all they save, but for the values `without`: all but what the runtime of `graph`
-    always makes again."""
+    """Return the policy that keeps everything but the values `without` and what the runtime of `graph` always recomputes."""
     names = runtime_of(graph).recomputes
-    again = [graph.nodes[node] for node in graph.forward_ids if short_name(graph.nodes[node].op) in names]
-    made = without | {value for node in again for value in node.outputs if value is not None}
-    given = frozenset(graph.values[value].storage for node in again for value in node.inputs)
-    return Policy(recompute=made, checkpoints=given) if made else KEEP
+    recomputing = [
+        graph.nodes[node] for node in graph.forward_ids if short_name(graph.nodes[node].op) in names
+    ]
+    recomputed = without | {value for node in recomputing for value in node.outputs if value is not None}
+    inputs = frozenset(graph.values[value].storage for node in recomputing for value in node.inputs)
+    return Policy(recompute=recomputed, checkpoints=inputs) if recomputed else KEEP
 
 
 def selective_policy(graph: OperatorGraph) -> Policy:
-    """Of stages that recompute what is cheap to make again: what the runtime of `graph` says; else attention's scores."""
+    """Return the policy that recomputes cheap values: those that the runtime of `graph` names, else attention scores."""
     which = runtime_of(graph).selective
     if which is None:
         return kept_policy(graph, attention_scores(graph))
@@ -60,55 +61,55 @@ def selective_policy(graph: OperatorGraph) -> Policy:
 
 
 def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
-    """Of every stage between `cuts` the policy of the model's regions; `KEEP` where it has none of them."""
-    asked = region_policy(graph)
+    """Return, for every stage between `cuts`, the policy of the model's checkpointed regions, or `KEEP` if it has none."""
+    policy = region_policy(graph)
     inside = [graph.nodes[node].region >= 0 for node in graph.forward_ids]
-    return [asked if any(inside[start:stop]) else KEEP for start, stop in pairwise((0, *cuts, len(inside)))]
+    return [policy if any(inside[start:stop]) else KEEP for start, stop in pairwise((0, *cuts, len(inside)))]
 
 
 def as_model_says(
     body: RangeCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, num_holders: int
 ) -> Pipeline:
-    """The model cut at `cuts` under its `default_policies` and under `program`, to which recomputations are added; raises
+    """Return the model cut at `cuts` under its `default_policies`, and under `program` with recomputation inserted; raises
     as `pipeline`."""
-    asked = default_policies(body.graph, cuts)
-    line = pipeline(body, cuts, program, cluster, job, num_holders, asked)
-    needed = [asked[stage.index] if _again(stage) else KEEP for stage in line.stages]
-    if needed != asked:
+    policies = default_policies(body.graph, cuts)
+    line = pipeline(body, cuts, program, cluster, job, num_holders, policies)
+    needed = [policies[stage.index] if _again(stage) else KEEP for stage in line.stages]
+    if needed != policies:
         line = pipeline(body, cuts, program, cluster, job, num_holders, needed)
     return with_recomputation(line, program)
 
 
 def with_recomputation(line: Pipeline, program: Program) -> Pipeline:
-    """`line` under `program`, which recomputes nothing yet: what its stages recompute is added."""
+    """Return `line` under `program`, which recomputes nothing yet, with the recomputation of its stages inserted."""
     stages = [stage.index for stage in line.stages if _again(stage)]
     return replace(line, program=insert_recomputation(program, stages))
 
 
 def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
-    """The policy of a stage of `as_model_says` as plans have it."""
-    again = _again(stage)
-    if not again:
+    """Return the policy of a stage of `as_model_says` as plans name it."""
+    recomputed = _again(stage)
+    if not recomputed:
         return "keep"
-    graph, asked = stage.graph, region_policy(stage.graph)
+    graph, policy = stage.graph, region_policy(stage.graph)
     again_for = (node for node in stage.backward.nodes if node.part > Part.FORWARD)
     needed = {graph.values[v].storage for node in again_for for v in node.inputs if v < len(graph.values)}
     entering = (
         value for value in (*stage.rebuild.inputs, *stage.recomputed.inputs) if value < len(graph.values)
     )
     makers = (graph.values[graph.values[value].storage].node for value in entering)
-    own = {node for node in makers if stage.start <= graph.position.get(node, -1) < stage.stop}
+    inside = {node for node in makers if stage.start <= graph.position.get(node, -1) < stage.stop}
     return StagePolicy(
-        recompute=_names(again, asked.recompute & needed),
-        checkpoints=_names([graph.nodes[node] for node in sorted(own)], asked.checkpoints),
+        recompute=_names(recomputed, policy.recompute & needed),
+        checkpoints=_names([graph.nodes[node] for node in sorted(inside)], policy.checkpoints),
     )
 
 
 def _again(stage: Stage) -> list[Node]:
-    """What a stage runs again, in the order of the model."""
+    """Return the operators that a stage recomputes, in the order of the model."""
     return sorted((*stage.rebuild.nodes, *stage.recomputed.nodes), key=lambda node: node.id)
 
 
-def _names(nodes: Sequence[Node], made: frozenset[int]) -> tuple[str, ...]:
-    """Of those that make some of the storages `made`."""
-    return tuple(node.name for node in nodes if not made.isdisjoint(node.outputs))
+def _names(nodes: Sequence[Node], storages: frozenset[int]) -> tuple[str, ...]:
+    """Return the names of the nodes that produce some of `storages`."""
+    return tuple(node.name for node in nodes if not storages.isdisjoint(node.outputs))

@@ -1,4 +1,4 @@
-"""Programs of many microbatches cut to as few as show every state of their memory."""
+"""Programs of many microbatches, shortened to as few as reach every state of their memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from stagewright.schedule import Kind, Program, build, subdivided
 from stagewright.schedule.lower import insert_recomputation
 
 _PERIODIC = frozenset({"1f1b", "pipedream", "interleaved-1f1b"})
-"""Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before; with
-several stages a rank, of the one as many before as there are ranks."""
+"""Schedules in which each microbatch repeats the memory state of the one before, once every rank alternates between F and B;
+with several stages per rank, that of the microbatch as many before as there are ranks."""
 
 Pass = Callable[[Program], Program]
 
 
 @lru_cache(maxsize=64)
 def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Program:
-    """The computations of every rank, in order; kept, because all partitions of a search have the same."""
+    """Return the computations of every rank, in order; cached, because all partitions of a search share them."""
     return build(name, num_ranks, num_microbatches, num_chunks)
 
 
 @lru_cache(maxsize=32)
 def shortened(program: Program) -> Program:
-    """The 1F1B program, interleaved or not, with or without steps in between and sharding units, of as many microbatches as
-    show every state of its memory; other programs as they are."""
+    """Return a 1F1B program with just enough microbatches to reach every state of its memory, other programs unchanged.
+
+    The program may be interleaved, and have STEP actions and sharding units.
+    """
     num_ranks = program.num_ranks
     numbers = [len(list(units)) for _, units in groupby(program.placement.rank_of_stage)]
     chunks = len(numbers) // num_ranks if program.name == "interleaved-1f1b" else None
@@ -44,20 +46,22 @@ def shortened(program: Program) -> Program:
 
 
 def _orders_of_passes(program: Program) -> list[tuple[Pass, ...]]:
-    """Ways in which recomputation and sharding may have been put into `program`."""
+    """Return the orders in which recomputation and sharding may have been inserted into `program`."""
     kinds = {action.kind for action in program}
-    saving: tuple[Pass, ...] = (partial(_saving_like, program),) if Kind.R in kinds else ()
+    recomputation: tuple[Pass, ...] = (partial(_recomputed_like, program),) if Kind.R in kinds else ()
     if not kinds & SHARDING_KINDS:
-        return [saving]
+        return [recomputation]
     shardings: list[Pass] = [partial(sharded_like, program, buffers) for buffers in (NUM_BUFFERS, None)]
-    found = [order for sharding in shardings for order in ((sharding, *saving), (*saving, sharding))]
-    return found if saving else found[::2]
+    orders = [
+        order for sharding in shardings for order in ((sharding, *recomputation), (*recomputation, sharding))
+    ]
+    return orders if recomputation else orders[::2]
 
 
 def _after(passes: Iterable[Pass], program: Program) -> Program:
-    return reduce(lambda made, one: one(made), passes, program)
+    return reduce(lambda inserted, insert: insert(inserted), passes, program)
 
 
-def _saving_like(program: Program, other: Program) -> Program:
-    """`other` with R for the same stages as `program`."""
+def _recomputed_like(program: Program, other: Program) -> Program:
+    """Return `other` with R for the same stages as `program`."""
     return insert_recomputation(other, {action.stage for action in program if action.kind is Kind.R})

@@ -1,4 +1,4 @@
-"""When the actions of a batch run, and how long its step takes, by the costs that a plan states."""
+"""Timelines and step seconds from the costs that a plan states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from stagewright.simulation import StageCosts, Timeline, simulate
 
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
-    """When the actions of one batch run."""
+    """Return the timeline of one batch."""
     whole, costs = costs, with_receiving(costs)
-    edges = [(one.source, one.target) for one in costs.transfers]
-    flights = {(one.source, one.target): one.value_seconds for one in costs.transfers}
-    flights |= {(one.target, one.source): one.gradient_seconds for one in costs.transfers}
+    edges = [(transfer.source, transfer.target) for transfer in costs.transfers]
+    transfer_s = {(transfer.source, transfer.target): transfer.value_seconds for transfer in costs.transfers}
+    transfer_s |= {
+        (transfer.target, transfer.source): transfer.gradient_seconds for transfer in costs.transfers
+    }
     stages = StageCosts.of(
         costs.forward_seconds,
         costs.input_grad_seconds,
@@ -29,16 +31,16 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         reduce_s=_or_zero(costs.reduce_seconds),
         step_s=_or_zero(costs.update_seconds),
     )
-    timeline = simulate(program, stages, flights, edges=edges)
+    timeline = simulate(program, stages, transfer_s, edges=edges)
     return _with_gaps(timeline, whole) if whole.receivers_wait else timeline
 
 
 def with_receiving(costs: StepCosts) -> StepCosts:
-    """`costs` of the same times, in which no transfer is hidden: where receivers wait, their forwards and backwards take as
-    much longer.
+    """Return costs with the same times and no overlapped transfer: where receivers wait, the seconds of a transfer are added
+    to the forward or backward that receives it.
 
-    Ignores: that values of several ranks arrive at the same time; receives that are posted earlier, as another value of the
-    same rank is used first.
+    Ignores: that values from several ranks arrive at the same time; receives that are posted earlier because another value
+    of the same rank is used first.
     """
     if not costs.receivers_wait:
         return costs
@@ -52,23 +54,23 @@ def with_receiving(costs: StepCosts) -> StepCosts:
     return costs.model_copy(
         update={name: tuple(column.tolist()) for name, column in update.items()}
         | {
-            "transfers": tuple(one.model_copy(update=still) for one in costs.transfers),
+            "transfers": tuple(transfer.model_copy(update=still) for transfer in costs.transfers),
             "receivers_wait": False,
         }
     )
 
 
 def receiving_seconds(costs: StepCosts) -> tuple[list[float], list[float]]:
-    """For how long a forward and a backward of each stage wait for what is on its way once they could begin."""
+    """Return the seconds that a forward and a backward of each stage wait for transfers once they could begin."""
     forward, backward = ([0.0] * len(costs.forward_seconds) for _ in range(2))
-    for one in costs.transfers if costs.receivers_wait else ():
-        forward[one.target] += one.value_seconds
-        backward[one.source] += one.gradient_seconds
+    for transfer in costs.transfers if costs.receivers_wait else ():
+        forward[transfer.target] += transfer.value_seconds
+        backward[transfer.source] += transfer.gradient_seconds
     return forward, backward
 
 
 def _with_gaps(timeline: Timeline, costs: StepCosts) -> Timeline:
-    """`timeline`, in which computations begin when what they wait for has arrived."""
+    """Return `timeline` with computations that begin when what they wait for has arrived."""
     waits = receiving_seconds(costs)
     of_pattern = [
         sum(waits[part.kind is not Kind.F][part.stage] for part in action.parts if part.kind in RECEIVED_BY)
@@ -78,16 +80,16 @@ def _with_gaps(timeline: Timeline, costs: StepCosts) -> Timeline:
 
 
 def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:
-    """Seconds of a whole optimizer step, of which `timeline` is the batch.
+    """Return the seconds of a whole optimizer step whose batch has this `timeline`.
 
-    Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
+    Ignores: overlap of gradient reductions with the computations of other ranks beyond each rank's own end.
     """
     if not costs.optimizer_seconds:
         return timeline.makespan_s
     slices = [timeline.encoded.rank_slice(rank) for rank in range(len(costs.sum_seconds))]
     begins = [0.0] * len(slices)
-    if costs.checks_after:  # then a step takes the longest span of a rank
-        begins = [float(timeline.start_s[own].min(initial=np.inf)) for own in slices]
+    if costs.checks_after:  # a step then takes as long as the longest span of a rank
+        begins = [float(timeline.start_s[actions].min(initial=np.inf)) for actions in slices]
     ends = [
         float(timeline.end_s[slices[rank]].max(initial=0.0)) - begins[rank] + summing
         for rank, summing in enumerate(costs.sum_seconds)

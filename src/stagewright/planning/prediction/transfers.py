@@ -1,4 +1,4 @@
-"""Transfers between stages: how long they are on their way, and what they take of ranks that compute."""
+"""Transfers between stages: their seconds, and the time that they cost the ranks."""
 
 from __future__ import annotations
 
@@ -17,58 +17,60 @@ if TYPE_CHECKING:
 
 
 _CTA_BYTES_PER_S = 33e9
-"""Of a thread block that sends or receives over NVLink.
+"""Bytes per second of a thread block that sends or receives over NVLink.
 
 Source: NCCL's sends and receives between two H100, 66.1 GB/s at 8 MB and 131.5 GB/s at 64 MB with at most 4 thread blocks,
 of which it uses 2 and 4 (meta-pytorch/torchcomms#2670 and #2635, May 2026). Ignores: what other devices attain.
 """
 
 _FEW_CTAS_BYTES = 2 * 2**24
-"""A message larger than this uses all thread blocks that it may, a smaller one half of them.
+"""Bytes above which a message uses all its thread blocks; a smaller one uses half of them.
 
 Source: NCCL, `addP2pToPlan`: parts of at most 32 steps of 512 KiB; what torchcomms#2635 counted."""
 
 _NETWORK_CHANNELS = 2
-"""Of a transfer to another node, a multiprocessor each. Source: NCCL, `ncclTopoGetNchannels`."""
+"""Channels of a transfer to another node, one multiprocessor each. Source: NCCL, `ncclTopoGetNchannels`."""
 
 _MULTIPROCESSORS = 132
-"""Of a device whose description does not say: as an H100."""
+"""Multiprocessors of a device whose description does not give them: those of an H100."""
 
 
-def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Seconds on the way by (source, target) stage, values one way, gradients the other: of one message after the other.
+def transfer_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Return the point-to-point seconds by (source, target) stage, of values one way and gradients the other way; the
+    messages of a transfer follow each other.
 
-    What a sender is busy for (`posting_seconds`) is over when they begin.
+    A transfer begins after the time that its sender is busy (`posting_seconds`).
     """
-    found = {}
+    seconds = {}
     for source, target, sent in _sent(line, edges):
         if line.job.profile.transfers != "overlapped":
-            found[source, target] = 0.0  # part of what `posting_seconds` says
+            seconds[source, target] = 0.0  # part of `posting_seconds`
             continue
         on_the_way = sent if _posts(line, source) is None else 0
-        found[source, target] = message_seconds(line, source, target, on_the_way) if sent else 0.0
-    return found
+        seconds[source, target] = message_seconds(line, source, target, on_the_way) if sent else 0.0
+    return seconds
 
 
 def taken_share(line: Pipeline, pipeline_rank: int) -> float:
-    """The part of a rank's multiprocessors that kernels of communication take from what it computes beside them; a processor
-    has none."""
+    """Return the fraction of a rank's multiprocessors that communication kernels take from overlapped computations; 0 on a
+    CPU."""
     is_cpu = line.device_of(pipeline_rank).kind == "cpu"
     return 0.0 if is_cpu else line.job.profile.waits.beside_share
 
 
-def transfers_slow(line: Pipeline, flights: Mapping[tuple[int, int], float]) -> Floats:
-    """By how much a forward and a backward of each stage together are slower for the transfers beside them, whose kernels
-    occupy multiprocessors at either end: as many as collectives do within a node, two of its channels between nodes. On
-    lanes it is the sender alone, as its receiver waits, and a lane's thread blocks within a node.
+def transfers_slow(line: Pipeline, transfer_s: Mapping[tuple[int, int], float]) -> Floats:
+    """Return by how many seconds overlapped transfers slow a forward plus a backward of each stage.
 
-    Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; what `taken_share` is of within one. Ignores:
-    memory traffic of transfers; that a rank may have nothing to compute while they are on their way; that a send occupies
-    its multiprocessors from when it is issued, though its receiver may still compute (3 % of an H100 until then).
+    Their kernels occupy multiprocessors at both ends: as many as collectives do within a node, two channels between nodes.
+    On lanes only the sender is slowed, as its receiver waits, and within a node only by a lane's thread blocks.
+
+    Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; that of `taken_share` within one. Ignores:
+    memory traffic of transfers; that a rank may have nothing to compute during them; that a send occupies its
+    multiprocessors from when it is issued, though its receiver may still compute (3 % of an H100 until then).
     """
     placed = line.program.placement.rank_of_stage
     slowed = np.zeros(len(placed))
-    for (source, target), seconds in flights.items():
+    for (source, target), seconds in transfer_s.items():
         ends = line.first_rank(placed[source]), line.first_rank(placed[target])
         between_nodes = line.cluster.node_of(ends[0]) != line.cluster.node_of(ends[1])
         slowed_stages = (source,) if line.uses_lanes else (source, target)
@@ -84,11 +86,12 @@ def transfers_slow(line: Pipeline, flights: Mapping[tuple[int, int], float]) -> 
 
 
 def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
-    """What a forward and a backward of each stage take of their rank to send what they make, until its bytes have left, and
-    to post buffers for what they need: nothing where another processor than that which computes does this, or where both
-    stages are on one rank.
+    """Return the seconds that a forward and a backward of each stage spend on sending and on posting receive buffers.
 
-    Ignores: that a buffer is posted a microbatch ahead; what the system copies at the receiver's end.
+    Sending lasts until the bytes have left. Both are 0 where a processor other than the computing one does this, and
+    between stages of one rank.
+
+    Ignores: that a buffer is posted a microbatch ahead; copies by the system at the receiver's end.
     """
     placed = line.program.placement.rank_of_stage
     forward, backward = np.zeros(len(placed)), np.zeros(len(placed))
@@ -111,17 +114,17 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
 
 
 def _posts(line: Pipeline, stage: int) -> float | None:
-    """Seconds that a message takes of the processor that computes a stage; None where another one does that."""
+    """Return the seconds that a message costs the processor that computes a stage; None where another processor sends."""
     return line.device_of(line.program.placement.rank_of_stage[stage]).message_overhead_s
 
 
 def _blocking_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:
-    """For how long a rank stands still that waits for what it sends.
+    """Return the seconds that a rank waits for its own blocking send.
 
     Source: Megatron-LM's scatter-gather optimisation, Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
     """
     profile = line.job.profile
-    if not profile.scatters_boundaries or line.tp == 1 or line.splits_sequence:
+    if not profile.scatters_boundaries or line.tp == 1 or line.sequence_parallel:
         return message_seconds(line, source, target, num_bytes) + profile.host.member_s
     placed = line.program.placement.rank_of_stage
     here, there = line.first_rank(placed[source]), line.first_rank(placed[target])
@@ -132,7 +135,7 @@ def _blocking_seconds(line: Pipeline, source: int, target: int, num_bytes: float
 
 
 def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:
-    """Of one message from a stage to another, in the replica where that takes longest."""
+    """Return the seconds of one message from a stage to another, in the replica where it takes longest."""
     placed = line.program.placement.rank_of_stage
     ends = line.first_rank(placed[source]), line.first_rank(placed[target])
     width = line.num_holders * line.tp
@@ -141,7 +144,7 @@ def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) 
 
 
 def lane_seconds(cluster: Cluster, num_bytes: float, source: int, target: int, width: int) -> float:
-    """As `Cluster.blocks_seconds`, but no faster than the thread blocks of a lane copy."""
+    """Return `Cluster.blocks_seconds`, limited by the speed at which the thread blocks of a lane copy."""
     if source == target:
         return 0.0
     num_ctas = LANE_CTAS if num_bytes > _FEW_CTAS_BYTES else LANE_CTAS / 2
@@ -151,7 +154,7 @@ def lane_seconds(cluster: Cluster, num_bytes: float, source: int, target: int, w
 
 
 def _sent(line: Pipeline, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, bytes) of every edge, both ways."""
+    """Yield (source, target, bytes) of every edge, in both directions."""
     for low, high in edges:
         yield low, high, line.summaries[low].sent_bytes.get(high, 0)
         yield high, low, line.summaries[high].returned_bytes.get(low, 0)

@@ -1,1 +1,1 @@
-"""What a stage does with each value it saves for its backward: keep it, compute it again, or park it on the host."""
+"""Activation checkpointing and offload: which values saved for the backward to keep, recompute or offload to the host."""

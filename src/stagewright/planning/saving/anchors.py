@@ -1,4 +1,4 @@
-"""Values that are worth keeping because all else between two of them can be made again from them."""
+"""Checkpoint boundaries: values that are worth keeping because everything between two of them can be recomputed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from stagewright.arrays import Ints
 from stagewright.graph import OperatorGraph, Part
 
 _WINDOWS = (6, 12, 24, 48, 96)
-"""Operators to either side among which a cut must be narrowest; wider windows until few enough bytes are anchors."""
+"""Operators on either side among which a cut must be the narrowest; windows grow until few enough bytes are chosen."""
 
 _MOST_SHARE = 0.3
-"""Anchors may be this much of what is saved."""
+"""Maximum fraction of the saved bytes at checkpoint boundaries."""
 
 
 def narrow_places(widths: Sequence[float] | NDArray[np.number], window: int) -> Ints:
-    """Cuts that no cut within `window` positions is narrower than; ends do not count.
+    """Return the cuts with no narrower cut within `window` positions; ends do not count.
 
     >>> narrow_places([0, 5, 3, 5, 5, 2, 4, 0], 2).tolist()
     [2, 5]
@@ -31,32 +31,32 @@ def narrow_places(widths: Sequence[float] | NDArray[np.number], window: int) -> 
     return np.flatnonzero(inside <= least) + 1
 
 
-def anchors(
+def checkpoint_boundaries(
     graph: OperatorGraph, widths: NDArray[np.number], saved: Sequence[int]
 ) -> tuple[frozenset[int], Ints]:
-    """Which of the storages `saved` (root values) the forward carries across narrow cuts, and the positions of these.
+    """Return those of the storages `saved` (root values) that the forward carries across narrow cuts, and these cuts.
 
-    `widths` are the bytes that cross each position of the body. If they were recomputed, everything from the stage's
-    beginning would be made again at once.
+    `widths` are the bytes that cross each cut index. If these storages were recomputed, everything from the start of the
+    stage would be recomputed at once.
     """
     place = {root: graph.position.get(graph.values[root].node, -1) for root in saved}
     last = _last_forward_use(graph)
     total = sum(graph.storage_bytes[root] for root in saved)
-    found: frozenset[int] = frozenset()
+    chosen: frozenset[int] = frozenset()
     narrow = np.array([], np.int64)
     for window in _WINDOWS:
         narrow = narrow_places(widths, window)
         after = {root: np.searchsorted(narrow, place[root], side="right") for root in saved}
-        found = frozenset(
+        chosen = frozenset(
             root for root in saved if after[root] < len(narrow) and narrow[after[root]] <= last.get(root, -1)
         )
-        if sum(graph.storage_bytes[root] for root in found) <= _MOST_SHARE * total:
+        if sum(graph.storage_bytes[root] for root in chosen) <= _MOST_SHARE * total:
             break
-    return found, narrow
+    return chosen, narrow
 
 
 def _last_forward_use(graph: OperatorGraph) -> dict[int, int]:
-    """Root -> the last position of the body that uses its storage."""
+    """Return root -> index of the last forward operator that uses its storage."""
     last: dict[int, int] = {}
     for node in graph.nodes:
         if node.part is Part.FORWARD:

@@ -1,4 +1,4 @@
-"""The forward of a stage as a chain of operators, and the narrow places between which its pieces lie."""
+"""The forward of a stage as a chain of operators, divided into pieces where little is alive."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from stagewright.planning.saving.anchors import narrow_places
 from stagewright.planning.saving.problem import operator_seconds, operators_of
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)
-"""Operators to either side among which a boundary must be narrowest; wider windows until there are few enough."""
+"""Operators on either side among which a boundary must be the narrowest; windows grow until there are few enough."""
 
 _SHORT = 400
-"""Longer chains are looked at without the first window."""
+"""Operators above which a chain skips the first window."""
 
 _MOST_BOUNDARIES = 300
-"""Of a chain: what lies between them is looked at for every stretch."""
+"""Maximum number of boundaries of a chain; every interval between them is examined."""
 
 _SMALL = 1 / 64
-"""Of the largest storage."""
+"""Fraction of the largest storage below which a storage is small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What one operator of the chain makes and others use.
+    """A storage that one operator of the chain allocates and others use.
 
-    `maker` is the operator's index, `last` that of its last user in the forward (the maker's own where there is none);
+    `maker` is the operator's index, `last` that of its last user in the forward (the maker's own if there is none);
     `needed`: whether the backward uses it.
     """
 
@@ -45,15 +45,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class Chain:
-    """The operators of a stage's forward in order, of one microbatch; what depends on inputs alone is left out, and so are
-    copies of buffers that change, which are kept.
+    """The operators of a stage's forward in order, for one microbatch; operators that depend only on inputs are left out,
+    and so are copies of buffers that change, which are kept.
 
-    * `nodes`, `seconds`: of every operator;
-    * `storages`: by root value, those that operators of the chain make;
-    * `uses`: the roots of `storages` that every operator takes;
-    * `boundaries`: operators in front of which little is alive, the first and one past the last among them;
-    * `results`: per operator, the most bytes that the backward's own results take while it is at that operator, less the
-      saved values that it is done with by then.
+    * `nodes`, `seconds`: per operator;
+    * `storages`: by root value, those that operators of the chain allocate;
+    * `uses`: the roots of `storages` that every operator reads;
+    * `boundaries`: operators before which little is alive, including the first and one past the last;
+    * `results`: per operator, the peak bytes of the backward's own results while it is at that operator, less the saved
+      values that are freed by then.
     """
 
     stage: int
@@ -65,42 +65,42 @@ class Chain:
     results: Floats
 
     @cached_property
-    def made(self) -> tuple[tuple[int, ...], ...]:
-        """The roots that every operator makes."""
-        found: list[list[int]] = [[] for _ in self.nodes]
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """The roots of the storages that every operator allocates."""
+        by_operator: list[list[int]] = [[] for _ in self.nodes]
         for root, storage in self.storages.items():
-            found[storage.maker].append(root)
-        return tuple(map(tuple, found))
+            by_operator[storage.maker].append(root)
+        return tuple(map(tuple, by_operator))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Equal for chains that differ by the numbers of operators and values alone."""
+        """A key that is equal for chains that differ only in the numbers of operators and values."""
         number = {root: index for index, root in enumerate(self.storages)}
         uses = tuple(tuple(map(number.__getitem__, roots)) for roots in self.uses)
         return self.seconds, tuple(self.storages.values()), uses, self.boundaries, self.results.tobytes()
 
     @cached_property
     def needed_before(self) -> Floats:
-        """Bytes that the backward needs of what the operators in front of each make; one entry more than operators."""
-        made = np.zeros(len(self.nodes) + 1)
+        """Bytes needed by the backward of the storages allocated before each operator; one entry more than operators."""
+        needed = np.zeros(len(self.nodes) + 1)
         for storage in self.storages.values():
             if storage.needed:
-                made[storage.maker + 1] += storage.num_bytes
-        return made.cumsum()
+                needed[storage.maker + 1] += storage.num_bytes
+        return needed.cumsum()
 
     @property
     def needed_bytes(self) -> float:
         return float(self.needed_before[-1])
 
     def transient(self, start: int, stop: int) -> float:
-        """The most bytes of the backward's own results while it is at the operators ``[start, stop)``, less what it has
-        freed there."""
+        """Return the peak bytes of the backward's own results at the operators ``[start, stop)``, less what it has freed
+        there."""
         after = self.needed_bytes - float(self.needed_before[stop])
         return max(0.0, float(self.results[start:stop].max(initial=-np.inf)) + after)
 
 
 def chain_of(memory: StageMemory, costing: Costing) -> Chain:
-    """The chain of a stage that was split to keep everything."""
+    """Return the chain of a stage that was split to keep everything."""
     stage = memory.stage
     nodes = operators_of(stage)
     index = {node.id: number for number, node in enumerate(nodes)}
@@ -131,15 +131,15 @@ def _storages(stage: Stage, nodes: Sequence[Node]) -> tuple[dict[int, Storage], 
             if output is not None and stage.value(output).storage == output:
                 maker[output] = last[output] = number
     storages = {
-        root: Storage(made, stage.value(root).meta.storage_bytes, last[root], root in needed)
-        for root, made in maker.items()
+        root: Storage(operator, stage.value(root).meta.storage_bytes, last[root], root in needed)
+        for root, operator in maker.items()
     }
     return storages, tuple(uses)
 
 
 def _widths(count: int, storages: dict[int, Storage]) -> Floats:
-    """Bytes alive in front of every operator that it or a later one uses, small storages left out: statistics that are at
-    hand from the beginning would make every later place a little narrower."""
+    """Return the bytes alive before every operator that it or a later one uses, without small storages: statistics that live
+    from the beginning would make every later place a little wider."""
     changes = np.zeros(count + 2)
     least = _SMALL * max((storage.num_bytes for storage in storages.values()), default=0)
     for storage in storages.values():
@@ -150,7 +150,7 @@ def _widths(count: int, storages: dict[int, Storage]) -> Floats:
 
 
 def _boundaries(widths: Floats) -> tuple[int, ...]:
-    """Of places as narrow as each other with nothing wider between them the first."""
+    """Return the narrow places; of equally narrow ones with nothing wider between them, only the first."""
     inside: list[int] = []
     for window in _WINDOWS if len(widths) <= _SHORT else _WINDOWS[1:]:
         places = narrow_places(widths, window).tolist()
@@ -174,9 +174,9 @@ def _results(memory: StageMemory, storages: dict[int, Storage], index: dict[int,
         if root in storages:
             done[number + 1] += storages[root].num_bytes
     alive = memory.backward.allocated - done.cumsum()[:-1]
-    found = np.full(count, -np.inf)
+    results = np.full(count, -np.inf)
     for number, node in enumerate(stage.backward.nodes):
         place = index.get(node.forward)
         if place is not None:
-            found[place] = max(found[place], float(alive[number]))
-    return found
+            results[place] = max(results[place], float(alive[number]))
+    return results

@@ -1,4 +1,4 @@
-"""A partition made to fit its memory limit: what each rank recomputes and offloads, proved by replay."""
+"""The choice of what each rank recomputes and offloads to fit its memory limit, verified by replay."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from stagewright.planning.saving.proposals import Chooser, Proposals, Propose
 from stagewright.planning.saving.rank_search import RankSearch
 
 _ROUNDS = 12
-"""Choices tried for a rank; each is replayed."""
+"""Maximum number of choices tried for a rank; each is replayed."""
 
 _ANNEALINGS = 4
-"""Choices found by annealing tried for a rank, each of which takes longer to find."""
+"""Maximum number of choices from annealing tried for a rank; each of them takes longer to find."""
 
 _WORTH_MOVING = 0.01
-"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host."""
+"""Fraction of its time that a rank must spend on recomputation for offloading to be tried."""
 _WORTH_ANNEALING = 0.001
-"""Nor those that do for less than this for what might run again at other times."""
+"""Fraction of its time that a rank must spend on recomputation for annealing to be tried."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A pipeline whose ranks are within the limit, with the units of all stages and what became of them."""
+    """A pipeline whose ranks are within the limit, with the units of all stages and the choice among them."""
 
     line: Pipeline
     memories: tuple[RankMemory, ...]
@@ -41,7 +41,7 @@ class Fitted:
 
     @property
     def memory_policy(self) -> tuple[Literal["keep"] | StagePolicy, ...]:
-        """The policy of every stage by names of operators, as plans have it."""
+        """The policy of every stage by names of operators, as in plans."""
         return tuple(self._of_stage(stage) for stage in range(len(self.line.stages)))
 
     def _of_stage(self, stage: int) -> Literal["keep"] | StagePolicy:
@@ -53,11 +53,11 @@ class Fitted:
             for pairs in (self.choice.checkpoints, self.choice.moved)
         )
         reruns = tuple(
-            (nodes[one].name, tuple(nodes[other].name for other in again))
-            for one, again in dict(self.choice.reruns).get(stage, ())
+            (nodes[target].name, tuple(nodes[other].name for other in rerun))
+            for target, rerun in dict(self.choice.reruns).get(stage, ())
         )
         if reruns:
-            recompute = tuple(dict.fromkeys(name for _, again in reruns for name in again))
+            recompute = tuple(dict.fromkeys(name for _, rerun in reruns for name in rerun))
         if not recompute and not moved:
             return "keep"
         ahead = fetch_ahead(self.choice, self.line.stages[stage])
@@ -74,12 +74,11 @@ def fit(
     chooser: Chooser | None = None,
     thorough: bool = False,
 ) -> Fitted | None:
-    """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
-    found stays within the limit when replayed.
+    """Return `line`, which keeps everything, with as much recomputed and offloaded as its limit requires, or None if no
+    choice stays within the limit when replayed.
 
-    `chooser` chooses among the values that are saved alone, as other planners do; by default what is recomputed may begin
-    at any value of the forward, and if it is `thorough`, operators of stages that are not too large may run again several
-    times.
+    `chooser` chooses only among saved values, as other planners do. By default recomputation may start at any value of the
+    forward; if `thorough`, operators of stages that are not too large may be recomputed several times.
     """
     memories = rank_memories(line)
     units = tuple(unit for stage in line.stages for unit in stage_units(stage))
@@ -91,58 +90,69 @@ def fit(
         rounds: int = _ROUNDS,
         below: Callable[[int], float] = lambda rank: math.inf,
     ) -> list[RankSearch]:
-        found: list[RankSearch] = []
+        rank_searches: list[RankSearch] = []
         for memory in memories:
             limit = line.allocatable_bytes(memory.rank)
-            ways = make(memory) if memory.peak_bytes > limit else None
-            found.append(RankSearch(memory, limit, ways, below(memory.rank)))
-        _search(variants, units, found, rounds)
-        return found
+            propose = make(memory) if memory.peak_bytes > limit else None
+            rank_searches.append(RankSearch(memory, limit, propose, below(memory.rank)))
+        _search(variants, units, rank_searches, rounds)
+        return rank_searches
 
     def anew(
-        found: list[RankSearch],
+        rank_searches: list[RankSearch],
         make: Callable[[RankMemory, RankSearch], Propose | None],
         worth: float,
         rounds: int = _ROUNDS,
     ) -> list[RankSearch]:
-        """Rank by rank the faster of what was found and of another way, which is tried on ranks that recompute for longer
-        than the part `worth` of their time."""
-        slow = {one.rank: one for one in found if one.seconds > worth * _busy_seconds(line, one.rank)}
+        """Return the faster search of each rank, the given one or another made by `make`, which is tried on ranks that
+        recompute for more than the fraction `worth` of their time."""
+        slow = {
+            search.rank: search
+            for search in rank_searches
+            if search.seconds > worth * _busy_seconds(line, search.rank)
+        }
         if not slow:
-            return found
-        others = searches(
+            return rank_searches
+        alternatives = searches(
             lambda memory: make(memory, slow[memory.rank]) if memory.rank in slow else None,
             rounds,
             lambda rank: slow[rank].seconds if rank in slow else math.inf,
         )
-        return [min(pair, key=lambda one: one.seconds) for pair in zip(found, others, strict=True)]
+        return [
+            min(pair, key=lambda search: search.seconds)
+            for pair in zip(rank_searches, alternatives, strict=True)
+        ]
 
     if chooser is not None:
-        found = searches(lambda memory: proposals.by_units(memory, chooser))
+        rank_searches = searches(lambda memory: proposals.by_units(memory, chooser))
     else:
-        found = searches(proposals.by_chain)
+        rank_searches = searches(proposals.by_chain)
         if offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
-            found = anew(found, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING)
+            rank_searches = anew(
+                rank_searches, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING
+            )
         if thorough:
-            found = anew(
-                found,
-                lambda memory, one: proposals.by_annealing(
-                    memory, None if one.best is None else one.best.choice, one.seconds
+            rank_searches = anew(
+                rank_searches,
+                lambda memory, search: proposals.by_annealing(
+                    memory, None if search.best is None else search.best.choice, search.seconds
                 ),
                 _WORTH_ANNEALING,
                 _ANNEALINGS,
             )
-    proved = [search.best for search in found if search.best is not None]
-    if len(proved) < len(found):
+    proved = [search.best for search in rank_searches if search.best is not None]
+    if len(proved) < len(rank_searches):
         return None
-    choice = _joined(one.choice for one in proved)
-    return Fitted(with_choice(variants, units, choice), tuple(one.memory for one in proved), units, choice)
+    choice = _joined(proof.choice for proof in proved)
+    return Fitted(
+        with_choice(variants, units, choice), tuple(proof.memory for proof in proved), units, choice
+    )
 
 
 def _busy_seconds(line: Pipeline, rank: int) -> float:
-    """Of one microbatch on a rank that keeps everything."""
-    own = (line.summaries[stage] for stage in line.program.placement.stages_of(rank))
-    return sum(summary.forward_s + summary.backward_s for summary in own)
+    """Return the seconds of one microbatch on a rank that keeps everything."""
+    summaries = (line.summaries[stage] for stage in line.program.placement.stages_of(rank))
+    return sum(summary.forward_s + summary.backward_s for summary in summaries)
 
 
 def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSearch], rounds: int) -> None:
@@ -155,34 +165,34 @@ def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSe
 
 
 def _joined(choices: Iterable[Choice]) -> Choice:
-    found = list(choices)
+    all_choices = list(choices)
     return Choice(
-        frozenset[int]().union(*(choice.recomputed for choice in found)),
-        frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in found)),
-        frozenset[tuple[int, int]]().union(*(choice.moved for choice in found)),
-        frozenset[tuple[int, Reruns]]().union(*(choice.reruns for choice in found)),
+        frozenset[int]().union(*(choice.recomputed for choice in all_choices)),
+        frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in all_choices)),
+        frozenset[tuple[int, int]]().union(*(choice.moved for choice in all_choices)),
+        frozenset[tuple[int, Reruns]]().union(*(choice.reruns for choice in all_choices)),
     )
 
 
 def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSearch]) -> None:
-    """Tells every search what its latest choice takes."""
+    """Replay the latest choice of every search, and tell the searches the results."""
     whole = variants.line.program
     latest = _joined(search.latest.choice for search in searches)
     tried = with_choice(variants, units, latest, shortened(whole))
     program = lowered(tried.program, stage_edges(tried.stages), tried.receives_ahead)
-    left_out = whole.num_microbatches - program.num_microbatches
+    num_dropped = whole.num_microbatches - program.num_microbatches
     for search in searches:
         resident = tried.resident(search.rank)
-        memory = replay_rank(tried.memories, program, search.rank, resident, left_out)
+        memory = replay_rank(tried.memories, program, search.rank, resident, num_dropped)
         search.learn(memory, _added_seconds(variants.line, tried, search.rank))
 
 
 def _added_seconds(kept: Pipeline, tried: Pipeline, rank: int) -> float:
-    """What a microbatch of `tried` takes longer on a rank than one of `kept`."""
+    """Return by how many seconds a microbatch of `tried` takes longer on a rank than one of `kept`."""
     stages = kept.program.placement.stages_of(rank)
 
     def taken(line: Pipeline) -> float:
-        found = [line.summaries[stage] for stage in stages]
-        return sum(one.forward_s + one.rebuild_s + one.backward_s for one in found)
+        summaries = [line.summaries[stage] for stage in stages]
+        return sum(summary.forward_s + summary.rebuild_s + summary.backward_s for summary in summaries)
 
     return taken(tried) - taken(kept)

@@ -1,8 +1,8 @@
-"""Pieces of a chain: what the operators between two boundaries may recompute, from the cheapest per byte to everything.
+"""Pieces of a chain: trade-offs of what to recompute between two boundaries, from nothing to everything.
 
-What a piece recomputes is a closure: an operator runs again because the backward needs what it makes, or because another
-one that runs again does, unless that is kept. For a price per byte the best set is a minimum cut of a small network, and the
-corners of the lower hull of (bytes, seconds) are found by as many cuts. Single operators that change sides fill in between.
+What a piece recomputes is a closure: an operator is recomputed because the backward, or another recomputed operator, needs
+its output, unless that is kept. For a price per byte the best set is a minimum cut of a small network, and each corner of
+the lower hull of (bytes, seconds) takes one cut. Moving single operators to the other side fills in between.
 
 Source: minimum cuts for recomputation as in PyTorch's partitioner (min-cut rematerialisation, torch._functorch); hulls by
 prices as in Everett's multipliers, Operations Research 11, 1963.
@@ -22,22 +22,22 @@ from stagewright.arrays import Floats
 from stagewright.planning.saving.chain import Chain
 
 _SCALE = 10_000_000
-"""All seconds of a piece, as flow."""
+"""Flow that stands for all seconds of a piece."""
 _INFINITE = 1 << 30
 _MOST_HULL = 16
-"""Corners of a hull looked for."""
+"""Maximum number of corners of a hull."""
 _MOST_FLIPPED = 40
-"""Operators of a piece up to which single ones change sides."""
+"""Maximum number of operators of a piece for which single ones are moved to the other side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to recompute and offload a piece: `ran` are its operators that run again, counted from its first.
+    """A choice of what to recompute and offload in a piece: `ran` are its recomputed operators, counted from its first.
 
-    `seconds` are added to every microbatch; `kept_bytes` stay from F to the backward, `work_bytes` are there at once while
-    the backward is at the piece, because they are recomputed or back from the host. `moved` are the operators whose kept
-    storages, of `moved_bytes`, are on the host in between: counted as `ran` is, or by the numbers of storages from in front
-    of the piece, -1 for the first.
+    `seconds` are added to every microbatch; `kept_bytes` stay from F to the backward, `work_bytes` are alive at once while
+    the backward is at the piece, because they are recomputed or fetched from the host. `moved` are the operators whose kept
+    storages, of `moved_bytes`, are offloaded: counted as `ran` is, or by the numbers of storages from before the piece, -1
+    for the first.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Point:
 
 
 class PieceNetwork:
-    """The operators ``[start, stop)`` of a chain, the boundary in front of them kept where they recompute from it."""
+    """The operators ``[start, stop)`` of a chain; the boundary before them is kept where they are recomputed from it."""
 
     def __init__(self, chain: Chain, start: int, stop: int, is_last: bool) -> None:
         self.seconds = chain.seconds[start:stop]
@@ -59,9 +59,9 @@ class PieceNetwork:
         self.bytes: list[int] = []
         self.needed: list[bool] = []
         self.kept: list[bool] = []
-        """Of every storage: the next boundary keeps it, because the backward needs it."""
+        """Whether the next boundary keeps each storage, because the backward needs it."""
         for number in local:
-            for root in chain.made[number]:
+            for root in chain.outputs[number]:
                 storage = chain.storages[root]
                 roots[root] = len(self.maker)
                 self.maker.append(number - start)
@@ -70,37 +70,37 @@ class PieceNetwork:
                 self.kept.append(storage.needed and storage.last >= stop and not is_last)
         outside: dict[int, int] = {}
         self.outside = outside
-        """Storages from in front of the piece, by root, numbered."""
+        """Root -> number of storages from before the piece."""
         self.outside_bytes: list[int] = []
         self.uses: list[tuple[int, ...]] = []
-        """Of every operator: storages made in the piece."""
+        """Per operator, the storages allocated in the piece that it reads."""
         self.takes: list[tuple[int, ...]] = []
-        """And those from in front of it that only recomputing keeps."""
+        """Per operator, the storages from before the piece that it reads and that are kept only for recomputation."""
         for number in local:
             inside = tuple(roots[root] for root in chain.uses[number] if root in roots)
             self.uses.append(inside)
-            found: list[int] = []
+            taken: list[int] = []
             for root in chain.uses[number]:
                 if root not in roots and not chain.storages[root].needed:
                     if root not in outside:
                         outside[root] = len(self.outside_bytes)
                         self.outside_bytes.append(chain.storages[root].num_bytes)
-                    found.append(outside[root])
-            self.takes.append(tuple(found))
+                    taken.append(outside[root])
+            self.takes.append(tuple(taken))
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for pieces that have the same points."""
+        """A key that is equal for pieces with the same points."""
         return (
             self.seconds, tuple(self.maker), tuple(self.bytes), tuple(self.needed), tuple(self.kept),
             tuple(self.uses), tuple(self.takes), tuple(self.outside_bytes),
         )  # fmt: skip
 
     def corners(self) -> tuple[Point, ...]:
-        """Those of the lower hull of (bytes, seconds), from all kept to everything recomputed."""
-        found = _undominated(self._hull(_MOST_HULL))
+        """Return the corners of the lower hull of (bytes, seconds), from all kept to everything recomputed."""
+        points = _undominated(self._hull(_MOST_HULL))
         hull: list[Point] = []
-        for point in found:
+        for point in points:
             if hull and point.kept_bytes >= hull[-1].kept_bytes:
                 continue
             while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
@@ -109,24 +109,26 @@ class PieceNetwork:
         return tuple(hull)
 
     def points(self, thorough: bool, link_s_per_byte: float = math.inf) -> tuple[Point, ...]:
-        """From all kept to everything recomputed, none slower and larger than another; over a link to the host of so many
-        seconds per byte kept values may also be moved."""
+        """Return the undominated points from all kept to everything recomputed; with a finite `link_s_per_byte`, kept values
+        may also be offloaded to the host."""
         corners = self._hull(_MOST_HULL if thorough else _MOST_HULL // 2)
-        found = {point.ran: point for point in corners}
+        by_operators = {point.ran: point for point in corners}
         if thorough and len(self.seconds) <= _MOST_FLIPPED:
             for point in corners:
                 for ran in self._flipped(frozenset(point.ran)):
-                    if ran not in found:
-                        found[ran] = self._point(ran)
-        kept = _undominated(found.values())
+                    if ran not in by_operators:
+                        by_operators[ran] = self._point(ran)
+        kept = _undominated(by_operators.values())
         if link_s_per_byte == math.inf:
             return kept
-        return _undominated([*kept, *(moved for one in kept for moved in self._moved(one, link_s_per_byte))])
+        return _undominated(
+            [*kept, *(moved for point in kept for moved in self._moved(point, link_s_per_byte))]
+        )
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
     def _closure(self, wanted: Iterable[int], kept: frozenset[int]) -> frozenset[int]:
-        """Operators that run again to make the storages `wanted`, from the storages `kept` and the boundary."""
+        """Return the operators to recompute for the storages `wanted`, from the storages `kept` and the boundary."""
         ran: set[int] = set()
         stack = [self.maker[root] for root in wanted]
         while stack:
@@ -137,12 +139,12 @@ class PieceNetwork:
         return frozenset(ran)
 
     def _point(self, ran: tuple[int, ...]) -> Point:
-        again = set(ran)
+        recomputed = set(ran)
         taken = {root for number in ran for root in self.uses[number]}
         outside = {root for number in ran for root in self.takes[number]}
         kept = work = 0
         for root, maker in enumerate(self.maker):
-            if maker in again:
+            if maker in recomputed:
                 work += self.bytes[root] if self.needed[root] else 0
             elif self.needed[root] or root in taken:
                 kept += self.bytes[root]
@@ -150,21 +152,21 @@ class PieceNetwork:
         return Point(sum(self.seconds[number] for number in ran), float(kept), float(work), ran)
 
     def _moved(self, point: Point, link_s_per_byte: float) -> Iterable[Point]:
-        """`point` with as much of what it keeps on the host as the link moves while the forward is at the piece, the largest
-        first, and with all of it."""
-        again = set(point.ran)
+        """Yield `point` with as many kept bytes offloaded as the link moves while the forward is at the piece, the largest
+        first, and with all of them offloaded."""
+        recomputed = set(point.ran)
         taken = {root for number in point.ran for root in self.uses[number]}
         sizes: dict[int, int] = {}
         for root, maker in enumerate(self.maker):
-            if maker not in again and (self.needed[root] or root in taken):
+            if maker not in recomputed and (self.needed[root] or root in taken):
                 sizes[maker] = sizes.get(maker, 0) + self.bytes[root]
         for root in {root for number in point.ran for root in self.takes[number]}:
             sizes[-1 - root] = self.outside_bytes[root]
         free = sum(self.seconds)
         hidden: list[int] = []
-        for one in sorted(sizes, key=lambda one: (-sizes[one], one)):
-            if (sum(map(sizes.__getitem__, hidden)) + sizes[one]) * link_s_per_byte <= free:
-                hidden.append(one)
+        for number in sorted(sizes, key=lambda number: (-sizes[number], number)):
+            if (sum(map(sizes.__getitem__, hidden)) + sizes[number]) * link_s_per_byte <= free:
+                hidden.append(number)
         for moved in dict.fromkeys((tuple(sorted(hidden)), tuple(sorted(sizes)))):
             num_bytes = float(sum(map(sizes.__getitem__, moved)))
             late = max(0.0, num_bytes * link_s_per_byte - free)
@@ -174,13 +176,13 @@ class PieceNetwork:
             )  # fmt: skip
 
     def _flipped(self, ran: frozenset[int]) -> Iterable[tuple[int, ...]]:
-        """`ran` with what one storage more or less being kept makes of it."""
+        """Yield the recomputed operators if one storage more or one less than with `ran` is kept."""
         wanted = {r for r, maker in enumerate(self.maker) if maker in ran and self.needed[r]}
         free = frozenset(r for r, maker in enumerate(self.maker) if maker not in ran)
         for root, maker in enumerate(self.maker):
             if self.kept[root]:
                 continue
-            same = {other for other, made in enumerate(self.maker) if made == maker}
+            same = {other for other, other_maker in enumerate(self.maker) if other_maker == maker}
             if maker in ran:
                 changed = self._closure(wanted - same, free | same)
             elif self.needed[root]:
@@ -192,21 +194,21 @@ class PieceNetwork:
     def _hull(self, most: int) -> list[Point]:
         keeps = self._point(())
         least = self._point(self._cut(None))
-        found = {point.ran: point for point in (keeps, least)}
+        by_operators = {point.ran: point for point in (keeps, least)}
         pending = [(keeps, least)]
-        while pending and len(found) < most:
-            left, right = pending.pop(0)
-            gain, cost = left.kept_bytes - right.kept_bytes, right.seconds - left.seconds
+        while pending and len(by_operators) < most:
+            smaller_s, larger_s = pending.pop(0)
+            gain, cost = smaller_s.kept_bytes - larger_s.kept_bytes, larger_s.seconds - smaller_s.seconds
             if gain <= 0 or cost <= 0:
                 continue
             middle = self._point(self._cut(cost / gain))
-            if middle.ran not in found:
-                found[middle.ran] = middle
-                pending += [(left, middle), (middle, right)]
-        return list(found.values())
+            if middle.ran not in by_operators:
+                by_operators[middle.ran] = middle
+                pending += [(smaller_s, middle), (middle, larger_s)]
+        return list(by_operators.values())
 
     def _cut(self, price: float | None) -> tuple[int, ...]:
-        """The operators to run again where keeping a byte is worth `price` seconds; None: more than anything."""
+        """Return the operators to recompute if freeing a byte is worth `price` seconds; None: more than anything."""
         if price is None:
             wanted = [r for r in range(len(self.maker)) if self.needed[r] and not self.kept[r]]
             return tuple(
@@ -244,7 +246,7 @@ _SINK = 1
 
 
 class _Network:
-    """Edges of a piece's flow network: of seconds, of bytes that have a price, or that cannot be cut."""
+    """A piece's flow network, with edges of seconds, edges of bytes that have a price, and edges that cannot be cut."""
 
     def __init__(self, first_op: int, after_ops: int, size: int, seconds: float) -> None:
         self.first_op = first_op
@@ -263,7 +265,7 @@ class _Network:
 
     @cached_property
     def _sorted(self) -> tuple[Any, Floats, Floats]:
-        """The edges as a sparse matrix, and what of its entries is fixed and what has a price."""
+        """The edges as a sparse matrix, with the fixed and the priced part of its entries."""
         from scipy.sparse import csr_array
 
         rows, columns = np.array(list(self.ends), np.int32).T
@@ -275,7 +277,7 @@ class _Network:
         return matrix, weights[:, 0], weights[:, 1]
 
     def cut(self, price: float) -> tuple[int, ...]:
-        """The operators on the source's side of the cheapest cut where a byte is worth `price` seconds."""
+        """Return the operators on the source's side of the minimum cut if a byte is worth `price` seconds."""
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         if not any(start == 0 for start, _ in self.ends):
@@ -292,16 +294,16 @@ class _Network:
         return tuple(place for place in places.tolist() if 0 <= place < self.after_ops - self.first_op)
 
 
-def _is_above(left: Point, middle: Point, right: Point) -> bool:
-    """Whether `middle` lies on or above the line between the others."""
-    gain, cost = left.kept_bytes - right.kept_bytes, right.seconds - left.seconds
-    return (middle.seconds - left.seconds) * gain >= (left.kept_bytes - middle.kept_bytes) * cost
+def _is_above(first: Point, middle: Point, last: Point) -> bool:
+    """Return whether `middle` lies on or above the line between the others."""
+    gain, cost = first.kept_bytes - last.kept_bytes, last.seconds - first.seconds
+    return (middle.seconds - first.seconds) * gain >= (first.kept_bytes - middle.kept_bytes) * cost
 
 
 def _undominated(points: Iterable[Point]) -> tuple[Point, ...]:
-    """In order of seconds; a point goes if another is no slower, keeps no more and has no more work."""
-    found: list[Point] = []
+    """Return the points, by seconds, without those for which another is no slower, keeps no more and has no more work."""
+    kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.kept_bytes, p.work_bytes)):
-        if not any(p.kept_bytes <= point.kept_bytes and p.work_bytes <= point.work_bytes for p in found):
-            found.append(point)
-    return tuple(found)
+        if not any(p.kept_bytes <= point.kept_bytes and p.work_bytes <= point.work_bytes for p in kept):
+            kept.append(point)
+    return tuple(kept)

@@ -1,8 +1,8 @@
-"""What a stage keeps and when operators of its forward run again, several times if need be, by annealing.
+"""Annealing over what a stage keeps and when operators of its forward are recomputed, several times if necessary.
 
-The operators of the backward that use values of the forward are phases. What is there in front of each phase decides all
-else: what a phase, or the next one, needs and is not there runs again in front of it, from what is there. So a value may be
-kept for its first uses, go, and be made again for others.
+The operators of the backward that use values of the forward are phases. The storages that are present before each phase
+decide everything else: what a phase, or the next one, needs and is missing is recomputed before it, from what is present.
+So a value may be kept for its first uses, freed, and recomputed for later ones.
 
 Source: the phases are those of Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
 (arXiv 1910.02653), whose integer program takes seconds for tens of operators and more for hundreds.
@@ -32,25 +32,25 @@ from stagewright.planning.saving.rerun_kernels import Arrays
 _STARTS = (
     (0.3, 20.0), (0.1, 50.0), (0.1, 20.0), (0.03, 50.0), (0.03, 20.0), (0.03, 5.0), (0.01, 50.0), (0.01, 20.0),
 )  # fmt: skip
-"""From where nothing is recomputed: temperatures, and what bytes above the limit weigh."""
+"""Annealings that start with nothing recomputed: initial temperatures, and weights of bytes above the limit."""
 _COLD = 1e-4
 
 _STEPS, _MORE_STEPS = 60_000, 200_000
 _LONGER = 4
-"""Times as many steps where nothing was found."""
+"""Factor on the number of steps where nothing was found."""
 _SMALL = 2_000
-"""Operators times phases up to which the search begins where nothing is recomputed, and takes fewer steps."""
+"""Operators times phases up to which a search starts with nothing recomputed, and takes fewer steps."""
 
 _WARM = ((0.003, 5.0), (0.0005, 20.0))
-"""From a choice that is known."""
+"""Annealings that start from a given choice: initial temperatures, and weights of bytes above the limit."""
 _WARM_COLD = 1e-6
 
 
 @dataclass(frozen=True)
 class RerunStage:
-    """A stage that was split to keep everything, as phases; `copies` sets of what it saves are alive at the peak.
+    """A stage that was split to keep everything, as phases; `copies` sets of its saved values are alive at the peak.
 
-    Ignores: what comes from other stages or is computed from inputs alone and is kept for recomputing only.
+    Ignores: values from other stages, or computed from inputs alone, that are kept for recomputation only.
     """
 
     memory: StageMemory
@@ -63,7 +63,7 @@ class RerunStage:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Operators that can run again: those of the body that make a storage."""
+        """The operators that can be recomputed: the forward operators of the model that allocate a storage."""
         return tuple(
             node
             for node in operators_of(self.stage)
@@ -72,28 +72,28 @@ class RerunStage:
 
     @cached_property
     def storages(self) -> dict[int, int]:
-        """Root -> its number."""
+        """Root -> number of its storage."""
         roots = [v for node in self.nodes for v in node.outputs if v is not None and self._root(v) == v]
         loss = {self._root(self.stage.graph.loss)} if self.stage.computes_loss else set[int]()
         return {root: number for number, root in enumerate(root for root in roots if root not in loss)}
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """Of every phase: the operator of the forward in whose backward it is."""
+        """The forward operator to whose backward each phase belongs."""
         return tuple(group for _, group in self._phases)
 
     @cached_property
     def arrays(self) -> Arrays:
-        """For the kernels."""
+        """The arguments of the kernels."""
         stage, number = self.stage, self.storages
         makes = [[number[v] for v in node.outputs if v in number] for node in self.nodes]
         reads = [self._numbers(node.inputs) for node in self.nodes]
         uses = [self._numbers(stage.backward.nodes[place].inputs) for place, _ in self._phases]
         maker = np.full(len(number), -1, np.int64)
-        for operator, made in enumerate(makes):
-            maker[made] = operator
-        before, during, after = self._own_bytes()
-        held, made = self._forward()
+        for operator, outputs in enumerate(makes):
+            maker[outputs] = operator
+        before, during, after = self._backward_bytes()
+        base, if_kept = self._forward()
         return Arrays(
             np.array([stage.value(root).meta.storage_bytes for root in number], np.float64),
             maker,
@@ -102,8 +102,8 @@ class RerunStage:
             *_flat(reads),
             *_flat(makes),
             *_flat(uses),
-            held,
-            made,
+            base,
+            if_kept,
             before,
             during,
             after,
@@ -121,35 +121,36 @@ class RerunStage:
 
     @cached_property
     def all_kept(self) -> Bools:
-        """What is there in front of every phase if nothing is recomputed."""
-        there = np.zeros((len(self.groups) + 1, len(self.storages)), np.bool_)
+        """The storages present before every phase if nothing is recomputed."""
+        present = np.zeros((len(self.groups) + 1, len(self.storages)), np.bool_)
         for phase, (place, _) in enumerate(self._phases):
             for storage in self._numbers(self.stage.backward.nodes[place].inputs):
-                there[: phase + 1, storage] = True
-        return there
+                present[: phase + 1, storage] = True
+        return present
 
     def under(self, stage: Stage) -> Bools:
-        """What is there in front of every phase of `stage`, this one under a policy that recomputes each value once."""
-        there = np.zeros_like(self.all_kept)
+        """Return the storages present before every phase of `stage`, this stage under a policy that recomputes each value
+        once."""
+        present = np.zeros_like(self.all_kept)
         phases = {self.stage.backward.nodes[place].id: phase for phase, (place, _) in enumerate(self._phases)}
-        made: dict[int, int] = {}
+        recomputed_in: dict[int, int] = {}
         phase = 0
         for node in (*stage.rebuild.nodes, *stage.backward.nodes):
             for storage in self._numbers(node.inputs, stage):
-                there[made.get(storage, -1) + 1 : phase + 1, storage] = True
+                present[recomputed_in.get(storage, -1) + 1 : phase + 1, storage] = True
             if node.part is Part.FORWARD:
                 outputs = [value for value in node.outputs if value is not None]
-                made |= dict.fromkeys(self._numbers(outputs, stage), phase)
+                recomputed_in |= dict.fromkeys(self._numbers(outputs, stage), phase)
             phase = phases.get(node.id, phase - 1) + 1
-        return there
+        return present
 
-    def reruns(self, there: Bools) -> Reruns:
-        """When operators run again, as policies have it."""
-        found: dict[int, dict[int, None]] = {}
-        for phase, operators in enumerate(kernels.reruns_of(there, self.arrays)):
+    def reruns(self, present: Bools) -> Reruns:
+        """Return when operators are recomputed, in the form of policies."""
+        by_group: dict[int, dict[int, None]] = {}
+        for phase, operators in enumerate(kernels.reruns_of(present, self.arrays)):
             for operator in np.flatnonzero(operators).tolist():
-                found.setdefault(self.groups[phase], {})[self.nodes[operator].id] = None
-        return tuple((group, tuple(sorted(again))) for group, again in found.items())
+                by_group.setdefault(self.groups[phase], {})[self.nodes[operator].id] = None
+        return tuple((group, tuple(sorted(again))) for group, again in by_group.items())
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
@@ -157,24 +158,25 @@ class RerunStage:
         return self.stage.value(value).storage
 
     def _numbers(self, values: Iterable[int], stage: Stage | None = None) -> list[int]:
-        """Of the storages of values of `stage`, which is this one under a policy."""
+        """Return the numbers of the storages of values of `stage`, which is this stage under a policy."""
         roots = dict.fromkeys((stage or self.stage).value(value).storage for value in values)
         return [self.storages[root] for root in roots if root in self.storages]
 
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
-        """Places in the backward of operators that use a storage, each with the operator of the forward it belongs to."""
+        """Places in the backward of operators that use a storage, each with the forward operator it belongs to."""
         body, nodes = self.stage.graph.position, self.stage.backward.nodes
-        found: list[tuple[int, int]] = []
+        phases: list[tuple[int, int]] = []
         group = next((node.forward for node in nodes if node.forward in body), -1)
         for place, node in enumerate(nodes):
             group = node.forward if node.forward in body else group
             if self._numbers(node.inputs):
-                found.append((place, group))
-        return found
+                phases.append((place, group))
+        return phases
 
-    def _own_bytes(self) -> tuple[kernels.Floats, ...]:
-        """Of the backward's own results: in front of every phase, with its operator, and at most from then to the next."""
+    def _backward_bytes(self) -> tuple[kernels.Floats, ...]:
+        """Return the bytes of the backward's own results: before every phase, with its operator, and the maximum from then
+        to the next phase."""
         during = self.memory.backward.allocated.astype(np.float64)
         in_front = during.copy()
         for place, _, num_bytes in self.memory.backward.events:
@@ -185,7 +187,7 @@ class RerunStage:
         return in_front[places], during[places], np.array(after)
 
     def _forward(self) -> tuple[kernels.Floats, Bools]:
-        """What is alive at every operator of the forward whatever is kept, and what only if it is."""
+        """Return the bytes alive at every operator of the forward in any case, and the storages alive only if kept."""
         nodes, number = self.stage.forward.nodes, self.storages
         born: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -196,57 +198,57 @@ class RerunStage:
         sent = (value for transfer in self.stage.sends for value in transfer.values)
         last |= dict.fromkeys(self._numbers(sent), len(nodes))
         alive = np.zeros((len(nodes), len(number)), np.bool_)
-        made = np.zeros_like(alive)
+        if_kept = np.zeros_like(alive)
         for storage, place in born.items():
             alive[place : last[storage] + 1, storage] = True
-            made[last[storage] + 1 :, storage] = True
+            if_kept[last[storage] + 1 :, storage] = True
         sizes = np.array([self.stage.value(root).meta.storage_bytes for root in number], np.float64)
-        return alive @ sizes, made
+        return alive @ sizes, if_kept
 
 
 def _last_of_use(
     count: int, makes: Sequence[list[int]], reads: Sequence[list[int]], uses: Sequence[list[int]]
 ) -> kernels.Ints:
-    """The last phase that each storage can be of use in, directly or to make others again."""
+    """Return the last phase in which each storage can be of use, directly or to recompute others."""
     last = np.full(count, -1, np.int64)
     for phase, used in enumerate(uses):
         last[used] = phase
-    for made, read in zip(reversed(makes), reversed(reads), strict=True):
-        for storage in read:
-            last[storage] = max(last[storage], *last[made]) if made else last[storage]
+    for outputs, inputs in zip(reversed(makes), reversed(reads), strict=True):
+        for storage in inputs:
+            last[storage] = max(last[storage], *last[outputs]) if outputs else last[storage]
     return last
 
 
 def _flat(lists: Sequence[list[int]]) -> tuple[kernels.Ints, kernels.Ints]:
     starts = np.cumsum([0, *map(len, lists)])
-    return np.array([number for one in lists for number in one], np.int64), starts.astype(np.int64)
+    return np.array([number for numbers in lists for number in numbers], np.int64), starts.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Annealed:
-    """What is there in front of every phase, and the seconds that recomputing the rest adds to a microbatch."""
+    """The storages present before every phase, and the seconds that recomputing the others adds to a microbatch."""
 
     seconds: float
-    there: Bools
+    present: Bools
 
 
 class RerunSearch:
-    """The fastest ways to stay within limits on a stage, found one after another."""
+    """A search for the fastest recomputation of a stage within a limit."""
 
-    def __init__(self, stage: RerunStage, known: Iterable[Bools] = (), below_s: float = math.inf) -> None:
+    def __init__(self, stage: RerunStage, initial: Iterable[Bools] = (), below_s: float = math.inf) -> None:
         self.stage = stage
-        self.known = list(known)
-        """Where to look around."""
+        self.initial = list(initial)
+        """Storages present before every phase, in choices to start from."""
         self.below_s = below_s
-        """Ways that take longer are of no use."""
+        """Seconds that a useful result must stay below."""
 
     @property
     def most_bytes(self) -> float:
-        """At the peak if everything is kept."""
+        """Bytes at the peak if everything is kept."""
         return float(kernels.peak_of(self.stage.all_kept, self.stage.arrays))
 
     def within(self, limit: float) -> Annealed | None:
-        """The fastest found whose peak stays within `limit`; None if it takes too long."""
+        """Return the fastest result whose peak stays within `limit`, or None if it takes too long."""
         if limit <= 0:
             return None
         if not self.stage.is_small:
@@ -258,15 +260,15 @@ class RerunSearch:
         return best if best.seconds < self.below_s else None
 
     def _annealed(self, limit: float, starts: Iterable[tuple[float, float]], steps: int) -> Annealed:
-        """From where nothing is recomputed, and from what is known."""
+        """Return the best result from `starts` with nothing recomputed, and from the initial choices."""
         tries = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in starts]
-        tries += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
+        tries += [(present, hot, _WARM_COLD, weight) for present in self.initial for hot, weight in _WARM]
         arrays = self.stage.arrays
 
         def annealed(seed: int) -> Annealed:
-            there, hot, cold, weight = tries[seed]
-            found = kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight)
-            return Annealed(*found)
+            present, hot, cold, weight = tries[seed]
+            result = kernels.anneal(present.copy(), arrays, float(limit), steps, seed, hot, cold, weight)
+            return Annealed(*result)
 
         with ThreadPoolExecutor() as pool:
-            return min(pool.map(annealed, range(len(tries))), key=lambda one: one.seconds)
+            return min(pool.map(annealed, range(len(tries))), key=lambda annealed_plan: annealed_plan.seconds)
