@@ -422,7 +422,7 @@ def test_a_store_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     ]
     assert again.learnt is not None and again.learnt.tolist() == [True] * 8 + [False] * 7 + [True] * 8
     assert (again.manifest.num_learnt, again.manifest.longest) == (16, 15)
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         write_store(tmp_path / "made", encoded(DOCUMENTS[:1], tokenizer), tokenizer, "some")
     with (tmp_path / "made" / "tokens.bin").open("ab") as file:
         file.write(b"x")

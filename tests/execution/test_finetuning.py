@@ -194,7 +194,7 @@ def test_adapters_go_on_with_the_model_that_they_are_for(tmp_path: Path) -> None
     with pytest.raises(InputError, match="give its new location with --base"):
         export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
     export(tmp_path / "checkpoints", tmp_path / "merged", merges=True, base=str(tmp_path / "moved"))
-    with pytest.raises(InputError, match="is there already: name a new folder"):
+    with pytest.raises(InputError, match="exists already: name a new folder"):
         export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
     saved("llama", tmp_path / "published", seed=2)
     with pytest.raises(InputError, match=r"has adapters for .* other weights"):

@@ -271,7 +271,7 @@ def test_a_tied_tensor_is_read_under_whichever_name_it_has(tied: Path) -> None:
 
 def test_a_tied_tensor_with_two_contents_is_refused(tied: Path) -> None:
     change(tied, lambda tensors: tensors[HEAD].mul_(2))
-    with pytest.raises(InputError, match="and the model ties them: set tie_word_embeddings to false"):
+    with pytest.raises(InputError, match="but the model ties them: set tie_word_embeddings to false"):
         starting(tied)
 
 

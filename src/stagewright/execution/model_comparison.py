@@ -268,8 +268,10 @@ def compared(graph: ComparedStep, model: ComparedStep, tolerance: float = 1e-9) 
         if not share <= tolerance:
             differing.append(ModelDifference(what, share, model.owners.get(what)))
     if graph.num_draws != model.num_draws:
-        text = f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times, which"
-        differing.append(ModelDifference(text, math.inf))
+        counts = (
+            f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times"
+        )
+        differing.append(ModelDifference(f"the number of draws ({counts})", math.inf))
     return sorted(
         differing, key=lambda difference: -math.inf if math.isnan(difference.share) else -difference.share
     )
