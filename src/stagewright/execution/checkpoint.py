@@ -49,7 +49,7 @@ class Saver:
         self.session = session
         self.folder = folder
         self.kept = kept
-        self._room: dict[str, dict[str, torch.Tensor]] = {}
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: _PendingCheckpoint | None = None
 
     @property
@@ -133,17 +133,17 @@ class Saver:
                 tensor
                 for file, tensors in now.items()
                 for key, tensor in tensors.items()
-                if key not in self._room.get(file, {})
+                if key not in self._buffers.get(file, {})
             ]
             accelerator.arena.reserve(pinned_bytes(tensor.nbytes for tensor in fresh))
         for file, tensors in now.items():
-            room = self._room.setdefault(file, {})
+            buffers = self._buffers.setdefault(file, {})
             for key, tensor in tensors.items():
-                if key not in room:
-                    room[key] = accelerator.lasting_on_host(tensor.shape, tensor.dtype, self)
-                room[key].copy_(tensor, non_blocking=True)
+                if key not in buffers:
+                    buffers[key] = accelerator.lasting_on_host(tensor.shape, tensor.dtype, self)
+                buffers[key].copy_(tensor, non_blocking=True)
         accelerator.synchronize()
-        return {file: room for file, room in self._room.items() if room}
+        return {file: buffers for file, buffers in self._buffers.items() if buffers}
 
 
 class _PendingCheckpoint:

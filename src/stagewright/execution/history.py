@@ -44,7 +44,7 @@ class History:
         self.metered.add(done)
         self.returns.append((step + 1, done))
 
-    def told(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
+    def log_entry(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
         """Return the log entry of step `number`, counted from 0."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)

@@ -117,11 +117,11 @@ class ModelFiles:
         """Return the tensors that this rank writes, on the CPU: empty except on the first replica and tensor rank."""
         mesh, tensors = session.mesh, dict(self.unused)
         is_writer = mesh.replica == 0 and mesh.tensor_rank == 0
-        shared = parallelism(session.graph)
+        parallel = parallelism(session.graph)
         for name, held in _tensors(session):
             if mesh.replica != 0 or name not in self.names:
                 continue
-            how = shared.shards.get(name) if shared else None
+            how = parallel.shards.get(name) if parallel else None
             whole = held if how is None else _merged(held, how, mesh.tp)
             if is_writer:
                 tensors[name] = whole.detach().to("cpu")

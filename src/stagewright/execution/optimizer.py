@@ -301,8 +301,8 @@ class HostUpdater(Updater):
         """Round on the host, in the memory of gradients that are no longer needed, so that the device needs none for it."""
         for value, master in self.masters.items():
             parameter = self.parameters[value]
-            room = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
-            rounded = room.view(parameter.shape).copy_(master)
+            buffer = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
+            rounded = buffer.view(parameter.shape).copy_(master)
             parameter.copy_(rounded, non_blocking=True)
 
 

@@ -62,7 +62,7 @@ def describe(
         if measurements.message_overhead_s is not None
     ]:
         figures["message_overhead_s"] = statistics.median(posting)
-    guess = "guess: room for fragmentation and communication buffers"
+    guess = "guess: headroom for fragmentation and communication buffers"
     device = Device(
         name="local",
         vendor=processor_name(device_type),
@@ -115,7 +115,7 @@ def _rate_and_ramp(measurements: Measurements, precision: str) -> tuple[float, f
     operands come from farther away.
     """
     if measurements.operators and precision == "fp32":
-        overhead, per_flop = measurements.operators.product_s, measurements.operators.flop_s
+        overhead, per_flop = measurements.operators.matmul_s, measurements.operators.flop_s
     else:
         flops, seconds = zip(*measurements.matmul_seconds[precision], strict=True)
         overhead, per_flop = least_squares([(1.0, flop) for flop in flops], seconds)

@@ -199,7 +199,7 @@ def measure_matmul(watch: Stopwatch, figures: Measurements) -> None:
             for size in MATMUL_SIZES[device.type]:
                 a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
                 call = partial(torch.mm, a, b, out=torch.empty_like(a))
-                pairs.append((2.0 * size**3, watch.seconds(f"{name} product {size}", call)))
+                pairs.append((2.0 * size**3, watch.seconds(f"{name} matmul {size}", call)))
         figures.matmul_seconds[name] = pairs
 
 

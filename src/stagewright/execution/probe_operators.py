@@ -233,7 +233,7 @@ class OperatorFigures:
     function_rate: float
     random_rate: float
     scatter_rate: float
-    product_s: float
+    matmul_s: float
     """Seconds of each matmul besides its arithmetic and packing, including the overhead of any operator."""
     flop_s: float
     packed_byte_s: float
@@ -293,7 +293,7 @@ def fitted(samples: Samples) -> OperatorFigures:
         function_rate=_rate(functions),
         random_rate=_rate(random),
         scatter_rate=_rate(scattered),
-        product_s=matmul,
+        matmul_s=matmul,
         flop_s=flop,
         packed_byte_s=packed_byte,
         attention_overhead_s=max(attention - overhead, 0.0),

@@ -129,8 +129,8 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
     """Yield all state of this rank that training changes; with an `index` to read it from, including optimizer state that
     otherwise only the first step creates."""
     mesh, weights, names = session.mesh, session.weights, session.weights.names
-    shared = parallelism(session.graph)
-    shards = shared.shards if shared else {}
+    parallel = parallelism(session.graph)
+    shards = parallel.shards if parallel else {}
     holders: dict[int, int] = {}
     for stage in session.stages:
         for value in stage.parameters:

@@ -108,7 +108,7 @@ def open_store(path: Path) -> TokenStore:
     return TokenStore(path, manifest)
 
 
-_SAID_BYTES = 2**30
+_ANNOUNCED_BYTES = 2**30
 """Bytes of a store above which its verification is announced, since it takes seconds."""
 _REMEMBERED_BYTES = 2**32
 """Bytes of a store above which it is not verified again for each run, if sizes and times of its files are unchanged."""
@@ -125,7 +125,7 @@ def verified(store: TokenStore) -> TokenStore:
     mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     if size > _REMEMBERED_BYTES and (cache_folder("verified") / mark).exists():
         return store
-    if size > _SAID_BYTES:
+    if size > _ANNOUNCED_BYTES:
         say(f"verifying the {format_bytes(size)} of '{store.path}'")
     try:
         tokens, ends = (digest_of(store.path / name) for name in (_TOKENS, _ENDS))
