@@ -161,7 +161,7 @@ def _train_one(plan: Plan, plain: Plain) -> Outcome:
     loss = session.accumulate(0)
     gradients = session.gradients()
     differences = {}
-    for stage in session.own:
+    for stage in session.own_stages:
         wanted = plain.gradients(_order(plan, stage.index))
         for value, _ in stage.gradients:
             name = stage.value(value).name

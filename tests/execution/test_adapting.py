@@ -132,12 +132,12 @@ def test_a_folder_that_cannot_be_written_ends_no_training(plan: Plan, tmp_path: 
     watch = Adaptation(plan, tmp_path / "full" / "adapting", 0.0)
     said = [text for step in range(30) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
     watch.close()
-    assert len(said) == 1 and re.search("the run stays under its own: .*nothing is searched", said[0])
+    assert len(said) == 1 and re.search("the run keeps its own: .*nothing is searched", said[0])
     watch = Adaptation(plan, tmp_path / "adapting", 0.0)
     (tmp_path / "adapting" / "paces.json").mkdir()
     said = [text for step in range(4) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
     watch.close()
-    assert said and "the run stays under its own: " in said[0] and not watch.has_proposal
+    assert said and "the run keeps its own: " in said[0] and not watch.has_proposal
 
 
 def wait(watch: Adaptation) -> None:
@@ -163,8 +163,8 @@ def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(
     first, last = found[0]["cuts"]
     assert first == list(plan.cuts) != last
     assert found[0]["cuts"] == found[1]["cuts"]
-    said = [text for text in found[0]["said"] if "goes on with other cuts" in text]
-    assert len(said) == 1 and said[0].startswith("rank 1 takes 2.2 times as long as the plan took it to")
+    said = [text for text in found[0]["said"] if "continues with other cuts" in text]
+    assert len(said) == 1 and said[0].startswith("rank 1 takes 2.2 times as long as the plan assumes")
     assert any(text.startswith("a step takes ") for text in found[0]["said"])
 
 

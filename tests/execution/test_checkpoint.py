@@ -186,7 +186,7 @@ def test_a_run_that_is_killed_goes_on_from_the_checkpoint_before(tmp_path: Path)
     assert not any(hasattr(end, "result") for end in ends)
     checkpoints = tmp_path / "killed" / "checkpoints"
     (checkpoints / "step-000004").mkdir()  # as a copy that was broken off leaves it
-    with pytest.raises(InputError, match=r"step-000004' is damaged: .* go on from step-000002"):
+    with pytest.raises(InputError, match=r"step-000004' is damaged: .* resume from step-000002"):
         newest(checkpoints)
     (checkpoints / "step-000004").rmdir()
     found = newest(checkpoints)
@@ -258,7 +258,8 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
         check_start(resumed, other)
     (used / "step-000002" / "rank-00000.safetensors").write_bytes(b"cut o")
     with pytest.raises(
-        InputError, match=r"'rank-00000.safetensors' has 5 bytes, and 7 were .*no whole one before it"
+        InputError,
+        match=r"'rank-00000.safetensors' has 5 bytes, and 7 were .*no checkpoint before it is complete",
     ):
         check_start(resumed, plan)
     for options, fault in ((["--resume"], "--resume"), (["--checkpoint-every", "2"], "--checkpoint-every")):

@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_not_resumed(run_folder: Path) -> None:
         told = run_ranks(failure_of_restoring, 2, str(run_folder), timeout=60)
         assert told[0] == told[1]
         assert f"step-000002' is damaged: file '{name}' does not have the SHA-256" in told[0]
-        assert "go on from step-000001" in told[0]
+        assert "resume from step-000001" in told[0]
         flip(checkpoint / name, 8 * (checkpoint / name).stat().st_size - 1)
     assert run_ranks(failure_of_restoring, 2, str(run_folder), timeout=60) == [None, None]
 
@@ -174,11 +174,12 @@ def test_resuming_names_what_is_missing_and_the_one_before(run_folder: Path) -> 
     check_start(options, plan, run_folder / "text")
     newer = checkpoints / "step-000002"
     (newer / "rank-00000.safetensors").unlink()
-    with pytest.raises(InputError, match=r"'rank-00000.safetensors' is missing; .*go on from step-000001"):
+    with pytest.raises(InputError, match=r"'rank-00000.safetensors' is missing; .*resume from step-000001"):
         check_start(options, plan, run_folder / "text")
     shutil.rmtree(checkpoints / "step-000001")
     with pytest.raises(
-        InputError, match="no whole one before it: start afresh without --resume, with another folder"
+        InputError,
+        match="no checkpoint before it is complete: start afresh without --resume, in another folder",
     ):
         check_start(options, plan, run_folder / "text")
 
@@ -209,7 +210,7 @@ def test_links_out_of_a_checkpoint_are_damage(run_folder: Path) -> None:
 def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
     checkpoint = run_folder / "checkpoints" / "step-000002"
     seal(checkpoint, version=4, more="to say")
-    with pytest.raises(InputError, match="is of version 4, and this stagewright reads version 3: update it"):
+    with pytest.raises(InputError, match="has version 4, and this stagewright reads version 3: update it"):
         read_checkpoint(checkpoint)
     seal(checkpoint, version=2)
     with pytest.raises(
@@ -316,7 +317,9 @@ def test_files_of_tensors_are_read_by_the_library(tmp_path: Path) -> None:
         assert torch.equal(one, other), name
     with safe_open(tmp_path / "file", framework="pt") as reader:
         assert reader.metadata() == {"format": "pt"}
-    with pytest.raises(RunError, match=r"of type torch.float8_e4m3fnuz, which safetensors files do not have"):
+    with pytest.raises(
+        RunError, match=r"of type torch.float8_e4m3fnuz, which safetensors files do not support"
+    ):
         write_tensors(tmp_path / "other", {"a": torch.zeros(2, dtype=torch.float8_e4m3fnuz)})
 
 
@@ -328,7 +331,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(full: str, run_folder: Path) 
     assert said and len(set(said)) == 1
     assert f"the checkpoint of step 3 cannot be written to '{checkpoints}'" in said[0]
     assert "No space left on device" in said[0] and "make room there" in said[0]
-    assert "step-000002 is whole: go on from it with --resume" in said[0]
+    assert "step-000002 is complete: continue from it with --resume" in said[0]
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", "step-000002"]
     assert all(Verified.of(path).fault is None for path in checkpoints.iterdir())
 
@@ -411,7 +414,7 @@ def test_the_command_goes_on_with_other_data_when_told_to(
     command = ["run", str(run_folder / "plan.json"), "--device", "cpu", "--steps", "3",
                "--out", str(run_folder / "out"), "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
     for options, code, said in (
-        (["--resume"], 2, "give the same data, or go on with this with --other-data"),
+        (["--resume"], 2, "give the same data, or resume on this data with --other-data"),
         (["--other-data"], 2, "--other-data needs --resume"),
         (["--resume", "--other-data"], 0, "step 3/3"),
     ):

@@ -74,8 +74,8 @@ def packed(num_lines: int) -> bytes:
     ("name", "content", "match"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": }\n', r"line 2 of .*a\.jsonl' is not JSON"),
-        ("a.jsonl", '["x"]\n', "line 1 of .* is no record"),
-        ("a.jsonl", '{"body": "x"}\n', "has body, and neither text, nor prompt .* --text-field"),
+        ("a.jsonl", '["x"]\n', "line 1 of .* is not a record"),
+        ("a.jsonl", '{"body": "x"}\n', "has body, but neither text, nor prompt .* --text-field"),
         ("a.jsonl", '{"text": 3}\n', "'text' of line 1 .* is a int, not a text"),
         ("a.jsonl", '{"messages": "hello"}\n', "line 1 of .*: messages are a list"),
         ("a.jsonl", '\n{"text": "broken \\ud83d half"}\n', r"line 2 of .* has half a character \('.ud83d'\)"),
@@ -92,7 +92,7 @@ def packed(num_lines: int) -> bytes:
         ),
         ("a.jsonl.gz", packed(9)[:-8] + bytes(8), "damaged archive at line"),
         ("a.jsonl.gz", packed(1)[:12] + b"\xff" * 9, "damaged archive at line 1"),
-        ("a.jsonl.zst", b"x", "is an archive that is not read: unpack it"),
+        ("a.jsonl.zst", b"x", "is an unsupported archive: unpack it"),
         (
             "a.jsonl",
             '{"prompt": [{"role": "user"}], "completion": []}',
@@ -100,7 +100,7 @@ def packed(num_lines: int) -> bytes:
         ),
         ("a.json", '{"text": "x"}', "not a list of records"),
         ("a.txt", '{"text": "x"}\n', r"holds JSON records: call it a\.jsonl"),
-        ("a.csv", "text\nx\n", "is no text"),
+        ("a.csv", "text\nx\n", "is not text"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.parquet", b"PAR1", "pyarrow"),
     ],
@@ -173,7 +173,7 @@ def called(arguments: object, **message: object) -> dict[str, object]:
         ({"messages": [{"role": "user", "content": "x"}], "tools": "{"}, "tools of line 1 .* not JSON"),
         (
             {"messages": [{"role": "user", "content": "x"}], "tools": [3]},
-            "tools of line 1 .* no JSON schemas",
+            "tools of line 1 .* not JSON schemas",
         ),
         (
             {"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}},
@@ -422,7 +422,7 @@ def test_a_store_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     ]
     assert again.learnt is not None and again.learnt.tolist() == [True] * 8 + [False] * 7 + [True] * 8
     assert (again.manifest.num_learnt, again.manifest.longest) == (16, 15)
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already"):
         write_store(tmp_path / "made", encoded(DOCUMENTS[:1], tokenizer), tokenizer, "some")
     with (tmp_path / "made" / "tokens.bin").open("ab") as file:
         file.write(b"x")
@@ -445,5 +445,5 @@ def test_a_flipped_bit_of_a_store_is_noticed(
     content[len(content) // 2] ^= 1
     (tmp_path / "made" / name).write_bytes(content)
     os.utime(tmp_path / "made" / name, ns=(0, 1))
-    with pytest.raises(InputError, match="is damaged: its tokens are not those that were written"):
+    with pytest.raises(InputError, match="is damaged: its tokens do not match the SHA-256"):
         verified(open_store(tmp_path / "made"))

@@ -101,7 +101,7 @@ def test_samples_in_order_that_fail_do_so_again() -> None:
     samples = InOrder(Broken(), "broken")
     _ = samples[0]
     for _ in range(2):
-        with pytest.raises(InputError, match=r"'broken' failed behind sample 1 of epoch 0 .*no such file"):
+        with pytest.raises(InputError, match=r"'broken' failed after sample 1 of epoch 0 .*no such file"):
             _ = samples[1]
 
 

@@ -132,21 +132,21 @@ def test_data_that_a_model_cannot_use_is_refused(plan: Plan, own: str, tmp_path:
     small = small_plan(tmp_path, vocabulary=200)
     image = small_plan(tmp_path, "tiny-vit")
     tokenizer = tokenizer_file(tmp_path)
-    with pytest.raises(InputError, match=r"vocabulary has 200: give the model's own tokenizer"):
+    with pytest.raises(InputError, match=r"vocabulary has 200: give the model's tokenizer"):
         ready(small, lines, tokenizer=tokenizer)
     with pytest.raises(
-        InputError, match=r"input 'pixel_values' .* is not made of tokens: give a dataset of your own"
+        InputError, match=r"input 'pixel_values' .* is not made of tokens: give your own dataset"
     ):
         ready(image, lines)
     with pytest.raises(InputError, match="fewer than one sample of 16"):
         ready(plan, write_lines(tmp_path / "short.jsonl", [{"text": "x"}]))
-    with pytest.raises(InputError, match="no token that is to be learnt"):
+    with pytest.raises(InputError, match="no token that counts in the loss"):
         ready(plan, write_lines(tmp_path / "none.jsonl", [{"prompt": "x", "completion": ""}]))
     with pytest.raises(InputError, match="holds no documents"):
         ready(plan, write_lines(tmp_path / "empty.jsonl", []))
     with pytest.raises(InputError, match="cannot be read"):
         ready(plan, tmp_path / "missing.jsonl")
-    with pytest.raises(InputError, match="takes labels that are other than its input_ids"):
+    with pytest.raises(InputError, match="takes labels that differ from its input_ids"):
         ready(small_plan(tmp_path, "tiny-bert"), lines)
     factory = small_plan(tmp_path, f"{Path(__file__).parent / 'networks.py'}:skip_net")
     with pytest.raises(InputError, match="is not made of tokens"):

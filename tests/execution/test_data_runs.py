@@ -92,6 +92,6 @@ def test_data_that_cannot_be_used_starts_no_process(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(launch, "start_ranks", lambda *arguments: pytest.fail("processes were started"))
     small_plan(tmp_path, "tiny-vit")
     lines = write_lines(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(InputError, match="is not made of tokens: give a dataset of your own"):
+    with pytest.raises(InputError, match="is not made of tokens: give your own dataset"):
         run(tmp_path / "plan.json", lines, out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

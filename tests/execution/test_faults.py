@@ -81,7 +81,11 @@ def test_ranks_end_with_the_launcher_in_a_sentence(run: StartedRun) -> None:
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
     assert_nothing_left(run)
-    rest = [line for line in run.said.splitlines() if not line.startswith(("step ", "no weights lie beside"))]
+    rest = [
+        line
+        for line in run.said.splitlines()
+        if not line.startswith(("step ", "there are no weights next to"))
+    ]
     assert len(rest) == 1 and "the process that started the run" in rest[0] and "has ended" in rest[0]
     assert not folder.exists()
 
@@ -125,7 +129,7 @@ def test_a_second_interrupt_ends_at_once(run: StartedRun) -> None:
     run.wait_for_step(2)
     os.kill(run.rank(0), signal.SIGSTOP)  # so that the step cannot end
     os.kill(run.process.pid, signal.SIGINT)
-    run.wait_for_words("once more ends it at once")
+    run.wait_for_words("a second signal ends the run at once")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end(8)[0] == 130
     assert_nothing_left(run)

@@ -168,7 +168,7 @@ def test_a_model_comes_back_as_it_was_read(kind: str, tmp_path: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert torch.equal(loaded(input_ids=tokens).logits, wanted)
     assert not torch.allclose(published(input_ids=tokens).logits, wanted, atol=1e-3)
-    with pytest.raises(InputError, match="has no adapters, since all of its model was trained; leave it out"):
+    with pytest.raises(InputError, match="has no adapters, since its whole model was trained; leave it out"):
         export(checkpoint, tmp_path / "adapter", adapter_only=True)
 
 
@@ -191,10 +191,10 @@ def test_adapters_go_on_with_the_model_that_they_are_for(tmp_path: Path) -> None
     assert whole is not None and resumed is not None and resumed.losses == whole.losses[1:]
 
     (tmp_path / "published").rename(tmp_path / "moved")
-    with pytest.raises(InputError, match="name where it lies now with --base"):
+    with pytest.raises(InputError, match="give its new location with --base"):
         export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
     export(tmp_path / "checkpoints", tmp_path / "merged", merges=True, base=str(tmp_path / "moved"))
-    with pytest.raises(InputError, match="is there already: name a new folder"):
+    with pytest.raises(InputError, match="exists already: name a new folder"):
         export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
     saved("llama", tmp_path / "published", seed=2)
     with pytest.raises(InputError, match=r"has adapters for .* other weights"):
@@ -291,7 +291,7 @@ def test_adapters_that_cannot_be_gone_on_with_are_named(tmp_path: Path) -> None:
     plan = small(
         tmp_path / "plan.json", str(tmp_path / "published"), lora=Lora.stored_in(tmp_path / "adapters")
     )
-    with pytest.raises(InputError, match="which the model has not: the adapters are for another model"):
+    with pytest.raises(InputError, match="which the model lacks: the adapters are for another model"):
         Trainer(plan, out=tmp_path / "run", device="cpu")
     with Trainer(plan, out=tmp_path / "run", device="cpu", random_weights=True) as trainer:
         written = trainer.save(tmp_path / "checkpoints")
@@ -301,7 +301,9 @@ def test_adapters_that_cannot_be_gone_on_with_are_named(tmp_path: Path) -> None:
     ):
         Trainer(beside, out=tmp_path / "run", device="cpu")
     file.rename(file.with_suffix(".bin"))
-    with pytest.raises(InputError, match=r"has 'adapter_model.bin', and only safetensors files are read"):
+    with pytest.raises(
+        InputError, match=r"has 'adapter_model.bin', and only safetensors files are supported"
+    ):
         Trainer(plan, out=tmp_path / "run", device="cpu")
 
 

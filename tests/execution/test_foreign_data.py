@@ -35,7 +35,7 @@ def test_code_next_to_a_tokenizer_is_not_run_whatever_is_answered(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 10))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(
-        InputError, match=r"is code of its own \(auto_map\), which is never run: give its tokenizer.json"
+        InputError, match=r"is custom code \(auto_map\), which is never run: give its tokenizer.json"
     ):
         load_tokenizer(str(coded))
     assert not (coded / "mark").exists()

@@ -45,7 +45,7 @@ def test_a_record_of_another_plan_is_refused(plan: Plan, tmp_path: Path) -> None
     other = make_plan(tmp_path / "other.json", schedule="gpipe", num_microbatches=3)
     with pytest.raises(InputError, match="in the plan's order"):
         timeline_of(record, other)
-    with pytest.raises(InputError, match="the record is of 1 ranks"):
+    with pytest.raises(InputError, match="the record has 1 ranks"):
         timeline_of(record.model_copy(update={"ranks": record.ranks[:1]}), plan)
 
 

@@ -75,7 +75,7 @@ MODELS = {
         "gradient of 'linear.weight' .* The cause: the hook hooked.* on parameter 'linear.weight'",
     ),
     "a hook after accumulation": (module_hooked, "gradient of 'linear.bias' .* on parameter 'linear.bias'"),
-    "a function": (partial(Net, random_models.Reverse.apply), "gradient .* a backward of its own in Reverse"),
+    "a function": (partial(Net, random_models.Reverse.apply), "gradient .* a custom backward in Reverse"),
     "a counter": (Counting, "forward changes 'num_calls' of module ''"),
     "a parameter that is written": (Writing, "parameter 'linear.bias'"),
 }

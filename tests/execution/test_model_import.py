@@ -196,7 +196,7 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the plan trains adapters"):
         import_weights(adapters, tmp_path / "model", folder)
     losses(adapters, tmp_path / "run", 1, checkpoint=tmp_path / "adapters")
-    with pytest.raises(InputError, match="has adapters alone, which are no state dict"):
+    with pytest.raises(InputError, match="has only adapters, which are not a model's state dict"):
         export(tmp_path / "adapters", tmp_path / "dict", is_state_dict=True)
     import_weights(plan, tmp_path / "model", folder)
     with pytest.raises(InputError, match=r"holds checkpoints .*: name a new folder"):

@@ -302,11 +302,11 @@ def test_options_that_change_what_is_kept_are_named_before_a_run_goes_on(tmp_pat
     given: dict[str, Any] = {"out": tmp_path / "run", "device": "cpu", "checkpoint": tmp_path / "kept"}
     Trainer(planned(momentum=0.9), steps=1, **given).fit()
     with pytest.raises(
-        InputError, match=r'"momentum": 0\.9.*, and with {"nesterov": false} it keeps another'
+        InputError, match=r'"momentum": 0\.9.*, which is not the state that it keeps with {"nesterov": false}'
     ):
         Trainer(planned(nesterov=False), steps=2, resume=True, **given)
     with pytest.warns(
-        StagewrightWarning, match=r"going on with another job: job\.optimizer_options\.momentum was 0\.9"
+        StagewrightWarning, match=r"resuming with another job: job\.optimizer_options\.momentum was 0\.9"
     ):
         Trainer(planned(momentum=0.8), steps=2, resume=True, **given).close()
 

@@ -111,7 +111,7 @@ def test_an_arena_that_is_too_small_grows_and_says_so_once() -> None:
     arena = PinnedArena(lambda shape, dtype: torch.zeros(*shape, dtype=dtype))
     arena.reserve(8192)
     with pytest.warns(
-        StagewrightWarning, match="were predicted to be enough, and 16.0 KiB more are needed"
+        StagewrightWarning, match="were predicted to be enough, but 16.0 KiB more are needed"
     ) as said:
         pieces = [arena.cut(16384), arena.cut(32768)]
     assert len(said) == 1 and {piece.block for piece in pieces} == {1, 2}

@@ -77,7 +77,7 @@ def test_progress_names_every_phase_once_and_ends_done(
     steps = probed[1]
     assert steps[0] == ("start", 0.0) and steps[-1] == ("done", 1.0)
     assert [done for _, done in steps] == sorted({done for _, done in steps})
-    assert {"matrix products", "memory bandwidth", "attention", "messages"} <= {what for what, _ in steps}
+    assert {"matmuls", "memory bandwidth", "attention", "messages"} <= {what for what, _ in steps}
 
 
 def test_the_result_is_a_cluster_file(probed: tuple[Cluster, object], tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_ctrl_c_ends_every_process_quietly() -> None:
 
 def test_a_process_that_vanishes_is_named() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.send(("phase", ("matrix products", 0.5)))
+    sender.send(("phase", ("matmuls", 0.5)))
     sender.close()
-    with pytest.raises(RunError, match="rank 0 of the probe ended during 'matrix products'"):
+    with pytest.raises(RunError, match="rank 0 of the probe ended during 'matmuls'"):
         _listen([receiver], time.monotonic() + 5, REQUEST, lambda what, done: None)
 
 

@@ -40,7 +40,7 @@ def test_planted_figures_are_found() -> None:
     rates = (found.cache_bandwidth, found.norm_bandwidth, found.function_rate, found.random_rate)
     assert rates == pytest.approx((2e10, 1e10, 1e9, 1e8))
     assert (found.attention_flops, found.attention_backward_flops) == pytest.approx((4e10, 3e10))
-    assert (found.product_s, 1 / found.flop_s) == pytest.approx((HOST + 3e-6, 5e10))
+    assert (found.matmul_s, 1 / found.flop_s) == pytest.approx((HOST + 3e-6, 5e10))
 
 
 def test_what_is_expected_of_a_step_adds_up_to_what_it_took() -> None:

@@ -58,7 +58,7 @@ def test_a_launcher_with_fewer_processes_has_another_plan(
     monkeypatch.setenv("WORLD_SIZE", "3")
     made = replan.plan_to_run(options)
     assert made.is_replanned and made.plan.num_ranks == 3
-    assert re.search(r"3 of 4 ranks are left: planned again in .*: pp \d, dp \d, ", capsys.readouterr().err)
+    assert re.search(r"3 of 4 ranks remain: planned again in .*: pp \d, dp \d, ", capsys.readouterr().err)
     monkeypatch.setenv("RANK", "2")
     assert replan.plan_to_run(options) == made and made.path is not None
     made.path.unlink()
@@ -77,7 +77,7 @@ def test_a_plan_of_an_earlier_start_is_not_taken(
     options = RunOptions(plan, device="cpu", start_timeout=0.1, checkpoint=tmp_path, replan=True)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(RunError, match="is not what it has written"):
+    with pytest.raises(RunError, match="has written no plan for"):
         replan.plan_to_run(options)
     monkeypatch.setattr(
         replan, "plan_without", lambda *_: replan.PlanToRun(plan, stale, plan.save(stale) is None)
@@ -87,7 +87,7 @@ def test_a_plan_of_an_earlier_start_is_not_taken(
     monkeypatch.setenv("RANK", "2")
     assert replan.plan_to_run(options).path == begun.path == stale
     stale.write_bytes(stale.read_bytes() + b"\n")
-    with pytest.raises(RunError, match="is not what it has written"):
+    with pytest.raises(RunError, match="has written no plan for"):
         replan.plan_to_run(options)
 
 
@@ -108,8 +108,8 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(plan: Plan, tmp_path: Path)
     with started_run(tmp_path / "log", str(tmp_path / "plan.json"), *words, *every) as run:
         run.wait_for(lambda: list(kept.glob("step-*")))
         os.kill(run.rank(2), signal.SIGKILL)
-        run.wait_for_words("3 of 4 ranks are left: planned again in ")
-        again = run.said.index("3 of 4 ranks are left")
+        run.wait_for_words("3 of 4 ranks remain: planned again in ")
+        again = run.said.index("3 of 4 ranks remain")
         run.wait_for(lambda: len(re.findall(r"^step \d+/", run.said[again:], re.M)) > 2)
         os.killpg(run.process.pid, signal.SIGTERM)
         assert run.end(60)[0] == 128 + signal.SIGTERM, run.said

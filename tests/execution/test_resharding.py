@@ -248,7 +248,7 @@ def adopt(rank: int, num_ranks: int, folder: str, names: list[str]) -> list[floa
     plans = [load_plan(f"{folder}/{name}.json") for name in names]
     with Trainer(plans[0], out=f"{folder}/adopting", device="cpu", random_weights=True) as trainer:
         other = plans[0].model_copy(update={"job": plans[0].job.model_copy(update={"seed": 3})})
-        with pytest.raises(InputError, match=r"cannot go on under this plan: job.seed was 0, is 3"):
+        with pytest.raises(InputError, match=r"cannot continue under this plan: job.seed was 0, is 3"):
             trainer.adopt(other)
         for plan in plans:
             if plan is not plans[0]:

@@ -130,7 +130,7 @@ def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(
     first, second = hosts
     first.wait_for(r"step \d\d/")  # of so many steps not every one is told
     second.kill()
-    first.wait_for(r"1 of 2 ranks are left: planned again")
+    first.wait_for(r"1 of 2 ranks remain: planned again")
     planned = first.said.index("planned again")
     deadline = Deadline(120)
     while not (found := re.findall(r"step (\d+)/", first.said[planned:])):

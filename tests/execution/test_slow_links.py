@@ -156,7 +156,7 @@ def test_a_run_with_a_slow_link_goes_on_under_another_plan(plan: Plan, tmp_path:
     found = run_ranks(train, 2, str(tmp_path), True, "link", timeout=150)
     assert found[0]["losses"] == pytest.approx(stayed[0]["losses"], rel=1e-4)
     assert found[0]["stages"] == found[1]["stages"] == [4, 2]
-    changes = [text for text in found[0]["said"] if "goes on with" in text]
+    changes = [text for text in found[0]["said"] if "continues with" in text]
     assert len(changes) == 1 and changes[0].startswith("the link between ranks 0 and 1 takes ")
     assert "times as long as planned" in changes[0]
 

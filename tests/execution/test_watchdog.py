@@ -172,7 +172,7 @@ def test_an_error_while_connecting_names_the_ranks() -> None:
     positions: list[str] = []
     with (
         pytest.raises(
-            RunError, match=r"ranks 3 and 4 cannot reach each other \(no route to host\): see that"
+            RunError, match=r"ranks 3 and 4 cannot reach each other \(no route to host\): check that"
         ),
         watchdog.connecting((3, 4), lambda position, meets: positions.append(position)),
     ):

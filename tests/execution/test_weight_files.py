@@ -175,7 +175,7 @@ def test_mxfp4_weights_are_read(tmp_path: Path) -> None:
     types = WeightFiles.of(folder).types()
     refuse_quantised(types, "mxfp4", str(folder))
     with pytest.raises(
-        InputError, match=f"tensor '{experts}_(blocks|scales)', which comes with quantised weights"
+        InputError, match=f"tensor '{experts}_(blocks|scales)', which belongs to quantised weights"
     ):
         refuse_quantised(types, None, str(folder))
     got, rounded = (
@@ -210,7 +210,7 @@ def test_other_methods_are_refused_by_name(method: str, folder: Path) -> None:
     change(folder, to_int8, quantization_config={"quant_method": method})
     refused(
         folder,
-        rf"quantised by the method '{method}' .*only fp8 and mxfp4 are read: dequantise .*--random-weights",
+        rf"quantised by the method '{method}' .*only fp8 and mxfp4 are supported: dequantise .*--random-weights",
     )
 
 
@@ -231,7 +231,7 @@ def test_scales_that_the_config_does_not_speak_of_are_refused(
     leftover: str, dtype: torch.dtype, folder: Path
 ) -> None:
     change(folder, lambda tensors: tensors.update({leftover: torch.ones(4, dtype=dtype)}))
-    refused(folder, "which comes with quantised weights")
+    refused(folder, "which belongs to quantised weights")
 
 
 def to_float64(tensors: dict[str, torch.Tensor]) -> None:
@@ -271,7 +271,7 @@ def test_a_tied_tensor_is_read_under_whichever_name_it_has(tied: Path) -> None:
 
 def test_a_tied_tensor_with_two_contents_is_refused(tied: Path) -> None:
     change(tied, lambda tensors: tensors[HEAD].mul_(2))
-    with pytest.raises(InputError, match="and the model ties them: set tie_word_embeddings to false"):
+    with pytest.raises(InputError, match="but the model ties them: set tie_word_embeddings to false"):
         starting(tied)
 
 
@@ -345,7 +345,7 @@ def test_lasting_buffers_are_those_of_the_files(tmp_path: Path) -> None:
     change(folder, lambda tensors: tensors[bias].fill_(3.0))
     assert starting(folder)[f"net.{bias}"].unique().tolist() == [3.0]
     change(folder, lambda tensors: tensors.pop(bias))
-    with pytest.warns(StagewrightWarning, match=f"has no tensor '{bias}': it is as in a fresh model"):
+    with pytest.warns(StagewrightWarning, match=f"has no tensor '{bias}': it starts as in a new model"):
         starting(folder)
 
 
@@ -354,7 +354,7 @@ def test_lasting_buffers_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_files_that_are_missing_are_named(folder: Path) -> None:
     split(folder, **{PROJECTION: "model-00002-of-00002.safetensors"})
-    refused(folder, r"names files that are not there: 'model-00002-of-00002.safetensors'; .*--random-weights")
+    refused(folder, r"names files that are missing: 'model-00002-of-00002.safetensors'; .*--random-weights")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / INDEX).unlink()
     refused(folder, r"has 'model-00001-of-00002.safetensors' and lacks 'model-00002-of-00002.safetensors'")
@@ -365,13 +365,15 @@ def test_files_that_are_missing_are_named(folder: Path) -> None:
 )
 def test_weights_of_another_format_are_named(name: str, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    refused(folder, rf"are in '{name}', and only safetensors files are read: convert them .*save_pretrained")
+    refused(
+        folder, rf"are in '{name}', and only safetensors files are supported: convert them .*save_pretrained"
+    )
 
 
 def test_an_index_alone_promises_weights(folder: Path) -> None:
     split(folder)
     (folder / "model.safetensors").unlink()
-    refused(folder, r"names files that are not there: 'model.safetensors'")
+    refused(folder, r"names files that are missing: 'model.safetensors'")
 
 
 def test_a_config_alone_starts_from_the_seed_and_says_so(
@@ -381,7 +383,7 @@ def test_a_config_alone_starts_from_the_seed_and_says_so(
     plan = plan_of(folder, folder.parent / "plan.json")
     check_weights(plan, random_weights=False, is_resumed=False)
     assert (
-        f"no weights lie beside the config of '{folder}': they are drawn from seed 0"
+        f"there are no weights next to the config of '{folder}': they are drawn from seed 0"
         in capsys.readouterr().err
     )
     check_weights(plan, random_weights=True, is_resumed=False)
@@ -415,7 +417,7 @@ def test_an_index_that_leads_out_is_refused(name: str, folder: Path) -> None:
 def test_an_index_that_is_none_is_refused(content: str, folder: Path) -> None:
     (folder / INDEX).write_text(content)
     (folder / "model.safetensors").unlink()
-    refused(folder, r"has no weight_map|is not valid JSON|nests values|a name is wanted|names no file")
+    refused(folder, r"has no weight_map|is not valid JSON|nests values|which is not a name|names no file")
 
 
 def test_links_may_lead_within_the_cache_of_a_model_alone(folder: Path, tmp_path: Path) -> None:
@@ -436,7 +438,7 @@ def test_links_may_lead_within_the_cache_of_a_model_alone(folder: Path, tmp_path
     refused(snapshot, "'model.safetensors' lies outside of")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(snapshot / "model.safetensors")
-    refused(snapshot, "names no file|is not there")
+    refused(snapshot, "names no file|is missing")
 
 
 def test_weights_of_a_hub_id_are_those_in_the_cache(
@@ -457,7 +459,7 @@ def test_weights_of_a_hub_id_are_those_in_the_cache(
     check_weights(plan, random_weights=False, is_resumed=False)
     (snapshot / "model.safetensors").unlink()
     with pytest.raises(
-        InputError, match=r"names files that are not there: 'model.safetensors'; copy or download"
+        InputError, match=r"names files that are missing: 'model.safetensors'; copy or download"
     ):
         check_weights(plan, random_weights=False, is_resumed=False)
 
@@ -485,7 +487,7 @@ def test_files_that_lie_about_themselves_are_named(folder: Path) -> None:
 
 def test_an_index_of_other_files_is_refused(folder: Path) -> None:
     split(folder, another="model.safetensors")
-    refused(folder, r"says that '.*model.safetensors' has 'another', which it has not")
+    refused(folder, r"lists 'another' in '.*model.safetensors', which lacks them")
 
 
 def test_weights_do_not_change_with_the_file_that_they_came_from(folder: Path) -> None:

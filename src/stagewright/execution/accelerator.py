@@ -1,8 +1,8 @@
 """The accelerator seam: streams, events, memory and random state of the device that a process computes on.
 
-Everything that depends on the kind of device is asked here, and no other module names torch's modules for devices. A GPU
-is driven through `torch.accelerator` and the device-independent `torch.Stream` and `torch.Event`, so that another kind needs
-no line elsewhere; what only CUDA (and ROCm, which appears as CUDA) has is in a class of its own.
+Everything that depends on the kind of device is here, and no other module names torch's device modules. A GPU is driven
+through `torch.accelerator` and the device-independent `torch.Stream` and `torch.Event`, so that another kind of device
+needs no code elsewhere; what only CUDA (and ROCm, which appears as CUDA) has is in a separate class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stagewright.machine import free_bytes, machine_bytes
 
 
 class DeviceEvent(Protocol):
-    """A point in the work that a stream has been given; `torch.Event` is one."""
+    """A point in the work queued on a stream; `torch.Event` is one."""
 
     def record(self, stream: Any = None, /) -> None: ...
     def query(self) -> bool: ...
@@ -32,7 +32,7 @@ class DeviceEvent(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work on a device, which is the current one inside a `with`; `torch.Stream` is one."""
+    """A queue of work on a device, current inside a `with` block; `torch.Stream` is one."""
 
     def wait_event(self, event: Any, /) -> None: ...
     def wait_stream(self, other: Any, /) -> None: ...
@@ -47,11 +47,11 @@ class Accelerator(ABC):
     """The device that a process computes on.
 
     Args:
-        device: with its index, unless it is the host.
+        device: the device, with its index unless it is the host.
     """
 
     is_asynchronous: bool
-    """Whether work is queued, and runs after the call that asks for it has returned."""
+    """Whether work is queued and runs after the call that issues it has returned."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,21 +60,21 @@ class Accelerator(ABC):
 
     @abstractmethod
     def make_current(self) -> None:
-        """Use this device, among those of its kind, for what names none."""
+        """Make this the current device of its kind."""
 
     # -- streams and events -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream that work goes to now."""
+        """Return the stream on which work is issued now."""
 
     @abstractmethod
     def new_stream(self) -> Stream:
-        """Return another stream. Torch takes them in turn from a pool of 32, which process groups use too."""
+        """Return another stream. Torch takes streams in turn from a pool of 32, which process groups use too."""
 
     @cached_property
     def copy_streams(self) -> tuple[Stream, Stream]:
-        """Streams of this process's copies to the host and of those to the device."""
+        """This process's streams for copies to the host and for copies to the device."""
         return self.new_stream(), self.new_stream()
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Accelerator(ABC):
         return event
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was given, on all streams."""
+        """Wait until all work issued on all streams of the device is done."""
         self.num_drains += 1
         self._drain()
 
@@ -98,26 +98,26 @@ class Accelerator(ABC):
     # -- memory -----------------------------------------------------------------------------------------------------
 
     counts_bytes: bool
-    """Whether its allocator counts the bytes that are allocated."""
+    """Whether the allocator counts allocated bytes."""
 
     @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the host that the device copies from and to without blocking: pinned, if it is a GPU."""
+        """Return host memory that the device copies from and to without blocking: pinned memory for a GPU."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the host on this device; what is issued from now on finds it there, and the host does not wait.
+        """Copy a host tensor to this device without blocking the host; work issued afterwards sees the copy.
 
-        A copy from memory that is not pinned would block until all earlier work of its stream is done.
+        A copy from unpinned memory would block until all earlier work of its stream is done.
         """
         return self.host_empty(tensor.shape, tensor.dtype).copy_(tensor).to(self.device, non_blocking=True)
 
     @cached_property
     def arena(self) -> PinnedArena:
-        """Memory of the host that is allocated once, as `host_empty` does, and cut by hand."""
+        """An arena of host memory that `host_empty` allocates once."""
         return PinnedArena(self.host_empty)
 
     def lasting_on_host(self, shape: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Return memory as `host_empty` does, if this is a GPU out of the arena, for as long as there is `owner`."""
+        """Return memory as `host_empty` does, on a GPU from the arena, for as long as `owner` lives."""
         if self.is_asynchronous:
             return self.arena.lasting(shape, dtype, owner)
         return self.host_empty(shape, dtype)
@@ -128,46 +128,46 @@ class Accelerator(ABC):
 
     @abstractmethod
     def reserved_bytes(self) -> int:
-        """Return the bytes that the allocator has taken from the device; of a CPU, those of the process."""
+        """Return the bytes that the allocator has reserved on the device; on a CPU, the process's resident bytes."""
 
     @abstractmethod
     def peak_allocated_bytes(self) -> int:
-        """Return the most bytes of live tensors since `reset_peaks`."""
+        """Return the peak bytes of live tensors since `reset_peaks`."""
 
     @abstractmethod
     def peak_reserved_bytes(self) -> int:
-        """Return the most bytes taken from the device since `reset_peaks`; of a CPU, the most its process has ever had."""
+        """Return the peak bytes reserved on the device since `reset_peaks`; on a CPU, since the process began."""
 
     @abstractmethod
     def reset_peaks(self) -> None:
-        """Begin to count peaks again."""
+        """Restart the counting of peaks."""
 
     @abstractmethod
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """Return the device's memory that no process uses, and all of it."""
+        """Return the device's free memory and its total memory, in bytes."""
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Return to the device what the allocator keeps and no tensor uses."""
+        """Return cached memory that no tensor uses to the device."""
 
     # -- arithmetic -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def allow_tf32(self, is_allowed: bool) -> None:
-        """Round the operands of fp32 matmuls and convolutions to TF32 from now on, or do not."""
+        """Set whether the operands of fp32 matmuls and convolutions are rounded to TF32."""
 
     @property
     def has_bf16_matmuls(self) -> bool:
-        """Whether bf16 (and, on a GPU, TF32) matmuls have instructions of their own."""
+        """Whether there are hardware instructions for bf16 (and, on a GPU, TF32) matmuls."""
         return True
 
     def captured(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Return what repeats the work that `call` gives the device: a graph of it, where the device has graphs."""
+        """Return a callable that repeats the device work of `call`: a captured graph where the device has graphs."""
         return call
 
 
 class _HostEvent:
-    """The moment at which it was recorded: all work that was given before was done by then."""
+    """The moment at which it was recorded; all work issued before was done by then."""
 
     __slots__ = ("_at",)
 
@@ -188,7 +188,7 @@ class _HostEvent:
 
 
 class _HostStream:
-    """The host's thread, which does its work as it is asked to."""
+    """The host's thread, which does its work at once."""
 
     def wait_event(self, event: Any, /) -> None:
         pass
@@ -322,12 +322,12 @@ class _Gpu(Accelerator):
 
 
 class _CudaGpu(_Gpu):
-    """A GPU of NVIDIA, or of AMD, which torch calls by the same names."""
+    """A GPU of NVIDIA or of AMD; torch uses the same names for both."""
 
     _BF16_CAPABILITY = (8, 0)
 
     def allow_tf32(self, is_allowed: bool) -> None:
-        # These set what `fp32_precision` sets, too; torch raises where the two disagree.
+        # These set what `fp32_precision` also sets; torch raises where the two disagree.
         torch.backends.cuda.matmul.allow_tf32 = is_allowed
         torch.backends.cudnn.allow_tf32 = is_allowed
 
@@ -348,7 +348,7 @@ _accelerators: dict[torch.device, Accelerator] = {}
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return what drives `device`, the same for all of this process."""
+    """Return the accelerator of `device`; there is one per device and process."""
     key = torch.device("cpu") if device.type == "cpu" else device
     if key not in _accelerators:
         _accelerators[key] = _KINDS.get(device.type, _Gpu)(key)
@@ -356,7 +356,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def install(accelerator: Accelerator) -> Accelerator:
-    """Drive its device through `accelerator` from now on; returns what did before."""
+    """Use `accelerator` for its device from now on and return the previous one."""
     before = accelerator_of(accelerator.device)
     _accelerators[accelerator.device] = accelerator
     return before
@@ -369,22 +369,22 @@ def num_devices(kind: str) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a GPU calls itself."""
+    """Return the name that a GPU reports."""
     return torch.get_device_module(device).get_device_name(device)
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory that a GPU says it has."""
+    """Return the total memory that a GPU reports, in bytes."""
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
 def can_reach(device: torch.device, other: torch.device) -> bool:
-    """Return whether a GPU reads and writes the memory of another directly."""
+    """Return whether a GPU can access the memory of another directly."""
     return device.type == "cuda" and torch.cuda.can_device_access_peer(device, other)
 
 
 def nccl_version() -> str | None:
-    """Return the version of NCCL that GPUs here would exchange through; None where there is none."""
+    """Return the version of NCCL that GPUs here would use, or None."""
     if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     from torch.cuda import nccl
@@ -393,7 +393,7 @@ def nccl_version() -> str | None:
 
 
 def seed_generators(number: int) -> None:
-    """Seed the random numbers of the host and, if this process uses a GPU, of its current one."""
+    """Seed the random generators of the host and, if this process uses a GPU, of its current GPU."""
     torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes a hundred times as long
     device = torch.accelerator.current_accelerator()
     if device is not None and (module := torch.get_device_module(device)).is_initialized():

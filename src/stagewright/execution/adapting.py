@@ -1,7 +1,7 @@
-"""When a run should go on under another plan, because ranks or links are no longer as fast as its plan took them to be.
+"""Adaptation of a running plan to ranks or links whose speed has changed.
 
-The search is done by another process (this module run with a folder), so that the ranks train on meanwhile. It is started
-with the run and has read the model when it is first asked.
+Another process (this module run with a folder) searches for the new plan while the ranks go on training. It is started
+with the run and has already read the model at the first request.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from stagewright.planning.replanning import Replanned
 
 _SHIFT = 1.2
-"""Times a rank must be slower or faster, beside the others, than the present plan takes it to be."""
+"""Factor by which a rank's speed, relative to the other ranks, must differ from the present plan's assumption."""
 
 _SEARCHES_AFTER, _STEPS = 3, 5
-"""After so many steps one after the other in which it is, another plan is searched for, and changed to: steps go by while
-the search goes on, and what they show says whether its plan is still one for the ranks as they are."""
+"""Consecutive shifted steps after which a search starts, and after which its plan is adopted: steps go by during the
+search, and they show whether the ranks still have the speeds that it assumed."""
 
 _PAUSE = 10
-"""Steps after a look or a change in which nothing is looked at: what comes of it has to show first."""
+"""Steps without a new search after a search or a change of plan, whose effect has to show first."""
 
 _LEAST_GAIN = 0.05
-"""Of a step; less is within the error of predictions."""
+"""Minimum gain as a fraction of a step; less is within the error of predictions."""
 
 _PAYS = 2.0
-"""Times its cost that a change must be worth in the steps that are left."""
+"""Factor by which the gain over the remaining steps must exceed the cost of a change."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class PlanProposal:
 
 
 class Adaptation:
-    """Hears on the first rank how every rank does, and has a proposal when another plan is worth its change.
+    """The first rank's record of all ranks' speeds, with a proposal once another plan is worth the change.
 
     Args:
-        folder: where its files go.
-        change_s: what a change is thought to cost until one has been made.
+        folder: folder for its files.
+        change_s: assumed seconds of a change of plan until the first one has been timed.
     """
 
     def __init__(self, plan: Plan, folder: Path, change_s: float) -> None:
@@ -67,13 +67,13 @@ class Adaptation:
         self._searcher = Searcher(folder, plan)
         self.change_s = change_s
         self._assumed = [1.0] * plan.num_ranks
-        """Of every rank the pace that the present plan was made for, beside its device's figures."""
+        """Pace of every rank that the present plan assumes, relative to its device's figures."""
         self._recent: list[Sequence[float]] = []
         self._streak = 0
         self._quiet_until = 0
         self._wanted: list[float] = []
         self._shifts: dict[Pair, float] = {}
-        """Of links, if it was for them that the last search was asked."""
+        """Shifts of links that caused the last search; empty if ranks did."""
         self._proposal: PlanProposal | None = None
         self._seconds: list[float] = []
         self._before: float | None = None
@@ -83,8 +83,8 @@ class Adaptation:
         return self._proposal is not None
 
     def after(self, step: int, paces: Sequence[float], seconds: float, num_left: int) -> list[str]:
-        """Step number `step` is done, in which each rank took `paces` times as long as planned to compute (zero where that
-        was not looked at); `num_left` are to come. Returns what should be said."""
+        """Record step number `step`, in which each rank computed for `paces` times as long as planned (zero where that was
+        not measured); `num_left` steps remain. Returns lines for the log."""
         if not all(paces):
             return []
         self._recent = [*self._recent[-_STEPS + 1 :], paces]
@@ -98,7 +98,7 @@ class Adaptation:
         return self._look({}) if self._streak >= _SEARCHES_AFTER else []
 
     def looked(self, step: int, times: Sequence[LinkTime], num_left: int) -> list[str]:
-        """Behind step number `step` links were timed. Returns what should be said."""
+        """Record the times of links measured after step number `step`. Returns lines for the log."""
         self.links.looked(self.plan, times)
         if self._searcher.is_asked:
             return self._hear(step, num_left) if self._shifts and self._searcher.is_done else []
@@ -107,7 +107,7 @@ class Adaptation:
         return []
 
     def changed(self, step: int, plan: Plan, seconds: float) -> None:
-        """The run goes on under `plan`, which took so long."""
+        """Record that the run continues under `plan`, a change that took `seconds`."""
         self.plan, self.change_s, self._proposal = plan, seconds, None
         self._assumed = self._wanted
         self.links.settle(step, self._shifts)
@@ -116,7 +116,7 @@ class Adaptation:
         self._quiet_until = step + _PAUSE
 
     def close(self) -> None:
-        """No search goes on any more."""
+        """End the process that searches."""
         self._searcher.close()
 
     def _told(self, step: int) -> list[str]:
@@ -129,14 +129,14 @@ class Adaptation:
 
     @property
     def _is_decided(self) -> bool:
-        """Whether what was searched for is wanted, or not, without another look at links: there may be none."""
+        """Whether to accept or drop the answer without another timing of links, which may never come."""
         if self._shifts:
             return not self.links.is_still(self._shifts)
         return self._streak >= _STEPS or self._streak == 0
 
     def _look(self, shifts: dict[Pair, float]) -> list[str]:
-        """Have another plan searched for, for ranks as they are now, if these have shifted, and links with these shifts.
-        Returns what should be said."""
+        """Start a search for a plan for the present speeds of ranks, if these have shifted, and for links with `shifts`.
+        Returns lines for the log."""
         if self._searcher.has_ended:
             return self._searcher.unsaid()
         now = [1.0] * len(self._assumed)
@@ -149,9 +149,9 @@ class Adaptation:
         return self._searcher.unsaid()
 
     def _hear(self, step: int, num_left: int) -> list[str]:
-        """What the search has found. Returns what should be said."""
-        found = self._searcher.answer()
-        if found is None:
+        """Evaluate the answer of the search. Returns lines for the log."""
+        answer = self._searcher.answer()
+        if answer is None:
             self._streak, self._quiet_until = 0, step + _PAUSE
             self.links.settle(step)
             return self._searcher.unsaid()
@@ -164,38 +164,38 @@ class Adaptation:
             self.links.settle(step)
             return []
         self._quiet_until = step + _PAUSE
-        gain = found.stays_s - found.seconds
+        gain = answer.stays_s - answer.seconds
         pays = gain * num_left > _PAYS * self.change_s
-        if gain < _LEAST_GAIN * found.stays_s or not pays:
+        if gain < _LEAST_GAIN * answer.stays_s or not pays:
             if not self._shifts:
                 return []
             self.links.settle(step, self._shifts)
             return [f"{self._seen()}; no other order or cuts are worth a change"]
-        what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
-        what += " and other recomputation" * (found.plan.memory_policy != self.plan.memory_policy)
+        what = "other cuts" if answer.plan.cuts != self.plan.cuts else "another order of passes"
+        what += " and other recomputation" * (answer.plan.memory_policy != self.plan.memory_policy)
         self._proposal = PlanProposal(
-            found.plan,
-            f"{self._seen()}; goes on with {what}: {gain / found.stays_s:.0%} less time a step, as predicted",
+            answer.plan,
+            f"{self._seen()}; continues with {what}: {gain / answer.stays_s:.0%} less time a step, as predicted",
         )
         return []
 
     def _seen(self) -> str:
-        """Why another plan was searched for."""
+        """Return the reason for the search, in words."""
         if self._shifts:
             return shift_in_words(self.plan, self._shifts)
         slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
         shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
-        return f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others"
+        return f"rank {slow} takes {shift:.1f} times as long as the plan assumes, relative to the others"
 
     @property
     def proposal(self) -> PlanProposal:
-        """The one there is."""
+        """The present proposal; there must be one (`has_proposal`)."""
         assert self._proposal is not None, "there is a proposal"
         return self._proposal
 
 
 def _is_shifted(paces: Sequence[float]) -> bool:
-    """Whether a rank is slower or faster, beside the middle one, than planned.
+    """Return whether a rank is slower or faster than planned, relative to the median rank.
 
     >>> _is_shifted([1.1, 1.0, 1.15]), _is_shifted([1.0, 2.1, 1.0]), _is_shifted([2.0, 1.0, 2.1])
     (False, True, True)
@@ -205,25 +205,25 @@ def _is_shifted(paces: Sequence[float]) -> bool:
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Of every rank, over some steps."""
-    return [statistics.median(one) for one in zip(*steps, strict=True)]
+    """Return every rank's median pace over some steps."""
+    return [statistics.median(paces) for paces in zip(*steps, strict=True)]
 
 
 def _are_alike(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether ranks stand to each other as before, as far as a search would be for the same.
+    """Return whether the relative speeds of ranks are as before, so that a search would have the same result.
 
     >>> _are_alike([1.0, 2.0, 1.0], [1.5, 2.9, 1.6]), _are_alike([1.0, 2.0, 1.0], [1.0, 1.1, 1.0])
     (True, False)
     """
-    return not _is_shifted([one / other for one, other in zip(now, before, strict=True)])
+    return not _is_shifted([pace / other for pace, other in zip(now, before, strict=True)])
 
 
 class Searcher:
-    """A process that searches for another plan when it is asked.
+    """A process that searches for another plan on request.
 
     Args:
-        folder: where its files go.
-        plan: of the run; its model is read before the first question.
+        folder: folder for its files.
+        plan: plan of the run; its model is read before the first request.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -245,8 +245,8 @@ class Searcher:
         )
 
     def ask(self, plan: Plan, paces: Mapping[int, float], links: Mapping[Pair, float]) -> None:
-        """What would be best in the place of `plan`, on devices that take `paces` times as long as described, by number, and
-        over links of pairs of them that take so many times as long."""
+        """Request the best replacement for `plan` on devices that take `paces` times as long as described, by number, and
+        over links that take `links` times as long, by pair of devices."""
         assert self._process is not None and self._process.stdin is not None, "it was started with pipes"
         try:
             plan.save(self.folder / _NOW)
@@ -267,22 +267,22 @@ class Searcher:
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> Replanned | None:
-        """What was found; None where the search failed, and `unsaid` says why."""
+        """Return the result of the search, or None where it failed; `unsaid` then has the reason."""
         from stagewright.planning.replanning import Replanned
 
         assert self._process is not None and self._process.stdout is not None, "it was started with pipes"
         self.is_asked = False
-        said = self._process.stdout.readline().strip()
-        self.has_ended = not said
+        reply = self._process.stdout.readline().strip()
+        self.has_ended = not reply
         try:
-            if said == _FAILED:
+            if reply == _FAILED:
                 self._fault = (self.folder / _FAULT).read_text()
             elif self.has_ended:
                 code = self._process.wait()
                 self._fault = (
                     f"the process that searches has ended ({code}), and nothing is searched any more"
                 )
-            if said != _FOUND:
+            if reply != _FOUND:
                 return None
             times = json.loads((self.folder / _ANSWER).read_text())
             return Replanned(load_plan(self.folder / _NEXT), times["seconds"], times["stays_s"])
@@ -291,9 +291,9 @@ class Searcher:
             return None
 
     def unsaid(self) -> list[str]:
-        """Why there was no plan, if that was not said yet."""
+        """Return the reason of a failed search, once."""
         fault, self._fault = self._fault, ""
-        return [f"no other plan was found, so the run stays under its own: {fault}"] if fault else []
+        return [f"no other plan was found, so the run keeps its own: {fault}"] if fault else []
 
     def close(self) -> None:
         if self._process is not None:
@@ -307,7 +307,7 @@ _FOUND, _FAILED = b"found", b"failed"
 
 
 def main(folder: Path) -> None:
-    """Answers a line of stdin with one of stdout, until there are no more."""
+    """Answer each line of stdin with a line on stdout, until stdin ends."""
     from stagewright.cluster import paced, with_slower_links
     from stagewright.planning.estimate import graph_of
     from stagewright.planning.replanning import replanned
@@ -318,9 +318,11 @@ def main(folder: Path) -> None:
         paces = {int(device): pace for device, pace in json.loads((folder / _PACES).read_text()).items()}
         links = {(a, b): factor for a, b, factor in json.loads((folder / _LINKS).read_text())}
         try:
-            found = replanned(plan, with_slower_links(paced(plan.cluster.load(), paces), links), graph)
-            found.plan.save(folder / _NEXT)
-            (folder / _ANSWER).write_text(json.dumps({"seconds": found.seconds, "stays_s": found.stays_s}))
+            replacement = replanned(plan, with_slower_links(paced(plan.cluster.load(), paces), links), graph)
+            replacement.plan.save(folder / _NEXT)
+            (folder / _ANSWER).write_text(
+                json.dumps({"seconds": replacement.seconds, "stays_s": replacement.stays_s})
+            )
             answer = _FOUND
         except (OSError, StagewrightError) as error:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Allocators: how that of each device says that memory is short, and what the C library's keeps of freed tensors."""
+"""Allocators: recognition of out-of-memory errors, and settings of the C library's allocator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OF_THE_CPU = "can't allocate memory"  # PyTorch's allocator on the CPU has no e
 
 
 def cause_of(error: BaseException | None) -> BaseException | None:
-    """The allocation that failed, if that is what is behind `error`."""
-    for each in causes(error):
-        if isinstance(each, torch.OutOfMemoryError | MemoryError):
-            return each
-        if isinstance(each, RuntimeError) and _OF_THE_CPU in str(each):
-            return each
+    """Return the failed allocation that caused `error`, or None."""
+    for cause in causes(error):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return cause
+        if isinstance(cause, RuntimeError) and _OF_THE_CPU in str(cause):
+            return cause
     return None
 
 
@@ -33,10 +33,10 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 def keep_freed_memory() -> bool:
     """Let this process keep the host memory of freed tensors for the next ones; returns whether it does.
 
-    The GNU C library gives tensors above 32 MiB back to the system when they are freed and most of the others soon
-    after, so that every microbatch meets the page faults of its large tensors anew: a tenth of a backward with a large
-    vocabulary. Kept memory is what PyTorch's allocator for GPUs calls reserved; its peak is that of the first step.
-    Tensors of 2 GiB and more are given back still. Whoever set one of the library's own variables is left alone.
+    The GNU C library returns tensors above 32 MiB to the system when they are freed and most of the others soon after, so
+    that every microbatch repeats the page faults of its large tensors: a tenth of a backward with a large vocabulary. Kept
+    memory is what PyTorch's allocator for GPUs calls reserved; its peak is that of the first step. Tensors of 2 GiB and
+    more are still returned. Nothing is changed where the user set one of the library's variables.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _ENVIRONMENT):
         return False

@@ -1,4 +1,4 @@
-"""What the model is that adapters were trained for: its files, or the seed that it was drawn from.
+"""Identity of the base model of adapters: its files, or the seed that it was drawn from.
 
 Nothing here imports torch.
 """
@@ -13,25 +13,25 @@ from stagewright.cluster.schema import StrictModel
 from stagewright.execution.data_identity import contents_digest
 
 _NUM_BLOCKS = 64
-"""Of 1 MiB, that are looked at of a large file."""
+"""Number of blocks of 1 MiB that are read from a large file."""
 
 
 class BaseFile(StrictModel):
-    """A file of weights. `sha256` is of all of it up to 64 MiB; of a larger one of its size and 64 blocks of 1 MiB: the
-    first, with names and shapes, the last and those evenly between."""
+    """A file of weights. `sha256` covers the whole file up to 64 MiB; for a larger file, its size and 64 blocks of 1 MiB:
+    the first, with names and shapes, the last, and others evenly between."""
 
     bytes: int = Field(ge=0)
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> BaseFile:
-        """Raises `OSError` where it cannot be read."""
+        """Return the identity of the file at `path`. Raises `OSError` where it cannot be read."""
         return cls(bytes=path.stat().st_size, sha256=contents_digest(path, _NUM_BLOCKS))
 
 
 class BaseModelIdentity(StrictModel):
-    """The frozen model beside adapters, which a checkpoint does not hold: `text` and `folder` are where it was, `files` what
-    its weights were read from; without files it was drawn from `seed`."""
+    """The frozen model under adapters, which a checkpoint does not hold: `text` and `folder` say where it was, `files`
+    which files its weights were read from; without files it was drawn from `seed`."""
 
     text: str
     folder: str | None = None
@@ -39,7 +39,7 @@ class BaseModelIdentity(StrictModel):
     seed: int | None = None
 
     def is_same(self, other: BaseModelIdentity) -> bool:
-        """Whether it has the same weights, wherever they lie."""
+        """Return whether it has the same weights, wherever they are stored."""
         return self.seed == other.seed and self.files == other.files
 
     def __str__(self) -> str:

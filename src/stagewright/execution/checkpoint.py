@@ -1,11 +1,12 @@
-"""Checkpoints: what a run needs to go on as if it had never stopped, and its model's weights, in a folder per step.
+"""Checkpoints: the model's weights and all state that a run needs to resume exactly, in a folder per step.
 
-Beside the model files (`stagewright.execution.model_files`) and ``checkpoint.json``, a folder has one
+Besides the model files (`stagewright.execution.model_files`) and ``checkpoint.json``, a folder has one
 ``rank-00003.safetensors`` for each rank that holds something no rank before it holds: weights as the optimizer updates
 them with AdamW's moments, whole or in shards, parameters that are not trained, and buffers that the forward changes.
-Random numbers and data are keyed by the step, so they have no state. Of a model with adapters, what is frozen is left out.
+Random numbers and data are keyed by the step, so they have no state. For a model with adapters, frozen weights are left
+out.
 
-A folder is there whole or not at all: it gets its name when every rank has written its files.
+A folder is complete or absent: it gets its name when every rank has written its files.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from stagewright.version import __version__
 
 
 class Saver:
-    """Writes checkpoints of a session to `folder` while it goes on training: a step waits until its state is copied, not
-    until it is on the disk.
+    """A writer of a session's checkpoints to `folder` during training: a step waits until its state is copied, not until
+    it is on the disk.
 
     Args:
-        kept: which of the whole checkpoints are not removed when another is whole; None removes none.
+        kept: which complete checkpoints to keep when another is complete; None keeps all.
     """
 
     def __init__(self, session: Session, folder: Path, kept: Kept | None = None) -> None:
         self.session = session
         self.folder = folder
         self.kept = kept
-        self._room: dict[str, dict[str, torch.Tensor]] = {}
+        self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         self._pending: _PendingCheckpoint | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a checkpoint is being written; all ranks say the same."""
+        """Whether a checkpoint is being written; the same on all ranks."""
         return self._pending is not None
 
     @property
@@ -62,8 +63,8 @@ class Saver:
         return self._pending is None or self._pending.is_done
 
     def start(self, step: int) -> None:
-        """Begin to write the state after `step` steps; ends the one before first. Every rank must call this. Raises as
-        `finish`."""
+        """Begin to write the state after `step` steps, once the previous checkpoint is finished. Every rank must call this.
+        Raises as `finish`."""
         self.finish()
         self.session.watch(f"copying the state of step {step} for its checkpoint")
         scratch = self.folder / f".{folders.folder_name(step)}{UNFINISHED}"
@@ -73,11 +74,11 @@ class Saver:
         self._pending = _PendingCheckpoint(scratch, _described(self.session, step), self._copied())
 
     def finish(self) -> None:
-        """Wait until the checkpoint is whole, if one is being written. Every rank must call this.
+        """Wait until the checkpoint that is being written, if any, is complete. Every rank must call this.
 
         Raises:
-            RunError: a rank cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left
-                then, and the ones before are as they were.
+            RunError: a rank cannot write its files, or ranks do not share the folder. This checkpoint is then removed, and
+                earlier ones are unchanged.
         """
         if self._pending is None:
             return
@@ -85,12 +86,18 @@ class Saver:
         step, is_first = pending.manifest.step, self.session.mesh.rank == 0
         self.session.watch(f"writing the checkpoint of step {step}")
         written, fault = pending.result()
-        told = exchange(
+        reports = exchange(
             {"files": {name: record.model_dump() for name, record in written.items()}, "fault": fault}
         )
-        faults = [f"rank {rank}: {one['fault']}" for rank, one in enumerate(told) if one["fault"] is not None]
+        faults = [
+            f"rank {rank}: {report['fault']}"
+            for rank, report in enumerate(reports)
+            if report["fault"] is not None
+        ]
         if is_first and not faults:
-            files = {name: FileRecord(**record) for one in told for name, record in one["files"].items()}
+            files = {
+                name: FileRecord(**record) for report in reports for name, record in report["files"].items()
+            }
             try:
                 _complete(pending, self.session.model_files.documents, files)
                 pending.scratch.rename(self.folder / folders.folder_name(step))
@@ -112,10 +119,12 @@ class Saver:
                 )
 
     def _copied(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What this rank writes, by file, as it is now, in memory of the host that the next checkpoint uses again."""
+        """Return copies of this rank's present state, by file, in host memory that the next checkpoint reuses."""
         rank, files = self.session.mesh.rank, self.session.model_files
         now = {
-            rank_file(rank): {one.key: one.tensor for one in held(self.session) if one.writer == rank},
+            rank_file(rank): {
+                state.key: state.tensor for state in held(self.session) if state.writer == rank
+            },
             **files.written(self.session),
         }
         accelerator = accelerator_of(self.session.device)
@@ -124,17 +133,17 @@ class Saver:
                 tensor
                 for file, tensors in now.items()
                 for key, tensor in tensors.items()
-                if key not in self._room.get(file, {})
+                if key not in self._buffers.get(file, {})
             ]
             accelerator.arena.reserve(pinned_bytes(tensor.nbytes for tensor in fresh))
         for file, tensors in now.items():
-            room = self._room.setdefault(file, {})
+            buffers = self._buffers.setdefault(file, {})
             for key, tensor in tensors.items():
-                if key not in room:
-                    room[key] = accelerator.lasting_on_host(tensor.shape, tensor.dtype, self)
-                room[key].copy_(tensor, non_blocking=True)
+                if key not in buffers:
+                    buffers[key] = accelerator.lasting_on_host(tensor.shape, tensor.dtype, self)
+                buffers[key].copy_(tensor, non_blocking=True)
         accelerator.synchronize()
-        return {file: room for file, room in self._room.items() if room}
+        return {file: buffers for file, buffers in self._buffers.items() if buffers}
 
 
 class _PendingCheckpoint:
@@ -156,7 +165,7 @@ class _PendingCheckpoint:
         return not self._thread.is_alive()
 
     def result(self) -> tuple[dict[str, FileRecord], str | None]:
-        """This rank's files, once they are there, and what kept it from writing them."""
+        """Wait for this rank's files; return them and the fault that prevented writing, if any."""
         self._thread.join()
         return self._written, self._fault
 
@@ -166,7 +175,7 @@ class _PendingCheckpoint:
             self._written = {
                 name: write_tensors(self.scratch / name, held) for name, held in self._files.items()
             }
-        except Exception as error:  # of whatever kind: what is not written must not count as whole
+        except Exception as error:  # of whatever kind: an unwritten checkpoint must not count as complete
             self._fault = getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -180,103 +189,105 @@ def save(session: Session, folder: Path, step: int, kept: Kept | None = None) ->
 
 
 def restore(session: Session, folder: Path) -> int:
-    """Put a session where the newest checkpoint of its plan was; returns the number of steps that were done.
+    """Restore a session from the newest checkpoint of its plan and return the number of steps done.
 
-    Every rank must call this. All files are compared with their digests before anything is used: by each rank those that it
-    reads, and a share of the others.
+    Every rank must call this. All files are compared with their digests before anything is used: each rank compares those
+    that it reads and a share of the others.
 
     Raises:
         InputError: the checkpoint is damaged, or has adapters for another model than the session's.
-        RunError: ranks do not see the same one.
+        RunError: ranks do not see the same checkpoint.
     """
     session.watch("looking for the newest checkpoint")
-    found = _agreed(folder)
-    _check_base(session, found)
-    session.watch(f"reading checkpoint {found.path.name}")
-    own, stored, sources = _agreed_sources(session, found)
-    _verify(session, found, {file for files in sources for file, _ in files})
-    for one, files in zip(own, sources, strict=True):
-        stored.read(one, files)
-    scale = found.manifest.loss_scale
-    resumed(session, None if scale is None else (scale, found.manifest.num_good))
-    session.passed_over = found.manifest.passed_over
-    return found.manifest.step
+    checkpoint = _agreed(folder)
+    _check_base(session, checkpoint)
+    session.watch(f"reading checkpoint {checkpoint.path.name}")
+    wanted, stored, sources = _agreed_sources(session, checkpoint)
+    _verify(session, checkpoint, {file for files in sources for file, _ in files})
+    for state, files in zip(wanted, sources, strict=True):
+        stored.read(state, files)
+    scale = checkpoint.manifest.loss_scale
+    resumed(session, None if scale is None else (scale, checkpoint.manifest.num_good))
+    session.passed_over = checkpoint.manifest.passed_over
+    return checkpoint.manifest.step
 
 
-def _check_base(session: Session, found: Checkpoint) -> None:
-    """That adapters are for this model, as the first rank sees it; every rank must call this."""
+def _check_base(session: Session, checkpoint: Checkpoint) -> None:
+    """Check on the first rank that adapters are for this model; every rank must call this."""
     fault = None
-    if session.mesh.rank == 0 and found.manifest.base is not None:
+    if session.mesh.rank == 0 and checkpoint.manifest.base is not None:
         try:
-            folders.check_base(found, session.base_model)
+            folders.check_base(checkpoint, session.base_model)
         except InputError as error:
             fault = str(error)
     if (fault := exchange(fault)[0]) is not None:
         raise InputError(fault)
 
 
-def _agreed_sources(session: Session, found: Checkpoint) -> tuple[list[Held], Stored, list[Sources]]:
-    """What this rank has, what a checkpoint holds, and where in it everything of the first is; every rank must call this,
-    and all raise `InputError` where one does not find something."""
-    own, stored, sources, fault = [], None, [], None
+def _agreed_sources(session: Session, checkpoint: Checkpoint) -> tuple[list[Held], Stored, list[Sources]]:
+    """Return this rank's state, the contents of a checkpoint, and where in it the state is stored. Every rank must call
+    this, and all raise `InputError` where one misses something."""
+    wanted, stored, sources, fault = [], None, [], None
     try:
-        stored = Stored(found)
-        own = list(held(session, stored.index))
-        sources = [stored.sources(one.name, one.region) for one in own]
+        stored = Stored(checkpoint)
+        wanted = list(held(session, stored.index))
+        sources = [stored.sources(state.name, state.region) for state in wanted]
     except InputError as error:
         fault = str(error)
-    _raise_together(fault, found)
+    _raise_together(fault, checkpoint)
     assert stored is not None
-    return own, stored, sources
+    return wanted, stored, sources
 
 
-def _raise_together(fault: str | None, found: Checkpoint) -> None:
-    """Raises `InputError` on all ranks where one found a fault in a checkpoint; every rank must call this."""
-    if faults := [told for told in exchange(fault) if told is not None]:
-        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
+def _raise_together(fault: str | None, checkpoint: Checkpoint) -> None:
+    """Raise `InputError` on all ranks if any of them reports a fault in a checkpoint; every rank must call this."""
+    if faults := [text for text in exchange(fault) if text is not None]:
+        raise InputError(f"{faults[0]}; {folders.instead_of(checkpoint.path)}")
 
 
 def _agreed(folder: Path) -> Checkpoint:
-    """The newest checkpoint, which all ranks see alike; every rank must call this."""
-    found, fault = None, None
+    """Return the newest checkpoint, which must be the same on all ranks; every rank must call this."""
+    checkpoint, fault = None, None
     try:
-        found = folders.newest(folder)
+        checkpoint = folders.newest(folder)
     except InputError as error:
         fault = str(error)
     seen = (
         None
-        if found is None
-        else [found.manifest.step, folders.digest(found.manifest.model_dump(mode="json"))]
+        if checkpoint is None
+        else [checkpoint.manifest.step, folders.digest(checkpoint.manifest.model_dump(mode="json"))]
     )
-    told = exchange({"seen": seen, "fault": fault})
-    if faults := [one["fault"] for one in told if one["fault"] is not None]:
+    reports = exchange({"seen": seen, "fault": fault})
+    if faults := [report["fault"] for report in reports if report["fault"] is not None]:
         raise InputError(faults[0])
-    if found is None or any(one["seen"] != seen for one in told):
-        names = ["none" if one["seen"] is None else folders.folder_name(one["seen"][0]) for one in told]
-        other = next((rank for rank, one in enumerate(told) if one["seen"] != told[0]["seen"]), 0)
+    if checkpoint is None or any(report["seen"] != seen for report in reports):
+        names = [
+            "none" if report["seen"] is None else folders.folder_name(report["seen"][0]) for report in reports
+        ]
+        other = next((rank for rank, report in enumerate(reports) if report["seen"] != reports[0]["seen"]), 0)
         raise RunError(
             f"rank 0 sees checkpoint {names[0]} in '{folder}', rank {other} {names[other]}: the folder must be on a file "
             "system that all ranks share"
         )
-    return found
+    return checkpoint
 
 
-def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
-    """Every file of a checkpoint is as it was written; every rank must call this, with what it will read."""
-    others = sorted(
-        found.manifest.files.keys() - {name for names in exchange(sorted(read)) for name in names}
+def _verify(session: Session, checkpoint: Checkpoint, read: set[str]) -> None:
+    """Check that every file of a checkpoint is unchanged. Every rank must call this with the files that it will read."""
+    unread = sorted(
+        checkpoint.manifest.files.keys() - {name for names in exchange(sorted(read)) for name in names}
     )
-    share = others[session.mesh.rank :: session.mesh.size]
+    share = unread[session.mesh.rank :: session.mesh.size]
     fault = None
     try:
-        check_contents(found.path, found.manifest, (*sorted(read), *share))
+        check_contents(checkpoint.path, checkpoint.manifest, (*sorted(read), *share))
     except InputError as error:
         fault = str(error)
-    _raise_together(fault, found)
+    _raise_together(fault, checkpoint)
 
 
 def _described(session: Session, step: int) -> Manifest:
-    """A checkpoint of the session as it is now, but for its files."""
+    """Return the manifest of a checkpoint of the session's present state, without its files."""
     scale, plan = session.loss_scale, folders.identity(session.plan)
     return Manifest(
         stagewright=__version__,
@@ -294,7 +305,7 @@ def _described(session: Session, step: int) -> Manifest:
 def _complete(
     pending: _PendingCheckpoint, documents: Mapping[str, Mapping[str, Any]], files: Mapping[str, FileRecord]
 ) -> None:
-    """The files that describe the others, once all of these are there."""
+    """Check that all `files` are there, and write the files that describe them."""
     scratch = pending.scratch
     for name, record in files.items():
         if not (scratch / name).is_file() or (scratch / name).stat().st_size != record.bytes:
@@ -310,15 +321,15 @@ def _complete(
 
 def _not_written(folder: Path, step: int, fault: str) -> RunError:
     before = [path.name for path in folders.steps_of(folder)]
-    kept = f"; {before[0]} is whole: go on from it with --resume" if before else ""
+    kept = f"; {before[0]} is complete: continue from it with --resume" if before else ""
     return RunError(
-        f"the checkpoint of step {step} cannot be written to '{folder}' ({fault}): make room there, or give another folder "
-        f"with --checkpoint{kept}"
+        f"the checkpoint of step {step} cannot be written to '{folder}' ({fault}): make room there, or give another "
+        f"folder with --checkpoint{kept}"
     )
 
 
 def _sync(path: Path) -> None:
-    """What was written to a file or folder survives a power failure from now on."""
+    """Flush a file or folder to the disk, so that it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The checkpoints of a trainer: which one it begins with, and when the next are written."""
+"""A trainer's checkpoints: restoring the newest one and writing new ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stagewright.execution.session import Session
 
 
 class Checkpointer:
-    """Writes checkpoints as the options say, of the session that it has at the time; every rank calls the same methods in
-    the same order. Without a folder it writes none."""
+    """A writer of checkpoints of its current session, as often as the options say; none without a folder. Every rank must
+    call the same methods in the same order."""
 
     def __init__(self, options: RunOptions, session: Session) -> None:
         self._folder = options.checkpoint_folder
         self._every = options.checkpoint_every
         self._kept = None if options.keep_last is None else Kept(options.keep_last, options.keep_every)
         self._saved: int | None = None
-        """Steps of the newest checkpoint of this run."""
+        """Number of steps in the newest checkpoint of this run."""
         self.saver: Saver | None = None
         self.enter(session)
 
@@ -40,17 +40,17 @@ class Checkpointer:
             self.saver = Saver(session, self._folder, self._kept)
 
     def leave(self) -> None:
-        """Let go of the session; the next is to `enter`."""
+        """Release the session; the next one must `enter`."""
         self.saver = None
 
     def restore(self, session: Session) -> int:
-        """Put `session` where the newest checkpoint is; returns the steps that are done there."""
+        """Restore `session` from the newest checkpoint and return its number of steps."""
         assert self._folder is not None, "there is a checkpoint"
         self._saved = restore(session, self._folder)
         return self._saved
 
     def after(self, step: int, is_last: bool, is_writing: bool) -> None:
-        """So many steps are done; a rank may still be writing (`is_writing`) the checkpoint before."""
+        """Write a checkpoint after `step` steps if one is due; `is_writing` if a rank still writes the previous one."""
         if self.saver is None:
             return
         if self.saver.is_open and not is_writing:
@@ -59,19 +59,19 @@ class Checkpointer:
             self._start(self.saver, step)
 
     def finish(self) -> None:
-        """Wait until the checkpoint is whole that is being written, if any."""
+        """Wait until the checkpoint that is being written, if any, is complete."""
         if self.saver is not None:
             self.saver.finish()
 
     def end(self, step: int) -> None:
-        """The run ends after so many steps: they are in a checkpoint, and that is whole."""
+        """End the run after `step` steps with a complete checkpoint of them."""
         if self.saver is not None and self._saved != step and not self.saver.is_open:
             self._start(self.saver, step)
         self.finish()
 
     def write(self, session: Session, step: int, folder: Path | None) -> Path:
-        """Write a checkpoint of so many steps now, to `folder` in place of the run's own where one is given, unless it is
-        there; returns where it is."""
+        """Write a checkpoint of `step` steps now, unless it exists, and return its path. It goes to `folder` if given,
+        else to the run's folder."""
         self.finish()
         kept = self._kept if folder is None else None
         folder = folder or self._folder

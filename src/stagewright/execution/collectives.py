@@ -1,4 +1,4 @@
-"""Collectives: over the replicas of a stage, asynchronous, in place and counted; and of documents, over all ranks."""
+"""Collectives: of tensors over the replicas of a stage (asynchronous, in place, counted), of documents over all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass
 class Traffic:
-    """What this rank has moved: numbers of collectives, and bytes that left it on a ring."""
+    """Counters of this rank's collectives, and of the bytes that it sent in them on a ring."""
 
     num_gathers: int = 0
     num_reductions: int = 0
@@ -38,35 +38,35 @@ class Traffic:
 
 
 _LETTING_GO_S = 1.0
-"""For a backend to let go of tensors whose collective is over; beyond, who waits goes on all the same."""
+"""Seconds to wait for a backend to release the tensors of a finished collective; afterwards the waiter goes on anyway."""
 
 
 class Pending:
-    """A collective or transfer on its way, in which this rank waits for `others`. Raises `RunError` where this process has
-    no part in it.
+    """A collective or transfer in progress, in which this rank waits for `peers`. Raises `RunError` where this process is
+    not part of it.
 
     Args:
-        lent: tensors that nothing but `work` refers to. Gloo's threads say that a collective is over before they let go of
-            its tensors; whoever waits goes on when they have, so that its buffers are freed when it drops them and not
-            when a thread comes to run.
+        lent: tensors that only `work` refers to. Gloo's threads report a collective as over before they release its
+            tensors; `wait` returns after they have, so that its buffers are freed when the caller drops them and not when
+            a thread gets to run.
     """
 
     def __init__(
         self,
         work: dist.Work | None,
         doing: str,
-        others: str = "the other replicas",
+        peers: str = "the other replicas",
         lent: Sequence[torch.Tensor] = (),
     ) -> None:
         if work is None:
-            raise RunError(f"{doing}: this process is not of the group that does it")
+            raise RunError(f"{doing}: this process is not in the group that does it")
         self._work: dist.Work | None = work
-        self._doing, self._others = doing, others
+        self._doing, self._peers = doing, peers
         self._lent = [tensor for tensor in lent if tensor.device.type == "cpu"]
 
     def wait(self) -> None:
-        """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where another is
-        gone."""
+        """Wait until its result may be used; on a GPU, by work that is issued from now on. Raises `RunError` where another
+        rank is gone."""
         if self._work is None:
             return
         try:
@@ -75,7 +75,7 @@ class Pending:
             text = str(error)
             closed = "closed by peer" in text or "reset by peer" in text
             reason = "its connection closed" if closed else text.splitlines()[0]
-            raise RunError(f"{self._doing}: waited for {self._others}, but {reason}") from error
+            raise RunError(f"{self._doing}: waited for {self._peers}, but {reason}") from error
         self._work = None
         last = time.monotonic() + _LETTING_GO_S
         while any(num_holders(tensor) > 1 for tensor in self._lent) and time.monotonic() < last:
@@ -85,10 +85,10 @@ class Pending:
 
 @dataclass
 class ReplicaGroup:
-    """The ranks that the state of the same stages is sharded over, of which this one has number `index`.
+    """The ranks that the state of the same stages is sharded over; this one has number `index`.
 
-    Gathers and sums have a process group each, so that neither queues behind the other. Where other ranks hold copies of
-    these shards, `copies` has those of this rank's.
+    Gathers and sums each have a process group, so that neither queues after the other. Where other ranks hold copies of
+    these shards, `copies` is the group of those that hold this rank's.
     """
 
     index: int
@@ -102,12 +102,12 @@ class ReplicaGroup:
         """Fill `whole` with every replica's `shard`, which may be a part of it."""
         self.traffic.num_gathers += 1
         self.traffic.gathered_bytes += (self.size - 1) * _num_bytes(shard)
-        filled, own = _lent(whole), _lent(shard)
-        work = all_gather(filled, own, group=self.gathers, async_op=True)
-        return Pending(work, doing, lent=(filled, own))
+        filled, sent = _lent(whole), _lent(shard)
+        work = all_gather(filled, sent, group=self.gathers, async_op=True)
+        return Pending(work, doing, lent=(filled, sent))
 
     def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
-        """Add up every replica's `whole` and leave this one's part in `shard`, a part of it; the others are lost."""
+        """Add up every replica's `whole` and leave this one's part in `shard`, a part of it; other parts are overwritten."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
         summed = _lent(whole)
@@ -136,7 +136,7 @@ class ReplicaGroup:
         return Pending(dist.all_reduce(summed, group=group, async_op=True), doing, lent=(summed,))
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of every replica's `part`, a number, in place."""
+        """Add up every replica's `part`, a number, in place and return it."""
         dist.all_reduce(part, group=self.sums)
         return part
 
@@ -146,27 +146,27 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own on the same memory, as backends take it: they do not know complex numbers."""
+    """Return a new tensor on the same memory, viewed as real numbers: backends do not support complex ones."""
     return (torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor).detach()
 
 
 def is_ordered(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether messages of a group match by their order alone, as NCCL's do; gloo's match by tag."""
+    """Return whether messages of a group match by their order alone, as NCCL's do; gloo's match by tag."""
     return dist.get_backend(group) != "gloo"
 
 
 def backend_of(kind: str) -> str:
-    """The backend between devices of a kind."""
+    """Return the backend for devices of a kind."""
     return "nccl" if kind == "cuda" else "gloo"
 
 
 _timeout: timedelta | None = None
-"""Of every group of this process; None, the backend's own, unless `join` was given one."""
+"""Timeout of every group of this process, as given to `join`; None is the backend's default."""
 
 
 def join(backend: str, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
-    """Join the default group of all ranks, without a `device_id`: given one, NCCL would send all messages of a group one
-    after the other."""
+    """Join the default group of all ranks, without a `device_id`: with one, NCCL would send all messages of a group one
+    after another."""
     global _timeout
     _timeout = timeout
     options = _small_options() if backend == "nccl" else None
@@ -176,28 +176,28 @@ def join(backend: str, store: dist.Store, rank: int, num_ranks: int, timeout: ti
 
 
 class ProcessGroups:
-    """The process groups of a run, in the order of their creation; every process creates and destroys them alike."""
+    """The process groups of a run, in the order of their creation; all processes create and destroy them in one order."""
 
     def __init__(self) -> None:
         self._own: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
 
     def new(self, groups: Iterable[Sequence[int]], is_small: bool = False) -> dist.ProcessGroup | None:
-        """Create a group of each of `groups`, lists of global ranks. Returns the one that this process is in.
+        """Create a group for each of `groups`, lists of global ranks, and return the one that this process is in.
 
-        A group for transfers or for single numbers `is_small`: its communicators take few of the device's multiprocessors,
-        and little of its memory.
+        Groups for transfers or for single numbers are `is_small`: their communicators take few of the device's
+        multiprocessors and little of its memory.
         """
         options = _small_options() if is_small and dist.get_backend() == "nccl" else None
-        own: dist.ProcessGroup | None = None
+        joined: dist.ProcessGroup | None = None
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=_timeout, pg_options=options)
             if dist.get_rank() in ranks and isinstance(group, dist.ProcessGroup):
-                own = group
+                joined = group
                 self._own.append((group, tuple(ranks)))
-        return own
+        return joined
 
     def __iter__(self) -> Iterator[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-        """This process's groups and their global ranks."""
+        """Iterate over this process's groups and their global ranks."""
         return iter(self._own)
 
     def destroy(self) -> None:
@@ -208,7 +208,7 @@ class ProcessGroups:
 
 
 def _small_options() -> Any:
-    """NCCL's options for a group of few channels, whose streams come before those of computations."""
+    """Return NCCL's options for a group of few channels, whose streams have priority over those of computations."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = LANE_CTAS
     if _timeout is not None:  # torch warns where the two differ
@@ -217,32 +217,32 @@ def _small_options() -> Any:
 
 
 def _document_device() -> torch.device:
-    """The device of tensors that the default group takes: the host if it takes those, whatever its backend is called."""
+    """Return the device of tensors that the default group accepts: the host if it accepts host tensors."""
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def from_first(text: str | None) -> str:
-    """The text that the first rank gives; every rank must call this, the others with None."""
+    """Return the first rank's text on all ranks; every rank must call this, the others with None."""
     device = _document_device()
-    own = (
+    encoded = (
         torch.frombuffer(bytearray((text or "").encode()), dtype=torch.uint8)
         if text
         else torch.empty(0, dtype=torch.uint8)
     )
-    size = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
     dist.broadcast(size, 0)
-    content = own.to(device) if len(own) else torch.empty(int(size), dtype=torch.uint8, device=device)
+    content = encoded.to(device) if len(encoded) else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(content, 0)
     return content.cpu().numpy().tobytes().decode()
 
 
 def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
-    """See that all ranks have the same plan, known by its digest, and have traced and cut the same graph, so that every
-    message has the layout that its receiver expects; every rank must call this.
+    """Check that all ranks have the same plan, by its digest, and have traced and cut the same graph, so that every message
+    has the layout that its receiver expects; every rank must call this.
 
     Raises:
-        RunError: two ranks differ; names the first operator that does.
+        RunError: two ranks differ; names the first different operator.
     """
     graph = stages[0].graph
     boundaries = [
@@ -257,14 +257,14 @@ def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
         other := next((rank for rank, there in enumerate(ranks) if there["plan"] != ranks[0]["plan"]), None)
     ) is not None:
         raise RunError(
-            f"rank {other} has another plan than rank 0: see that all hosts read the same file, and start the run again"
+            f"rank {other} has another plan than rank 0: let all hosts read the same file, and start the run again"
         )
     other = next((rank for rank, there in enumerate(ranks) if there["digest"] != ranks[0]["digest"]), None)
     if other is None:
         return
     first, second = (
-        [f"'{name}' is {op}" for name, op in told]
-        for rank, told in enumerate(
+        [f"'{name}' is {op}" for name, op in operators]
+        for rank, operators in enumerate(
             exchange([(graph.nodes[node].name, graph.nodes[node].op) for node in graph.forward_ids])
         )
         if rank in (0, other)
@@ -280,49 +280,50 @@ def check_same_graphs(stages: Sequence[Stage], plan: str = "") -> None:
     )
 
 
-def check_same_weights(own: Mapping[str, int], groups: Mapping[str, Collection[str]]) -> None:
-    """See that all ranks that start with a tensor start with the same; every rank must call this.
+def check_same_weights(checksums: Mapping[str, int], groups: Mapping[str, Collection[str]]) -> None:
+    """Check that all ranks that hold a tensor start with the same values of it; every rank must call this.
 
     Args:
-        own: checksums of what this rank starts with, by name.
-        groups: names among them, by a key that all ranks that start with these names have, and no others.
+        checksums: checksums of the tensors with which this rank starts, by name.
+        groups: names among them, by a key that exactly those ranks have that start with these names.
 
     Raises:
-        RunError: two ranks differ; names the first tensor that does.
+        RunError: two ranks differ; names the first different tensor.
     """
-    told = {
-        key: zlib.crc32(repr([(name, own[name]) for name in sorted(names)]).encode())
+    by_key = {
+        key: zlib.crc32(repr([(name, checksums[name]) for name in sorted(names)]).encode())
         for key, names in groups.items()
     }
-    if not any(_differing(exchange(told))):
+    if not any(_differing(exchange(by_key))):
         return
-    for name, first, other in _differing(exchange(dict(own))):
+    for name, first, other in _differing(exchange(dict(checksums))):
         raise RunError(
             f"'{name}' starts with other values on rank {other} than on rank {first}, which has the same tensor: the model "
-            "draws it from what differs between processes (such as numpy.random.default_rng() or torch.Generator().seed() "
-            "without a seed, the time, or the order of a set), or reads other files there. Give it a fixed seed, or the "
-            "same files"
+            "draws it from something that differs between processes (such as numpy.random.default_rng() or "
+            "torch.Generator().seed() without a seed, the time, or the order of a set), or reads other files there. Give it "
+            "a fixed seed, or the same files"
         )
 
 
-def _differing(told: Sequence[Mapping[str, int]]) -> Iterator[tuple[str, int, int]]:
-    """Names with other numbers in what two ranks have told, with these ranks."""
+def _differing(by_rank: Sequence[Mapping[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield each name whose numbers differ between two ranks, with these ranks."""
     first: dict[str, int] = {}
-    for rank, checksums in enumerate(told):
+    for rank, checksums in enumerate(by_rank):
         for name, checksum in checksums.items():
-            if told[first.setdefault(name, rank)][name] != checksum:
+            if by_rank[first.setdefault(name, rank)][name] != checksum:
                 yield name, first[name], rank
 
 
 def exchange(document: Any) -> list[Any]:
-    """Every rank's JSON document, in the order of ranks, which all must call this: what arrives is data and never code."""
+    """Return every rank's JSON document, in the order of ranks; every rank must call this. Received bytes are parsed as
+    JSON, never executed."""
     device = _document_device()
-    own = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
+    encoded = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=device))
+    dist.all_gather(sizes, torch.tensor([encoded.numel()], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
+    padded[: encoded.numel()] = encoded
     received = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
     return [

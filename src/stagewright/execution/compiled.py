@@ -1,4 +1,4 @@
-"""Stage functions through TorchInductor, each for itself: one that cannot be compiled runs as it is, with a warning."""
+"""Compilation of stage functions with TorchInductor; a function that cannot be compiled runs uncompiled, with a warning."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stagewright.tracing.private import is_seen_by_modes
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""How far a compiled result may be from that of the operators, of its largest element; 0.1 in half precision. Models in
-float64 compute some values, such as rotary tables, in float32."""
+"""Tolerance between compiled and uncompiled results, as a fraction of the largest element; 0.1 in half precision. Models
+in float64 compute some values, such as rotary tables, in float32."""
 _LOOSE = 0.1
 
 Tensors = list[torch.Tensor]
@@ -30,11 +30,11 @@ def compiled(
     name: str,
     make: Callable[[Function, str], Runnable],
 ) -> Runnable:
-    """What `make` makes of `function`, compiled when it is first called (`StageRunner.prepare` does, before training): what
-    lies between two moves to or from the host each for itself.
+    """Return what `make` makes of `function`, compiled at its first call (`StageRunner.prepare` makes it, before training).
+    The parts between moves to or from the host are compiled separately.
 
-    The first call runs both and compares layouts, what shares storages, and contents. Warns where the operators are run as
-    they are, and says why.
+    The first call runs both versions and compares layouts, shared storages and contents. Warns, with the reason, where a
+    function stays uncompiled.
     """
     whole = make(function, name)
     if not any(node.op in MOVES for node in function.nodes):
@@ -59,7 +59,7 @@ def _compiled(
 
 
 class _Parts:
-    """Runs parts one after the other; a value goes with the last that uses it."""
+    """A call of several parts in order; a value is freed after the last part that uses it."""
 
     def __init__(self, whole: Runnable, parts: Sequence[Runnable]) -> None:
         self.whole = whole
@@ -74,13 +74,13 @@ class _Parts:
         if is_seen_by_modes():
             return self.whole.call(inputs, resident, accumulate, reseed)
         given = zip(self.whole.inputs, inputs, self.given, strict=True)
-        known = {value: tensor for value, tensor, is_used in given if is_used}
+        values = {value: tensor for value, tensor, is_used in given if is_used}
         inputs.clear()
         for part, is_last in self.parts:
             uses = zip(part.inputs, is_last, strict=True)
-            taken = [known.pop(value) if last else known[value] for value, last in uses]
-            known.update(zip(part.outputs, part.call(taken, resident, accumulate, reseed), strict=True))
-        return [known[value] if value in known else resident[value] for value in self.whole.outputs]
+            taken = [values.pop(value) if last else values[value] for value, last in uses]
+            values.update(zip(part.outputs, part.call(taken, resident, accumulate, reseed), strict=True))
+        return [values[value] if value in values else resident[value] for value in self.whole.outputs]
 
 
 class _Compiled:
@@ -95,7 +95,7 @@ class _Compiled:
     def __call__(
         self, inputs: Tensors, resident: dict[int, torch.Tensor], accumulate: Accumulate, reseed: Reseed
     ) -> Tensors:
-        is_metered = is_seen_by_modes()  # bytes are counted of the operators, as they are predicted
+        is_metered = is_seen_by_modes()  # metered bytes are those of the operators, as in predictions
         if not self.checked and not is_metered:
             self.checked = True
             self._check([*inputs, *self._read(resident)])
@@ -103,25 +103,25 @@ class _Compiled:
             return self.runnable.call(inputs, resident, accumulate, reseed)
         arguments = [*inputs, *self._read(resident)]
         inputs.clear()
-        made = list(self.fast(*arguments))
-        count = len(made) - len(self.pure.parameters)
-        for parameter, gradient in zip(self.pure.parameters, made[count:], strict=True):
+        results = list(self.fast(*arguments))
+        count = len(results) - len(self.pure.parameters)
+        for parameter, gradient in zip(self.pure.parameters, results[count:], strict=True):
             accumulate(parameter, gradient)
-        return made[:count]
+        return results[:count]
 
     def _read(self, resident: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [resident[value] for value in self.pure.resident]
 
     def _check(self, arguments: Sequence[torch.Tensor]) -> None:
-        """Compile, and compare with what the operators give."""
+        """Compile, and compare the results with those of the operators."""
         try:
-            found = self.fast(*arguments)
-        except Exception as error:  # whatever a compiler may raise, the operators are there
+            results = self.fast(*arguments)
+        except Exception as error:  # whatever a compiler raises, the operators can run
             if cause_of(error) is not None:
                 raise
             self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             return
-        problem = _difference(found, self.pure.call(*arguments), arguments)
+        problem = _difference(results, self.pure.call(*arguments), arguments)
         if problem:
             self._give_up(problem)
 
@@ -136,16 +136,20 @@ def _warn(name: str, reason: str) -> None:
 
 
 def _difference(
-    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> str:
-    """What compiling changed beyond rounding; empty if nothing."""
-    for one, other in zip(found, wanted, strict=True):
-        if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
-            return f"a result is {_layout(one)} instead of {_layout(other)}"
-        if not _is_close(one, other):
-            return "a result is another"
-    if _sharing((*given, *found)) != _sharing((*given, *wanted)):
-        return "results share other storages"
+    """Return what compilation changed beyond rounding, in words; empty if nothing."""
+    for result, expected in zip(results, wanted, strict=True):
+        if (result.dtype, result.shape, result.stride()) != (
+            expected.dtype,
+            expected.shape,
+            expected.stride(),
+        ):
+            return f"a result is {_layout(result)} instead of {_layout(expected)}"
+        if not _is_close(result, expected):
+            return "a result differs"
+    if _sharing((*given, *results)) != _sharing((*given, *wanted)):
+        return "results share storages differently"
     return ""
 
 
@@ -153,18 +157,18 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()}"
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    finite = other[other.isfinite()]
+def _is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    if not (result.is_floating_point() or result.is_complex()):
+        return torch.equal(result, expected)
+    finite = expected[expected.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    part = TOLERANCE.get(other.dtype, _LOOSE)
+    part = TOLERANCE.get(expected.dtype, _LOOSE)
     # Equal infinities are close.
-    return torch.allclose(one, other, rtol=part, atol=part * scale, equal_nan=True)
+    return torch.allclose(result, expected, rtol=part, atol=part * scale, equal_nan=True)
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """For each tensor, the first one with the same storage, and its offset there."""
+    """Return, for each tensor, the first one with the same storage, and its offset in it."""
     first: dict[int, int] = {}
     return [
         (first.setdefault(tensor.untyped_storage().data_ptr(), index), int(tensor.storage_offset()))

@@ -1,8 +1,8 @@
-"""Between tensors as published files have them and as a transformers model does: under another name, without the prefix of
-the base model, or experts one by one that the model has in one tensor.
+"""Conversions between tensors of published files and of transformers models: other names, no prefix of the base model, or
+separate experts that the model has in one tensor.
 
-Source: ``core_model_loading.py`` and ``conversion_mapping.py`` of transformers (5.x), which say so for every kind of model;
-their functions are called here and nowhere else.
+Source: ``core_model_loading.py`` and ``conversion_mapping.py`` of transformers (5.x), which define them for every kind of
+model; their functions are called only here.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from stagewright.errors import InputError
 
 
 class Conversions:
-    """From the tensors that files have, `stored`, to those of the model `net`, whose names are `known`."""
+    """Conversions from the tensors of files, named `stored`, to those of the model `net`, named `expected`."""
 
-    def __init__(self, net: Any, stored: Collection[str], known: Collection[str]) -> None:
-        self._net, self._stored, self._known = net, stored, dict.fromkeys(known, True)
+    def __init__(self, net: Any, stored: Collection[str], expected: Collection[str]) -> None:
+        self._net, self._stored, self._known = net, stored, dict.fromkeys(expected, True)
 
     def sources(self, key: str) -> list[str]:
-        """The stored tensors that tensor `key` of the model is made of; none where there are none."""
+        """Return the stored tensors that tensor `key` of the model is made of; may be empty."""
         return [name for name, _ in self._sources.get(key, ())]
 
     def made(self, key: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Tensor `key` of the model, of what `read` gives of the stored ones. Raises `InputError` where they do not fit."""
+        """Make tensor `key` of the model from the stored tensors that `read` returns. Raises `InputError` where they do not
+        fit."""
         pairs = self._sources[key]
         if pairs[0][1] is None:
             return read(pairs[0][0])
@@ -45,13 +46,13 @@ class Conversions:
         for name, pattern in pairs:
             converter.add_tensor(key, name, pattern, read(name))
         try:
-            made = converter.convert(key, model=self._net, config=self._net.config)[key]
+            converted = converter.convert(key, model=self._net, config=self._net.config)[key]
         except Exception as error:  # operations of transformers raise many types
             raise InputError(
                 f"tensor '{key}' cannot be made of {len(pairs)} stored ones such as '{pairs[0][0]}' ({error}): the files "
                 "belong to another model"
             ) from error
-        return made[0] if isinstance(made, list) else made
+        return converted[0] if isinstance(converted, list) else converted
 
     @cached_property
     def _transforms(self) -> list[Any]:
@@ -59,28 +60,28 @@ class Conversions:
 
     @cached_property
     def _by_pattern(self) -> dict[str, Any]:
-        converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
-        return {pattern: one for one in converters for pattern in one.source_patterns}
+        converters = [transform for transform in self._transforms if isinstance(transform, WeightConverter)]
+        return {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     @cached_property
     def _sources(self) -> Mapping[str, list[tuple[str, str | None]]]:
-        """Stored tensors and, where several make one, the pattern that they follow."""
+        """Stored tensors by the model's names, each with the pattern that it follows where several make one."""
         if not isinstance(self._net, PreTrainedModel):
             return {}
-        renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in self._transforms if isinstance(one, WeightConverter)]
-        found: dict[str, list[tuple[str, str | None]]] = {}
+        renamings = [transform for transform in self._transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in self._transforms if isinstance(transform, WeightConverter)]
+        sources: dict[str, list[tuple[str, str | None]]] = {}
         for name in sorted(self._stored, key=dot_natural_key):
             key, pattern = rename_source_key(
                 name, renamings, converters, self._net.base_model_prefix, self._known
             )
             if key in self._known:
-                found.setdefault(key, []).append((name, pattern))
-        return found
+                sources.setdefault(key, []).append((name, pattern))
+        return sources
 
 
 def as_published(net: Any, key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensor `key` of the model `net` as transformers saves it: under the published name, or as several."""
+    """Convert tensor `key` of the model `net` to the form that transformers saves: a published name, or several tensors."""
     if not isinstance(net, PreTrainedModel):
         return {key: tensor}
     return revert_weight_conversion(net, {key: tensor})

@@ -1,4 +1,4 @@
-"""What a run is trained on, in a few words that tell it from other data. Nothing here imports torch."""
+"""Identity of training data: a short description that distinguishes it from other data. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from stagewright.errors import InputError
 from stagewright.files import check_regular
 
 ORDER = 2
-"""Version of the rule that says which sample comes when; another is other data."""
+"""Version of the rule that orders samples; another version counts as other data."""
 _WHOLE_BYTES = 2**30
 _BLOCK_BYTES = 2**20
 
 
 class DataIdentity(StrictModel):
-    """What the samples of a run were made from: `kind` says how, the rest is of the file.
+    """The source of a run's samples: `kind` says how they are made, the other fields describe the file.
 
-    Of a `store` of documents `sha256` is of their tokens, which tell tokenizers apart too; of a `factory` it is of the code
-    that makes the dataset; a `mixture` is known by its parts. Of weights that came from `elsewhere` nothing is known.
+    For a `store` of documents, `sha256` covers their tokens and so distinguishes tokenizers too; for a `factory`, it covers
+    the code that makes the dataset; a `mixture` is identified by its parts. For weights from `elsewhere`, the data is
+    unknown.
 
-    `sha256` is of the whole file up to 1 GiB. Of a larger one it is of its size and of 1,024 blocks of 1 MiB, the first, the
-    last and those evenly between them (`is_sampled`): another file is told from it within seconds, a few changed tokens need
-    not be.
+    `sha256` covers the whole file up to 1 GiB. For a larger file it covers the size and 1,024 blocks of 1 MiB: the first,
+    the last and others evenly between (`is_sampled`). That distinguishes other files within seconds, but may miss a few
+    changed tokens.
     """
 
     kind: Literal["synthetic", "text", "tokens", "store", "factory", "mixture", "elsewhere"]
@@ -40,7 +41,7 @@ class DataIdentity(StrictModel):
     num_tokens: int | None = None
     num_documents: int | None = None
     weight: float | None = None
-    """The share of a mixture that is from this part."""
+    """Share of this part in a mixture."""
     parts: tuple[DataIdentity, ...] = ()
 
     @property
@@ -48,7 +49,7 @@ class DataIdentity(StrictModel):
         return self.model_copy(update={"name": None, "parts": tuple(part.nameless for part in self.parts)})
 
     def is_same(self, other: DataIdentity) -> bool:
-        """Whether it gives the same samples, by whatever name."""
+        """Return whether it gives the same samples, whatever its name."""
         return self.nameless == other.nameless
 
     def __str__(self) -> str:
@@ -64,8 +65,8 @@ class DataIdentity(StrictModel):
 
 
 def tokens_of(data: str | Path) -> np.ndarray:
-    """The tokens of a data file in one row, read when they are looked at: of a ``.npy`` its numbers, of a text its bytes.
-    Raises `InputError` where it cannot be read or holds no integers."""
+    """Return the tokens of a data file as one memory-mapped row: the numbers of a ``.npy``, the bytes of a text. Raises
+    `InputError` where the file cannot be read or does not hold integers."""
     path = Path(data)
     check_regular(path, "data file")
     try:
@@ -77,17 +78,17 @@ def tokens_of(data: str | Path) -> np.ndarray:
             tokens = np.array([], np.uint8)
     except OSError as error:
         raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # of headers, which numpy evaluates
+    except Exception as error:  # from headers, which numpy evaluates
         raise InputError(f"data file '{data}' is not an array of token ids: {error}") from None
     if tokens.dtype.kind not in "iu":
         raise InputError(
-            f"data file '{data}' holds numbers of type {tokens.dtype}, but token ids are integers: save them so"
+            f"data file '{data}' holds numbers of type {tokens.dtype}, but token ids are integers: save them as integers"
         )
     return tokens
 
 
 def identity_of(data: DataIdentity | str | Path | None) -> DataIdentity:
-    """Of a text or an array of tokens, or of synthetic samples where there is none. Raises `InputError` where the file
+    """Return the identity of a text, an array of tokens, or synthetic samples (None). Raises `InputError` where the file
     cannot be read."""
     if data is None:
         return DataIdentity(kind="synthetic")
@@ -111,14 +112,14 @@ def identity_of(data: DataIdentity | str | Path | None) -> DataIdentity:
 
 
 def contents_digest(path: Path, num_blocks: int | None = None) -> str:
-    """SHA-256 of a file, or of its size and `num_blocks` of 1 MiB where it is larger than these: the first, the last and
-    those evenly between; by default as many as `DataIdentity` says."""
+    """Return the SHA-256 of a file, or of its size and `num_blocks` blocks of 1 MiB where it is larger than these: the
+    first, the last and others evenly between; by default as many as `DataIdentity` says."""
     size, count = path.stat().st_size, num_blocks or _WHOLE_BYTES // _BLOCK_BYTES
     with path.open("rb", buffering=0) as file:
         if size <= count * _BLOCK_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        found = hashlib.sha256(str(size).encode())
+        sha = hashlib.sha256(str(size).encode())
         for block in range(count):
             file.seek((size - _BLOCK_BYTES) * block // (count - 1), os.SEEK_SET)
-            found.update(file.read(_BLOCK_BYTES))
-        return found.hexdigest()
+            sha.update(file.read(_BLOCK_BYTES))
+        return sha.hexdigest()

@@ -1,4 +1,4 @@
-"""Which device the process of a rank computes on."""
+"""The device that a rank's process computes on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from stagewright.planning.plan import Plan
 ASKED = ("cpu", "cuda", "auto")
 
 
-def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
-    """``cpu`` or ``cuda``: what is asked for; with ``auto`` a GPU where the plan is for GPUs and this machine has any.
-    Raises `InputError` where there is no such kind, or there are fewer GPUs than the ranks that this machine is to run."""
-    if asked not in ASKED:
-        raise InputError(f"--device {asked}{nearest(asked, ASKED)}: give cpu, cuda or auto")
+def kind_of(kind: str, plan: Plan, num_ranks_here: int) -> str:
+    """Resolve `kind` to ``cpu`` or ``cuda``; ``auto`` is ``cuda`` where the plan is for GPUs and this machine has any.
+    Raises `InputError` for an unknown kind, or if this machine has fewer GPUs than ranks to run."""
+    if kind not in ASKED:
+        raise InputError(f"--device {kind}{nearest(kind, ASKED)}: give cpu, cuda or auto")
     available = num_devices("cuda")
-    if asked == "cpu" or (asked == "auto" and not (available and plan.cluster.kind == "cuda")):
+    if kind == "cpu" or (kind == "auto" and not (available and plan.cluster.kind == "cuda")):
         return "cpu"
     if available < num_ranks_here:
         raise InputError(
-            f"NCCL runs one rank per GPU: {num_ranks_here} ranks of the plan are to run on this machine, which has "
+            f"NCCL runs one rank per GPU: {num_ranks_here} ranks of the plan run on this machine, which has "
             f"{available} CUDA devices. Plan for as many ranks as there are devices (`stagewright probe --device cuda` "
             "describes them), or give --device cpu"
         )
@@ -31,8 +31,8 @@ def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
 
 
 def local_device(kind: str) -> torch.device:
-    """Return the device of this process, which is its current one from now on. Raises `InputError` where there are several
-    GPUs and the launcher does not say which is this process's, or it says one that is not there."""
+    """Make this process's device current and return it. Raises `InputError` where there are several GPUs and the launcher
+    does not say which one to use, or names one that does not exist."""
     if kind == "cpu":
         return torch.device("cpu")
     num_visible, local = num_devices("cuda"), os.environ.get("LOCAL_RANK")
@@ -48,7 +48,7 @@ def local_device(kind: str) -> torch.device:
             f"LOCAL_RANK is {index}, but this process sees {num_visible} CUDA devices: start as many ranks on a machine as "
             "it has, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
         )
-    # Before CUDA starts: of more streams than queues, which are 8 by default, some wait for others.
+    # Before CUDA starts: with more streams than queues (8 by default), some streams wait for others.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = torch.device("cuda", index)
     accelerator_of(device).make_current()

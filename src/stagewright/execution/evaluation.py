@@ -1,4 +1,4 @@
-"""Evaluation under the pipeline: the forwards of a plan alone, on the weights of a session."""
+"""Evaluation in the pipeline: only the forwards of a plan, on the weights of a session."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NONE = Function((), (), ())
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What some samples came to.
+    """The result of an evaluation.
 
-    `loss` is the mean over all tokens that count, `num_tokens`, or over the microbatches where the model's loss is not one
-    of tokens (`num_tokens` is 0 then). `log_probabilities` are, by number of the sample, those of its tokens, in their
-    order, if they were asked for.
+    `loss` is the mean over all `num_tokens` tokens that count, or over microbatches where the model's loss is not per token
+    (`num_tokens` is 0 then). `log_probabilities` has, if requested, the log-probabilities of each sample's tokens in order,
+    by the number of the sample.
     """
 
     loss: float
@@ -38,10 +38,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Runs the forwards of a session's plan as `module.eval()` would; every rank makes one and calls `run` alike.
+    """A runner of the forwards of a session's plan as under `module.eval()`; every rank makes one and makes the same calls.
 
     Raises:
-        InputError: the model draws random numbers in a way that cannot be switched off.
+        InputError: the model draws random numbers in a way that cannot be disabled.
     """
 
     def __init__(self, session: Session) -> None:
@@ -57,11 +57,11 @@ class Evaluator:
     def over(
         self, batches: Batches, wants_tokens: bool = False, most_samples: int | None = None
     ) -> Evaluation:
-        """The loss of every sample of `batches`, or of the first so many, once. Of a model whose loss is not one of tokens,
-        the last samples are left out that fill no microbatch."""
-        session, each = self.session, self.session.plan.job.global_batch
+        """Evaluate every sample of `batches` once, or the first `most_samples`. Where the model's loss is not per token, the
+        last samples that do not fill a microbatch are left out."""
+        session, batch_size = self.session, self.session.plan.job.global_batch
         num_samples = min(batches.num_samples, most_samples or batches.num_samples)
-        steps = range(-(-num_samples // each))
+        steps = range(-(-num_samples // batch_size))
         graph = session.lengths.turn_to(session.plan.job.sequence_length).graph
         return self.run(
             (session.microbatches(step, graph, batches) for step in steps), wants_tokens, num_samples
@@ -73,12 +73,12 @@ class Evaluator:
         wants_tokens: bool = False,
         num_samples: int | None = None,
     ) -> Evaluation:
-        """The loss of `batches`, each this replica's microbatches of one global batch; samples from number `num_samples` on
-        only fill the last one."""
+        """Evaluate `batches`, each this replica's microbatches of one global batch; samples from number `num_samples` on are
+        padding of the last one."""
         session = self.session
         plan, size = session.plan, session.plan.microbatch_size
         total = torch.zeros(2, dtype=torch.float64, device=session.device)
-        found: dict[int, list[float | None]] = {}
+        by_sample: dict[int, list[float | None]] = {}
         first_sample = 0
         session.runner.release()
         self.runner.restore()
@@ -95,8 +95,8 @@ class Evaluator:
                 counts = rows != NOT_COUNTED
                 total += torch.stack((torch.where(counts, rows, 0).double().sum(), counts.double().sum()))
                 if wants_tokens:
-                    found |= {
-                        place + row: [None if one == NOT_COUNTED else -one for one in tokens]
+                    by_sample |= {
+                        place + row: [None if value == NOT_COUNTED else -value for value in tokens]
                         for row, tokens in enumerate(rows.tolist())
                     }
             first_sample += plan.job.global_batch
@@ -106,38 +106,41 @@ class Evaluator:
         torch.distributed.all_reduce(total)
         summed, count = total.tolist()
         if session.mesh.tensor_rank:
-            found = {}
-        told = exchange({str(sample): tokens for sample, tokens in found.items()}) if wants_tokens else []
+            by_sample = {}
+        by_rank = (
+            exchange({str(sample): tokens for sample, tokens in by_sample.items()}) if wants_tokens else []
+        )
         return Evaluation(
             summed / max(count, 1.0),
             round(count / plan.tp) if self.is_by_token else 0,
             {
                 int(sample): tokens
-                for one in told
-                for sample, tokens in sorted(one.items(), key=lambda item: int(item[0]))
+                for samples in by_rank
+                for sample, tokens in sorted(samples.items(), key=lambda item: int(item[0]))
             },
         )
 
 
 def forwards(program: Program) -> Program:
-    """The F actions of `program`, in its order, with gathered parameters there for each run of them on a stage."""
+    """Return the F actions of `program` in its order, with a gather and a release around each run of them on a stage whose
+    parameters are sharded."""
     gathered = {action.stage for action in program if action.kind is Kind.GATHER}
 
     def on_rank(actions: Iterable[Action]) -> list[Action]:
         parts = [part for action in actions for part in action.parts if part.kind is Kind.F]
-        found: list[Action] = []
+        lowered: list[Action] = []
         for stage, run in groupby(parts, key=lambda part: part.stage):
             if stage in gathered:
-                found += [Action(Kind.GATHER, stage), *run, Action(Kind.RELEASE, stage)]
+                lowered += [Action(Kind.GATHER, stage), *run, Action(Kind.RELEASE, stage)]
             else:
-                found += run
-        return found
+                lowered += run
+        return lowered
 
     return program.with_ranks(map(on_rank, program.ranks))
 
 
 def forward_only(stage: Stage) -> Stage:
-    """`stage` with nothing but what its forward sends on, or the loss."""
+    """Return `stage` reduced to the computation of the values that its forward sends, and of the loss."""
     sent = [value for transfer in stage.sends for value in transfer.values]
     if stage.computes_loss:
         sent.append(stage.graph.loss)

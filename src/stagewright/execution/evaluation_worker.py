@@ -1,4 +1,4 @@
-"""The process of one rank that evaluates a checkpoint. Run with one argument, the options of `work` as JSON."""
+"""The process of one rank that evaluates a checkpoint; its one argument is the options of `work` as JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def work(
     most_samples: int | None,
     start_timeout: float,
 ) -> None:
-    """Evaluate on this rank; the first writes what came of it to `outcome`, and those of all tokens where they are asked
-    for."""
+    """Evaluate on this rank; the first rank writes the result to `outcome`, and the log-probabilities of all tokens to
+    `log_probabilities` if given."""
     from stagewright.execution.trainer import Trainer
 
     prepared = PreparedData(**data)
@@ -35,17 +35,21 @@ def work(
         plan, prepared, out=Path(outcome).parent, device=device, checkpoint=checkpoint, resume=checkpoint is not None,
         held_out=prepared, start_timeout=start_timeout, is_checked=True,
     ) as trainer:  # fmt: skip
-        found = trainer.evaluate(wants_tokens=log_probabilities is not None, most_samples=most_samples)
+        evaluation = trainer.evaluate(wants_tokens=log_probabilities is not None, most_samples=most_samples)
         if trainer.is_first:
             if log_probabilities is not None:
-                write_whole(log_probabilities, "".join(_lines(found)))
-            told = {"loss": found.loss, "num_tokens": found.num_tokens, "step": trainer.first_step}
-            write_whole(outcome, json.dumps(told))
+                write_whole(log_probabilities, "".join(_lines(evaluation)))
+            document = {
+                "loss": evaluation.loss,
+                "num_tokens": evaluation.num_tokens,
+                "step": trainer.first_step,
+            }
+            write_whole(outcome, json.dumps(document))
 
 
-def _lines(found: Evaluation) -> Iterator[str]:
-    for sample, tokens in sorted(found.log_probabilities.items()):
-        counted = [one for one in tokens if one is not None]
+def _lines(evaluation: Evaluation) -> Iterator[str]:
+    for sample, tokens in sorted(evaluation.log_probabilities.items()):
+        counted = [number for number in tokens if number is not None]
         line = {
             "sample": sample,
             "sum": sum(counted),

@@ -1,4 +1,4 @@
-"""What `stagewright doctor` looks at: devices, links between them, versions, memory, and what a run would fail of."""
+"""The examination of `stagewright doctor`: devices, links between them, versions, memory, and faults that fail a run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _LEAST_SHARED, _LEAST_FREE, _LEAST_DISK = GIB, 2 * GIB, GIB
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_SOCKET_IFNAME", "LOCAL_RANK")
 """Variables that decide how ranks find their GPUs and each other."""
 _OPTIONAL = {"pyarrow": "data", "peft": "lora"}
-"""Packages that some data and models need, and the extra of Stagewright that has each."""
+"""Packages that some data and models need, each with the extra of Stagewright that installs it."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that will not work, or (not fatal) will only for some; and how to mend it."""
+    """A fault of this machine and its remedy; not fatal if only some runs fail."""
 
     what: str
     remedy: str
@@ -48,17 +48,17 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Examination:
-    """Names and values of what this machine has, and what is wrong with it."""
+    """The facts about this machine, by name, and its faults."""
 
     facts: list[tuple[str, str]]
     troubles: list[Trouble]
 
     def document(self) -> dict[str, Any]:
-        return {"facts": dict(self.facts), "troubles": [asdict(one) for one in self.troubles]}
+        return {"facts": dict(self.facts), "troubles": [asdict(trouble) for trouble in self.troubles]}
 
 
 def examine() -> Examination:
-    """Looks at this machine; starts no processes and allocates nothing on a device."""
+    """Examine this machine without starting processes or allocating device memory."""
     facts = [
         (
             "stagewright",
@@ -84,7 +84,7 @@ def examine() -> Examination:
         *_of_gpus(bool(devices)), *_of_peers(), *_of_environment(variables, num_gpus, interfaces), *_of_memory(shared),
         *_of_folders(), *_of_packages(),
     ]  # fmt: skip
-    return Examination(facts, sorted(troubles, key=lambda one: not one.is_fatal))
+    return Examination(facts, sorted(troubles, key=lambda trouble: not trouble.is_fatal))
 
 
 def _amount(count: float) -> str:
@@ -103,19 +103,19 @@ def _backends() -> str:
 
 
 def _devices() -> list[tuple[str, str]]:
-    """A line for each GPU, and how many pairs reach each other's memory directly."""
-    devices, found = _gpus(), []
+    """Return a line for each GPU, and one with the number of pairs that reach each other's memory directly."""
+    devices, facts = _gpus(), []
     for device in devices:
         free, total = accelerator_of(device).free_and_total_bytes()
         name = device_name(device)
-        found.append(
+        facts.append(
             (f"GPU {device.index}", f"{name}, {format_bytes(total)}, {format_bytes(free)} of it free")
         )
     if len(devices) > 1:
         num_pairs = len(devices) * (len(devices) - 1)
         direct = num_pairs - len(_indirect_pairs())
-        found.append(("links", f"{direct} of {num_pairs} pairs of GPUs reach each other directly"))
-    return found
+        facts.append(("links", f"{direct} of {num_pairs} pairs of GPUs reach each other directly"))
+    return facts
 
 
 def _gpus() -> list[torch.device]:
@@ -123,7 +123,7 @@ def _gpus() -> list[torch.device]:
 
 
 def _indirect_pairs() -> list[tuple[torch.device, torch.device]]:
-    """Pairs of GPUs of which the first does not reach the memory of the second."""
+    """Return the ordered pairs of GPUs whose first cannot access the memory of the second."""
     pairs = ((device, other) for device in _gpus() for other in _gpus() if device != other)
     return [(device, other) for device, other in pairs if not can_reach(device, other)]
 
@@ -137,40 +137,40 @@ def _of_peers() -> list[Trouble]:
 
 
 def _of_environment(variables: Mapping[str, str], num_gpus: int, interfaces: Sequence[str]) -> list[Trouble]:
-    """Variables that keep ranks on GPUs from finding their device or each other, or slow them down."""
+    """Return the faults of environment variables that misdirect or slow down ranks on GPUs."""
     if num_gpus == 0:
         return []
-    found = []
+    troubles = []
     local = variables.get("LOCAL_RANK", "")
     if num_gpus > 1 and local.isdecimal() and int(local) >= num_gpus:
-        found.append(
+        troubles.append(
             Trouble(
                 f"LOCAL_RANK is {local}, and the process sees {num_gpus} GPUs (0 to {num_gpus - 1})",
-                "Start as many processes on each node as it has GPUs, or show each process its own",
+                "Start as many processes on each node as it has GPUs, or let each process see only its own GPU",
                 True,
             )
         )
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
+        troubles.append(
             Trouble(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1, so transfers and gathers wait for computations issued before them",
-                "Leave it out, or set it to 32",
+                "Unset it, or set it to 32",
             )
         )
     wanted = variables.get("NCCL_SOCKET_IFNAME", "")
     if wanted and not any(_is_named(name, wanted) for name in interfaces):
-        found.append(
+        troubles.append(
             Trouble(
                 f"NCCL_SOCKET_IFNAME is '{wanted}', and this machine has only {', '.join(interfaces)}",
-                "Name one of them, or leave it out",
+                "Name one of them, or unset it",
                 True,
             )
         )
-    return found
+    return troubles
 
 
 def _is_named(interface: str, wanted: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME includes an interface.
+    """Return whether NCCL_SOCKET_IFNAME includes an interface.
 
     Source: NCCL's documentation of its environment variables: prefixes separated by commas; ``^`` in front of the list
     excludes, ``=`` takes whole names.
@@ -185,10 +185,14 @@ def _is_named(interface: str, wanted: str) -> bool:
 
 
 def _of_gpus(has_gpus: bool) -> list[Trouble]:
-    found = []
+    troubles = []
     if not dist.is_available() or not dist.is_gloo_available():
-        found.append(
-            Trouble("this torch has no gloo, so no processes can meet", "Install PyTorch's own wheel", True)
+        troubles.append(
+            Trouble(
+                "this torch has no gloo, so processes cannot connect",
+                "Install PyTorch's official wheel",
+                True,
+            )
         )
     has_driver = shutil.which("nvidia-smi") is not None
     if has_driver and not has_gpus:
@@ -198,61 +202,61 @@ def _of_gpus(has_gpus: bool) -> list[Trouble]:
             if torch.version.cuda is None
             else "Compare the driver with its CUDA"
         )
-        found.append(Trouble(f"there is an NVIDIA driver, and this torch {why}", remedy))
+        troubles.append(Trouble(f"there is an NVIDIA driver, and this torch {why}", remedy))
     if has_gpus and not dist.is_nccl_available():
-        found.append(
-            Trouble("this torch has no NCCL for its GPUs", "Install PyTorch's own wheel for Linux", True)
+        troubles.append(
+            Trouble("this torch has no NCCL for its GPUs", "Install PyTorch's official wheel for Linux", True)
         )
-    return found
+    return troubles
 
 
 def _of_memory(shared: int | None) -> list[Trouble]:
-    found = []
+    troubles = []
     if free_bytes() < _LEAST_FREE:
-        found.append(
+        troubles.append(
             Trouble(
-                f"only {format_bytes(free_bytes())} of memory are free, and a process of torch takes about 0.5 GiB",
+                f"only {format_bytes(free_bytes())} of memory are free, and each torch process takes about 0.5 GiB",
                 "End other programs, or plan for fewer processes",
             )
         )
     if shared is not None and shared < _LEAST_SHARED:
-        found.append(
+        troubles.append(
             Trouble(
                 f"only {format_bytes(shared)} of {_SHARED} are free, where NCCL and data loaders exchange buffers between "
                 "processes (Docker gives 64 MiB)",
                 "Start the container with --shm-size=8g or --ipc=host",
             )
         )
-    return found
+    return troubles
 
 
 def _of_folders() -> list[Trouble]:
-    found = []
+    troubles = []
     try:
         folder = cache_folder("traces")
         with tempfile.TemporaryFile(dir=folder):
             pass
         free = shutil.disk_usage(folder).free
         if free < _LEAST_DISK:
-            found.append(
+            troubles.append(
                 Trouble(
                     f"only {format_bytes(free)} are free in '{folder}'", "Make room, or set STAGEWRIGHT_CACHE"
                 )
             )
     except (InputError, OSError) as error:
-        found.append(Trouble(f"the cache cannot be written ({error})", "Set STAGEWRIGHT_CACHE", True))
-    return found
+        troubles.append(Trouble(f"the cache cannot be written ({error})", "Set STAGEWRIGHT_CACHE", True))
+    return troubles
 
 
 def _of_packages() -> list[Trouble]:
-    found = []
+    troubles = []
     for name, extra in _OPTIONAL.items():
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append(
+            troubles.append(
                 Trouble(
                     f"{name} is not installed, which some runs need", f"pip install 'stagewright[{extra}]'"
                 )
             )
-    return found
+    return troubles

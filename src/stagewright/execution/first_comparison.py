@@ -1,8 +1,8 @@
-"""The comparison of a model with its traced graph before its first run: at which size, and how the result is kept.
+"""Comparison of a model with its traced graph before its first run: at a suitable size, with the result cached.
 
-Compared is the model as it is where that takes little memory and few seconds. Otherwise its samples are shortened, and of a
-model from a configuration the width: every layer and every switch of it is kept. What cannot be reduced is not compared,
-and that is said.
+The model is compared as it is where that takes little memory and few seconds. Otherwise its samples are shortened, and a
+model from a configuration is made narrower, with every layer and every switch kept. A model that cannot be reduced is not
+compared, and a warning says so.
 """
 
 from __future__ import annotations
@@ -42,49 +42,48 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
 
 MOST_FLOP = 1e11
-"""Of a microbatch of what is compared, forward and backward: some seconds on a core. It is run four times."""
+"""Maximum FLOP of a compared microbatch, forward and backward: some seconds on a core. It is run four times."""
 MOST_BYTES = 2**31
-"""Of its weights, gradients and activations, of the model and of the graph."""
+"""Maximum bytes of weights, gradients and activations of model and graph together."""
 UNCOMPARED = "warning:"
 MOST_SECONDS = 600.0
 _SHORT, _FEW = 64, 2
-"""Tokens and samples of a microbatch of a model that is made smaller."""
+"""Tokens per sample and samples per microbatch of a reduced model."""
 _FEWEST_LAYERS = 2
 
 Report = Callable[[str], None]
 
 
 def compare_once(plan: Plan, report: Report = lambda stage: None, apart: bool = True) -> None:
-    """Compare the model of `plan` with its graph, unless that was done before, and say so.
+    """Compare the model of `plan` with its graph, unless that was done before, and print the result.
 
-    With `apart` a child of this process does it, which leaves nothing in the memory that this one is judged by, and whose
-    death is reported.
+    With `apart`, a child process does it, so that this process's measured memory is unaffected and a crash is reported.
 
     Raises:
-        TraceError: the graph is not the model; names what differs, and the cause where it is found.
+        TraceError: the graph differs from the model; names the differences, and the cause where it is found.
     """
-    reference, asked = plan.model.resolved(), plan.traced_whole()
-    kept = compared_file(reference, asked)
+    reference, trace_options = plan.model.resolved(), plan.traced_whole()
+    kept = compared_file(reference, trace_options)
     if kept is not None and kept.is_file():
         return
     report("comparing the graph with the model")
     if reference.kind == "config":
         import stagewright.tracing.models.from_config  # noqa: F401 once, for the child and for what comes after
-    work = partial(compare, reference, asked, plan.job.seed)
-    said = _apart(work, reference.name) if apart else work()
-    say(said)
-    if kept is not None and not said.startswith(UNCOMPARED):
+    work = partial(compare, reference, trace_options, plan.job.seed)
+    message = _apart(work, reference.name) if apart else work()
+    say(message)
+    if kept is not None and not message.startswith(UNCOMPARED):
         with suppress(InputError):
-            write_whole(kept, said.encode())
+            write_whole(kept, message.encode())
 
 
 def _apart(work: Callable[[], str], name: str) -> str:
-    """What `work` returns in a child of this process; raises what it raises, and `TraceError` where the child dies."""
+    """Run `work` in a child process; return what it returns, raise what it raises, and `TraceError` if the child dies."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # of forks beside threads, of which the child uses none
+        )  # about forks of processes with threads; the child uses none of them
         child = os.fork()
     if child == 0:
         os.close(reader)
@@ -99,23 +98,23 @@ def _apart(work: Callable[[], str], name: str) -> str:
         kind, text = json.loads(answer)
         if kind is None:
             return text
-        raise {one.__name__: one for one in (InputError, ContractError)}.get(kind, TraceError)(text)
+        raise {error.__name__: error for error in (InputError, ContractError)}.get(kind, TraceError)(text)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return f"{UNCOMPARED} '{name}' and its graph are not compared: it took too long, or too much memory"
-    ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "without a word"
+    ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "without a message"
     raise TraceError(
         f"PyTorch ended the process ({ended}) that ran '{name}' and its graph on one microbatch: find the operator with a "
-        "plain loop of its forward and backward; --no-compare does without"
+        "plain loop of its forward and backward; --no-compare skips the comparison"
     )
 
 
 def _answer(work: Callable[[], str], writer: int) -> NoReturn:
-    """In the child: write what `work` returns or raises, as JSON, and end."""
+    """Write what `work` returns or raises, as JSON, and end this (child) process."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        gc.freeze()  # what the parent no longer uses may wait, when it ends, for threads that are not here
-        torch.set_num_threads(1)  # nor are those that compute
+        gc.freeze()  # finalizers of the parent's unused objects may wait for threads that do not exist here
+        torch.set_num_threads(1)  # nor do the threads that compute
         answer: tuple[str | None, str] = (None, work())
     except Exception as error:
         is_own = isinstance(error, StagewrightError)
@@ -127,15 +126,15 @@ def _answer(work: Callable[[], str], writer: int) -> NoReturn:
         os._exit(0)
 
 
-def compare(reference: ModelReference, asked: Mapping[str, Any], seed: int = 0) -> str:
-    """Compare a model with the graph that is `asked` of `trace`, at a size that fits; returns what was compared, in a line.
+def compare(reference: ModelReference, trace_options: Mapping[str, Any], seed: int = 0) -> str:
+    """Compare a model with its graph, traced with `trace_options`, at a size that fits; return what was compared, in a line.
 
     Raises:
         TraceError: as `compare_once`.
     """
     too_large: set[str] = set()
     needed = float("inf")
-    for size in _sizes(reference, asked):
+    for size in _sizes(reference, trace_options):
         if size.reference.digest in too_large:
             continue
         try:
@@ -156,66 +155,69 @@ def compare(reference: ModelReference, asked: Mapping[str, Any], seed: int = 0) 
             "draws are equal"
         )
     return (
-        f"{UNCOMPARED} '{reference.name}' and its graph are not compared, as the first run of a model does: it needs "
-        f"{format_bytes(needed)} and more than some seconds, and {format_bytes(free_bytes())} are free; a smaller model of "
-        "the same code can be, with --set"
+        f"{UNCOMPARED} '{reference.name}' and its graph are not compared, as they usually are before the first run: that "
+        f"needs {format_bytes(needed)} and more than some seconds, and {format_bytes(free_bytes())} are free; compare a "
+        "smaller model of the same code with --set"
     )
 
 
 def weight_bytes(graph: OperatorGraph) -> float:
-    """What weights and gradients of the model and of its graph take of the memory, as numbers of eight bytes."""
+    """Return the bytes of weights and gradients of the model and of its graph, at eight bytes per number."""
     values = (graph.values[value].meta for value in set(graph.parameters.values()))
     return 4.0 * 8.0 * sum(meta.num_elements for meta in values)
 
 
 def bytes_of(graph: OperatorGraph) -> float:
-    """And its activations."""
+    """Return the bytes of `weight_bytes` and of the activations."""
     (stage,) = split_graph(graph, [])
     return weight_bytes(graph) + 2.0 * stage.held_bytes(stage.saved)
 
 
 def flop_of(graph: OperatorGraph) -> float:
-    """Floating-point operations of a microbatch, forward and backward."""
+    """Return the floating-point operations of a microbatch, forward and backward."""
     return sum(work(node, graph.values.__getitem__).flop for node in graph.nodes)
 
 
 @dataclass(frozen=True)
 class _ComparedModel:
-    """A model, made smaller or not, and how its graph is asked for."""
+    """A model, reduced or not, and the options with which its graph is traced."""
 
     reference: ModelReference
-    asked: Mapping[str, Any]
+    trace_options: Mapping[str, Any]
     what: str
 
     def graph(self, dtype: str | None = None) -> OperatorGraph:
-        """Its graph in the type that is asked for, or in float32 where the model has no float64 kernels."""
+        """Trace its graph in `dtype` or the type of its options, or in float32 where the model has no float64 kernels."""
         try:
-            return trace(self.reference, **{**self.asked, "dtype": dtype or self.asked["dtype"]})
+            return trace(
+                self.reference, **{**self.trace_options, "dtype": dtype or self.trace_options["dtype"]}
+            )
         except InputError:
-            if dtype is not None or self.asked["dtype"] != "float64":
+            if dtype is not None or self.trace_options["dtype"] != "float64":
                 raise
-            return trace(self.reference, **{**self.asked, "dtype": "float32"})
+            return trace(self.reference, **{**self.trace_options, "dtype": "float32"})
 
     def built(self, dtype: str, seed: int) -> BuiltModel:
-        sizes = (self.asked["microbatch_size"], self.asked["sequence_length"])
-        further = self.asked.get("further_inputs", ())
+        sizes = (self.trace_options["microbatch_size"], self.trace_options["sequence_length"])
+        further = self.trace_options.get("further_inputs", ())
         return build(self.reference, *sizes, dtype, seed=seed, further_inputs=further)
 
     def text(self) -> str:
-        sizes = f"microbatch {self.asked['microbatch_size']}, {self.asked['sequence_length']} tokens a sample"
+        options = self.trace_options
+        sizes = f"microbatch {options['microbatch_size']}, {options['sequence_length']} tokens a sample"
         return f"{self.what}, {sizes}"
 
 
-def _sizes(reference: ModelReference, asked: Mapping[str, Any]) -> Iterator[_ComparedModel]:
-    """The model as it is, with a small microbatch, narrow, narrow but for its heads, and with few layers."""
-    yield _ComparedModel(reference, asked, "as it is")
-    few = {**asked, "microbatch_size": min(asked["microbatch_size"], _FEW)}
+def _sizes(reference: ModelReference, trace_options: Mapping[str, Any]) -> Iterator[_ComparedModel]:
+    """Yield the model as it is, with a small microbatch, narrow, narrow except for its heads, and with few layers."""
+    yield _ComparedModel(reference, trace_options, "as it is")
+    few = {**trace_options, "microbatch_size": min(trace_options["microbatch_size"], _FEW)}
     if reference.config is None:
-        if few != asked:
+        if few != trace_options:
             yield _ComparedModel(reference, few, "as it is")
         return
-    short = {**few, "sequence_length": min(asked["sequence_length"], _SHORT)}
-    if asked["dtype"] not in TOLERANCES:
+    short = {**few, "sequence_length": min(trace_options["sequence_length"], _SHORT)}
+    if trace_options["dtype"] not in TOLERANCES:
         short["dtype"] = "float64"
     yield _ComparedModel(reference, short, "as it is")
     for keeps_heads in (False, True):
@@ -232,16 +234,16 @@ def _changed(reference: ModelReference, overrides: Mapping[str, Any]) -> ModelRe
 
 
 def _verdict(size: _ComparedModel, graph: OperatorGraph, seed: int, name: str) -> str:
-    """Compare the model with `graph`, where rounding may explain what differs in more precise numbers; returns their type.
-    Raises `TraceError` where they differ, or the model cannot be run."""
-    asked, failure = size.asked["dtype"], None
-    tries = {dtype: TOLERANCES[dtype] for dtype in (asked, "float64") if dtype in TOLERANCES}
+    """Compare the model with `graph`, and in more precise types where rounding may explain the differences; return the type
+    in which they agree. Raises `TraceError` where they differ, or the model cannot be run."""
+    traced_dtype, failure = size.trace_options["dtype"], None
+    tries = {dtype: TOLERANCES[dtype] for dtype in (traced_dtype, "float64") if dtype in TOLERANCES}
     refusal: Refusal | None = None
     for dtype, tolerance in [*tries.items(), ("float32", ROUNDING)]:
         make = partial(size.built, dtype, seed)
         try:
-            own = graph if graph.facts["dtype"] == dtype else size.graph(dtype)
-            differing = differences(make, own, seed, tolerance)
+            dtype_graph = graph if graph.facts["dtype"] == dtype else size.graph(dtype)
+            differing = differences(make, dtype_graph, seed, tolerance)
         except (StagewrightError, RuntimeError) as error:  # such as no kernel for this type
             failure = error
             continue

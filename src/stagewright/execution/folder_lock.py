@@ -1,7 +1,8 @@
-"""Folders of one run alone, held by a lock that the system takes from a process that ends, however it ends: those it
-writes to, and a private one in which its ranks on this machine find each other, gone when the run is.
+"""Locks on folders that one run uses exclusively: its output folders, and a private folder in which its ranks on this
+machine find each other and which is removed when the run ends.
 
-A private folder whose launcher was killed is removed by the ranks that find themselves without it, or by the next run.
+The operating system releases a lock when its process ends, however it ends. A private folder whose launcher was killed is
+removed by the ranks that notice its death, or by the next run.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from stagewright.text import say
 
 LOCK = ".in-use"
 _held: set[tuple[int, Path]] = set()
-"""Folders this process holds, with the thread that does."""
+"""Folders that this process holds, each with the thread that holds it."""
 
 
 @contextmanager
 def in_use(path: str | Path | None, option: str) -> Iterator[None]:
-    """Inside, folder `path` is this run's alone; it is made if there is none, and removed again if nothing was written
-    there. Under a launcher the first rank holds it.
-    Raises `InputError` where another process has it, whose number, host and start are named, or nothing can be written
-    there; `option` is where another folder is given."""
+    """Lock folder `path` for this run during the context; it is created if missing, and removed again if nothing was
+    written there. Under a launcher the first rank holds the lock.
+    Raises `InputError`, with the remedy to use another folder by `option`, where nothing can be written there or another
+    process holds it; names that process's number, host and start."""
     if path is None:
         yield
         return
     folder = Path(path)
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     make_writable(folder, option)
     held = (threading.get_ident(), folder.resolve())
     is_first = os.environ.get("RANK", "0") == "0"
-    if held in _held or not is_first:  # held already where one folder is for two kinds of files
+    if held in _held or not is_first:  # already held where one folder is for two kinds of files
         yield
         return
     handle = _locked(folder, option)
@@ -53,20 +54,20 @@ def in_use(path: str | Path | None, option: str) -> Iterator[None]:
         with suppress(OSError):
             (folder / LOCK).unlink()
         os.close(handle)
-        with suppress(OSError):  # until one is not empty
-            for one in made:
-                one.rmdir()
+        with suppress(OSError):  # until a folder is not empty
+            for parent in missing:
+                parent.rmdir()
 
 
 def _locked(folder: Path, option: str) -> int:
-    """An open file that is locked until it is closed, with who has it."""
+    """Return an open file that is locked until it is closed, with its owner as content."""
     while True:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
-                    break  # and its holder has not just removed it
+                    break  # the previous holder has not just removed it
         except BlockingIOError:
             holder = _holder(handle)
             os.close(handle)
@@ -74,21 +75,21 @@ def _locked(folder: Path, option: str) -> int:
                 f"folder '{folder}' is in use by {holder}: wait until that has ended, or give another folder with {option}"
             ) from None
         except OSError as error:  # a file system without locks
-            say(f"warning: '{folder}' cannot be locked ({error}): see that no other run writes there")
+            say(f"warning: '{folder}' cannot be locked ({error}): make sure that no other run writes there")
             return handle
         os.close(handle)
-    said = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with suppress(OSError):  # on a full disk it is held without a word
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with suppress(OSError):  # on a full disk it is held without an owner's name
         os.ftruncate(handle, 0)
-        os.write(handle, json.dumps(said).encode())
+        os.write(handle, json.dumps(owner).encode())
     return handle
 
 
 def _holder(handle: int) -> str:
     try:
-        said = json.loads(os.pread(handle, 4096, 0))
-        return f"process {int(said['pid'])} on host {said['host']} since {said['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written that yet
+        owner = json.loads(os.pread(handle, 4096, 0))
+        return f"process {int(owner['pid'])} on host {owner['host']} since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # the owner has not written it yet
         return "another process"
 
 
@@ -98,7 +99,7 @@ _LAUNCHER = "launcher"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new one for the run that this process starts. Raises `InputError` where there is no place for it."""
+    """Create a private folder for the run that this process starts. Raises `InputError` where it cannot be created."""
     for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if _is_abandoned(other):
             shutil.rmtree(other, ignore_errors=True)
@@ -107,7 +108,7 @@ def run_folder() -> Iterator[Path]:
         lock = _marked(folder)
     except OSError as error:
         raise InputError(
-            f"no folder for temporary files can be made ({error.strerror or error}): make room in "
+            f"cannot create a folder for temporary files ({error.strerror or error}): make room in "
             f"'{tempfile.gettempdir()}', or set TMPDIR"
         ) from None
     try:
@@ -118,7 +119,7 @@ def run_folder() -> Iterator[Path]:
 
 
 def _marked(folder: Path) -> int:
-    """An open file whose lock ends with this process; it gets its name once it is locked."""
+    """Return an open file whose lock ends with this process; it gets its name once it is locked."""
     lock = os.open(folder / f"{_LAUNCHER}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -129,10 +130,10 @@ def _marked(folder: Path) -> int:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether it is of a run of this user whose launcher has ended."""
+    """Return whether `folder` belongs to a run of this user whose launcher has ended."""
     try:
         lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # it is somebody else's, or about to be locked
+    except OSError:  # it is another user's, or about to be locked
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""State on its way from the ranks of one plan to those of another, in the same processes and without a disk."""
+"""Transfer of state from the ranks of one plan to those of another, in the same processes and without a disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIGNMENT_BYTES = 16  # of the widest element, complex128
 
 @dataclass(frozen=True)
 class Taken:
-    """What this rank had to hand over under the plan before: copies in memory of the host, and the loss scale."""
+    """The state that this rank hands over from the previous plan: copies in host memory, and the loss scale."""
 
     regions: Mapping[str, tuple[str, Region, torch.Tensor]]
     """By `key_of`: name, region, contents."""
@@ -39,17 +39,21 @@ class Taken:
 
 
 def take(session: Session) -> Taken:
-    """A copy of the part of a session's state that this rank stands for; the session may go then."""
-    own = [one for one in held(session) if one.writer == session.mesh.rank]
+    """Copy the part of a session's state that this rank writes; the session may be dropped then."""
+    written = [state for state in held(session) if state.writer == session.mesh.rank]
     return Taken(
-        {one.key: (one.name, one.region, one.tensor.detach().to("cpu", copy=True)) for one in own},
+        {
+            state.key: (state.name, state.region, state.tensor.detach().to("cpu", copy=True))
+            for state in written
+        },
         loss_scale_of(session),
     )
 
 
 @dataclass(frozen=True)
 class _RegionRequest:
-    """A box `part` of `region`, which rank `source` has taken under `key`, for a place with elements of `item_bytes`."""
+    """A request for the box `part` of `region`, which rank `source` has taken under `key`, to be stored in elements of
+    `item_bytes` bytes."""
 
     source: int
     key: str
@@ -60,7 +64,7 @@ class _RegionRequest:
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """Part of request number `request` in a chunk: a box, and its first byte there."""
+    """The part of request number `request` in a chunk: a box, and the offset of its first byte in the chunk."""
 
     request: int
     box: Region
@@ -74,11 +78,11 @@ class _ChunkPart:
 def give(session: Session, taken: Taken, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Put the state that all ranks have `taken` into `session`, whatever its plan; every rank must call this.
 
-    State moves between two ranks at a time in chunks of at most `chunk_bytes`, each way one, so that a device has the
-    session's state and two chunks at most. All ranks go through the pairs in one order.
+    State moves between two ranks at a time in chunks of at most `chunk_bytes`, one each way, so that a device holds the
+    session's state and at most two chunks. All ranks go through the pairs in one order.
 
     Raises:
-        InputError: it is of another model.
+        InputError: the state is of another model.
     """
     rank = session.mesh.rank
     index = RegionIndex[int]()
@@ -108,10 +112,11 @@ def give(session: Session, taken: Taken, chunk_bytes: int = CHUNK_BYTES) -> None
 
 
 class _Moving:
-    """State on its way between this rank and others, through a buffer each way.
+    """The transfer of state between this rank and others, through a buffer each way.
 
     Args:
-        of_ranks: what each rank wants; `places` are where it goes on this one.
+        of_ranks: the requests of each rank.
+        places: tensors that receive this rank's requests.
     """
 
     def __init__(
@@ -127,15 +132,19 @@ class _Moving:
         self.chunk_bytes = chunk_bytes
         out = [request for other, of_other in enumerate(of_ranks) if other != rank for request in of_other]
         out_bytes = _buffer_bytes([request for request in out if request.source == rank], chunk_bytes)
-        in_bytes = _buffer_bytes([own for own in of_ranks[rank] if own.source != rank], chunk_bytes)
+        in_bytes = _buffer_bytes(
+            [request for request in of_ranks[rank] if request.source != rank], chunk_bytes
+        )
         self._packed = torch.empty(out_bytes, dtype=torch.uint8)
         self._sent = self._packed.to(device)
         self._arrived = torch.empty(in_bytes, dtype=torch.uint8, device=device)
 
     def between(self, other: int) -> None:
-        """Send rank `other` what it wants of this one, and receive what this one wants of it."""
+        """Send rank `other` the parts that it requests from this rank, and receive those that this rank requests."""
         requests = [request for request in self.of_ranks[other] if request.source == self.rank]
-        numbers = [number for number, own in enumerate(self.of_ranks[self.rank]) if own.source == other]
+        numbers = [
+            number for number, request in enumerate(self.of_ranks[self.rank]) if request.source == other
+        ]
         wanted = [self.of_ranks[self.rank][number] for number in numbers]
         both_ways = itertools.zip_longest(
             _chunks(requests, self.chunk_bytes), _chunks(wanted, self.chunk_bytes), fillvalue=()
@@ -154,7 +163,7 @@ class _Moving:
                 inner.copy_(piece.of(self._arrived, place.dtype))
 
     def _pack(self, requests: Sequence[_RegionRequest], pieces: Sequence[_ChunkPart]) -> torch.Tensor:
-        """What `pieces` say of what was taken, on the device."""
+        """Return the contents of `pieces` from the taken state, packed on the device."""
         for piece in pieces:
             request = requests[piece.request]
             tensor = self.taken.regions[request.key][2]
@@ -166,7 +175,7 @@ class _Moving:
 
 
 def _buffer_bytes(requests: Sequence[_RegionRequest], chunk_bytes: int) -> int:
-    """Bytes that no chunk of `requests` exceeds."""
+    """Return an upper bound on the bytes of a chunk of `requests`."""
     sizes = [request.part.num_elements * request.item_bytes for request in requests]
     return min(max(chunk_bytes, _ALIGNMENT_BYTES), sum(map(_aligned, sizes)))
 
@@ -176,7 +185,7 @@ def _num_bytes(pieces: Sequence[_ChunkPart]) -> int:
 
 
 def _chunks(requests: Sequence[_RegionRequest], chunk_bytes: int) -> Iterator[list[_ChunkPart]]:
-    """All that is requested in chunks of at most so many bytes, the same on both ends."""
+    """Yield all requested parts in chunks of at most `chunk_bytes`, identical on both ends."""
     chunk: list[_ChunkPart] = []
     for number, request in enumerate(requests):
         for box in request.part.pieces(max(1, chunk_bytes // request.item_bytes)):
@@ -192,5 +201,5 @@ def _chunks(requests: Sequence[_RegionRequest], chunk_bytes: int) -> Iterator[li
 
 
 def _aligned(offset: int) -> int:
-    """The next byte at which an element of any type may lie."""
+    """Return the next offset at which an element of any type may lie."""
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,7 +1,7 @@
-"""The board of a run: where every rank says how far it is, and the others and the launcher read who is still alive.
+"""The board of a run: every rank posts its progress, and the other ranks and the launcher read who is alive.
 
-A post is sealed with the run's token, so that nobody who merely reaches the board can speak for a rank; what is not
-sealed so is as if it were not there. Nothing here imports torch: a rank posts before it has imported it.
+A post is sealed with the run's token, so that access to the board alone does not suffice to post for a rank; posts without
+a valid seal are ignored. Nothing here imports torch: a rank posts before it has imported it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SILENCE_S = 10.0
-"""Seconds without a sign of life after which a rank is taken for dead or frozen, unless it said that it may be longer."""
+"""Seconds without a post after which a rank counts as dead or frozen, unless it announced a longer silence."""
 
 _SLOT_BYTES = 16 * 1024
 _LONGEST_MESSAGE, _LONGEST_POSITION = 2_000, 200
@@ -29,10 +29,10 @@ _LENGTH_BYTES, _SEAL_BYTES = 4, 32
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended.
+    """The reason why a rank ended.
 
-    `kind` is the name of the error's class; `is_consequence` where another rank's end was the cause; `time` that of the
-    system's clock, by which the first of several failures is known.
+    `kind` is the name of the error's class; `is_consequence` is true where another rank's end was the cause; `time` is of
+    the system's clock and identifies the first of several failures.
     """
 
     kind: str
@@ -43,10 +43,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Post:
-    """The latest word of a rank.
+    """The latest message of a rank.
 
-    `beat` counts the posts; `position` is the action or phase it is at; `num_steps` are done, counted from the first of all
-    runs, None before training begins; it may be silent for `silence_s`.
+    `beat` counts the posts; `position` is the rank's action or phase; `num_steps` is the number of steps done, counted from
+    the start of the first run, None before training begins; `silence_s` is how long the rank may be silent.
     """
 
     beat: int
@@ -57,7 +57,7 @@ class Post:
 
 
 class Seal:
-    """Closes texts so that only who has the same `token` can make them; the name of what is closed is part of it."""
+    """A signature for texts that only holders of the same `token` can make; it covers the text's name too."""
 
     def __init__(self, token: str) -> None:
         self._key = token.encode()
@@ -67,7 +67,7 @@ class Seal:
         return self._code(name, content) + content
 
     def open(self, name: str, sealed: bytes) -> str | None:
-        """The text; None where it was not closed under this name with the same token."""
+        """Return the text, or None where it was not sealed under this name with the same token."""
         code, content = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         return content.decode() if hmac.compare_digest(code, self._code(name, content)) else None
 
@@ -76,21 +76,21 @@ class Seal:
 
 
 class Board(Protocol):
-    """Places for texts by name of the place; whoever writes to one replaces what was there."""
+    """A set of named places for texts; writing to a place replaces its text."""
 
     def write(self, place: str, text: str) -> None:
-        """Raises `OSError` or `RuntimeError` where the board is gone."""
+        """Write to a place. Raises `OSError` or `RuntimeError` where the board is gone."""
         ...
 
     def read(self, place: str) -> str | None:
-        """None where nothing was written, or nothing that can be trusted."""
+        """Return the text of a place, or None where nothing was written or its seal is not valid."""
         ...
 
 
 class FileBoard:
     """A file with a slot of fixed size per place, for the processes of one machine; its folder is private.
 
-    The slots have their bytes on the disk from the beginning, so that a post still succeeds when the disk is full.
+    The bytes of the slots are allocated on the disk at the start, so that posts succeed even when the disk is full.
     """
 
     def __init__(self, path: Path, places: tuple[str, ...], seal: Seal) -> None:
@@ -109,7 +109,7 @@ class FileBoard:
     def read(self, place: str) -> str | None:
         slot = os.pread(self._file, _SLOT_BYTES, self._offsets[place])
         length = int.from_bytes(slot[:_LENGTH_BYTES], "little")
-        # A slot that is being written is not sealed right, and read again a moment later.
+        # A slot that is being written has no valid seal, and is read again a moment later.
         return self._seal.open(place, slot[_LENGTH_BYTES : _LENGTH_BYTES + length]) if length else None
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ LAUNCHER = "launcher"
 
 
 def places(num_ranks: int) -> tuple[str, ...]:
-    """All that a run on one machine has: one for each rank, and the launcher's.
+    """Return the places of a run on one machine: one for each rank, and the launcher's.
 
     >>> places(2)
     ('rank 0', 'rank 1', 'launcher')
@@ -155,7 +155,7 @@ def write_post(board: Board, rank: int, post: Post) -> None:
 
 
 def read_post(board: Board, rank: int) -> Post | None:
-    """The latest post of a rank; None where there is none."""
+    """Return the latest post of a rank, or None."""
     text = board.read(rank_place(rank))
     if text is None:
         return None
@@ -165,7 +165,7 @@ def read_post(board: Board, rank: int) -> Post | None:
 
 
 def _cut(post: Post) -> Post:
-    """`post` with texts that fit into a slot, whatever its characters take."""
+    """Return `post` with texts shortened to fit into a slot, whatever the size of their characters."""
     failure = post.failure
     if failure is not None:
         failure = replace(failure, message=_shortened(failure.message, _LONGEST_MESSAGE))
@@ -185,9 +185,9 @@ FINISHED = "finished"
 
 
 class Liveness:
-    """Reads the posts of ranks again and again, and says which of them has failed, died or frozen.
+    """A monitor of the posts of ranks that detects which of them has failed, died or frozen.
 
-    Time in which this process did not get to look (it was stopped, or the machine is busy) is held against nobody.
+    Time in which this process could not look (it was stopped, or the machine is busy) does not count as silence.
 
     `look` is called every `interval_s`.
     """
@@ -200,7 +200,7 @@ class Liveness:
         self._looked = time.monotonic()
 
     def look(self, ranks: Iterable[int]) -> float:
-        """Read the posts of `ranks`; returns the seconds for which this process could not look."""
+        """Read the posts of `ranks` and return the seconds for which this process could not look."""
         now = time.monotonic()
         missed = now - self._looked - self._interval_s
         missed = missed if missed > self._interval_s else 0.0
@@ -217,9 +217,9 @@ class Liveness:
         return missed
 
     def problem(self, patience_s: float | None = None) -> str | None:
-        """Which rank failed, died or froze, and where; None where all that posted have shown signs of life.
+        """Return which rank failed, died or froze, and where; None where all ranks that have posted are alive.
 
-        `patience_s` takes the place of what each rank asked for.
+        `patience_s` replaces the silence that each rank announced.
         """
         now = time.monotonic()
         for rank, post in self.posts.items():
@@ -233,7 +233,7 @@ class Liveness:
         return None
 
     def others(self, problem: str = "") -> str:
-        """Where the ranks that `problem` does not speak of were seen last, as the end of a message."""
+        """Return the last positions of the ranks that `problem` does not mention, as the end of a message."""
         seen = [
             f"rank {rank} at {post.position}"
             for rank, post in sorted(self.posts.items())

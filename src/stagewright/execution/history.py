@@ -1,4 +1,4 @@
-"""The steps that a run has done on a rank: what is said of each of them, and the record of all."""
+"""The history of a run's steps on a rank: the log entry of each step, and the record of all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from stagewright.execution.session import StepResult
 
 _RECENT_STEPS = 20
-"""By which the time that is left is told."""
+"""Number of recent steps from which the remaining time is estimated."""
 
 
 class History:
-    """The results of steps, those that were undone left out.
+    """The results of the steps of a run, without those that were undone.
 
     Args:
-        first_step: steps done before, by runs that this one goes on from.
-        num_steps: there will be.
-        metered: numbers of the steps, counted from 0, whose memory is counted.
+        first_step: number of steps done before, by the runs that this one continues.
+        num_steps: number of steps at the end of the run.
+        metered: numbers of the steps, counted from 0, whose memory is metered.
     """
 
     def __init__(self, first_step: int, num_steps: int, metered: Iterable[int]) -> None:
@@ -35,21 +35,21 @@ class History:
         self.metered = set(metered)
         self.results: list[StepResult] = []
         self.returns: list[tuple[int, int]] = []
-        """To checkpoints: the step, counted from 1, behind which the run went back, and the steps done there."""
+        """Returns to checkpoints: the step, counted from 1, after which the run went back, and the checkpoint's steps."""
 
     def went_back(self, step: int, done: int) -> None:
-        """Behind step number `step`, counted from 0, the run went back to where `done` steps are done."""
+        """Record that the run went back, after step number `step` (from 0), to a checkpoint of `done` steps."""
         del self.results[max(0, done - self.first_step) :]
         self.first_step = min(self.first_step, done)
         self.metered.add(done)
         self.returns.append((step + 1, done))
 
-    def told(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
-        """Step `number`, counted from 0, as people should hear of it."""
+    def log_entry(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
+        """Return the log entry of step `number`, counted from 0."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)
         pace = predicted.step_seconds / result.seconds
-        recent = [one.seconds for one in self.results[-_RECENT_STEPS:]]
+        recent = [step.seconds for step in self.results[-_RECENT_STEPS:]]
         return TrainingStep(
             number + 1,
             self.num_steps,
@@ -65,12 +65,13 @@ class History:
         )
 
     def paces(self, rank: int) -> list[float]:
-        """How many times as long as planned a rank computed in every step but the first; zero of metered ones."""
+        """Return the ratio of a rank's computing time to the planned time in every step but the first; zero for metered
+        steps."""
         return [result.paces[rank] for result in self.results[1:]]
 
     @property
     def is_short(self) -> bool:
-        """Whether steps are left to do."""
+        """Whether steps remain to be done."""
         return self.first_step + len(self.results) < self.num_steps
 
     def record(
@@ -82,8 +83,8 @@ class History:
         stopped_by: str | None,
         is_going_on: bool,
     ) -> Record:
-        """Of all steps so far, the last of them under `plan`, whose file is `path`; `ranks` are what each rank says of
-        itself."""
+        """Return the record of all steps so far, the last of them under `plan`, whose file is `path`; `ranks` are the
+        records of the ranks."""
         import torch
 
         first, results = self.first_step, self.results

@@ -1,4 +1,4 @@
-"""What stages start with, as files that other runtimes read."""
+"""Initial weights of stages, as files for other runtimes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stagewright.tracing.models.build import DeferredModel
 
 
 def write_initial_weights(plan: Plan, names: Sequence[Sequence[str]], folder: Path) -> None:
-    """``stage-N.safetensors`` in `folder`: the tensors of each stage that `names` has, by the model's own names, as its
-    files have them, or from the seed where it has none.
+    """Write ``stage-N.safetensors`` in `folder`: the tensors in `names` of each stage, by the model's own names, from the
+    model's files, or drawn from the seed where it has none.
 
     Raises:
         InputError: a tensor is in none of the files, or cannot be read.
@@ -26,11 +26,11 @@ def write_initial_weights(plan: Plan, names: Sequence[Sequence[str]], folder: Pa
     if reference.weights is not None:
         stored = StoredWeights(reference.weights, model.module, reference.config or {})
     for stage, wanted in enumerate(names):
-        made = {
+        tensors = {
             name: (
                 stored.read(name) if stored is not None and stored.has(name) else model.tensors((name,))[name]
             )
             for name in wanted
         }
-        found = {name: tensor.detach().clone().contiguous() for name, tensor in made.items()}
-        write_whole(folder / f"stage-{stage}.safetensors", save(found))
+        copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+        write_whole(folder / f"stage-{stage}.safetensors", save(copies))

@@ -25,21 +25,22 @@ from stagewright.units import format_seconds
 
 @options_as_keywords.function
 def run(options: RunOptions) -> Record | None:
-    """Train exactly what a plan says; one process per rank.
+    """Train exactly as a plan says, with one process per rank.
 
     Under a launcher (RANK and WORLD_SIZE are set) this process is one of the ranks; otherwise the processes are started
     here. Ctrl-C or SIGTERM stops them after the present step, with a checkpoint if a folder for checkpoints was given; a
-    second one ends them at once.
+    second signal ends them at once.
 
     Args:
-        options: the fields of a `RunOptions`, as arguments of their own.
+        options: the fields of a `RunOptions`, as keyword arguments.
 
     Returns:
-        What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
+        The record of the run, also where a signal stopped it (`stopped_by`); None on a launcher's ranks other than the
+        first.
 
     Raises:
-        InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, too little memory
-            for processes on the CPU, or no folder to write to, or another run has it.
+        InputError: the plan cannot be read or is only for prediction; there are too few devices or too little memory for
+            processes on the CPU; or a folder cannot be written to or is in use by another run.
         RunError: a rank failed; names the rank and the action.
     """
     from stagewright.execution.device import kind_of
@@ -47,11 +48,11 @@ def run(options: RunOptions) -> Record | None:
     if isinstance(options.plan, Plan) or options.callbacks:
         raise InputError(
             "run() starts processes, which take the path of a plan and no callbacks: save the plan and give its path, or "
-            "use a Trainer"
+            "use a Trainer instead"
         )
     plan, options = prepare(options)
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    # Of all ranks of the plan, or those that a launcher says it starts here.
+    # All ranks of the plan, or those that the launcher starts on this machine.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else plan.num_ranks
     kind = kind_of(options.device, plan, num_here)
     if kind == "cpu" and not is_launched:
@@ -89,13 +90,13 @@ def run(options: RunOptions) -> Record | None:
 def start_plan(
     plan: Plan, module: str, arguments: Sequence[str], start_timeout: float, can_stop: bool = True
 ) -> None:
-    """`stagewright.execution.processes.start_ranks` for the ranks of a plan, each on the device that it has there."""
+    """Start the ranks of a plan with `stagewright.execution.processes.start_ranks`, each on its device in the plan."""
     ranks = [plan.rank_on(device) for device in range(plan.num_ranks)]
     start_ranks(module, arguments, ranks, start_timeout, can_stop)
 
 
 def starting(plan: Plan, kind: str) -> str:
-    """What is about to be done, for those who wait for the first step."""
+    """Return the line that announces a run to a user who waits for the first step."""
     ranks = f"{plan.num_ranks} process{'es' * (plan.num_ranks > 1)}"
     seconds = format_seconds(plan.predictions.step_seconds)
     steps = plan.job.num_steps

@@ -1,5 +1,5 @@
-"""How the process of a `Trainer` joins a run: the plan that a launcher was given, the device, and a run of one rank that
-nobody has launched. Nothing here imports torch unless the kind of device is asked for."""
+"""The environment in which a `Trainer` joins a run: the launcher's plan, the device, and a run of one rank without a
+launcher. Nothing here imports torch before the kind of device is needed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from stagewright.execution.rendezvous import STARTED_HERE
 from stagewright.planning.plan import Plan
 
 PLAN = "STAGEWRIGHT_PLAN"
-"""Environment variable: the path of the plan that `stagewright launch` was given."""
+"""Environment variable with the path of the plan that `stagewright launch` was given."""
 START_TIMEOUT = "STAGEWRIGHT_START_TIMEOUT"
-"""And its seconds until every rank must have joined."""
+"""Environment variable with the seconds within which every rank must join."""
 _START_TIMEOUT_S = 300.0
 
 
 def plan_of(plan: Plan | str | Path | None) -> Plan | str | Path:
-    """`plan`, or the path of the one that the launcher was given. Raises `InputError` where there is none."""
-    found = plan or os.environ.get(PLAN)
-    if found is None:
+    """Return `plan`, or else the path of the launcher's plan. Raises `InputError` where there is none."""
+    path = plan or os.environ.get(PLAN)
+    if path is None:
         raise InputError(
             "a Trainer needs a plan: give the path of a plan.json, or start the script with stagewright launch"
         )
-    return found
+    return path
 
 
 _COUNTS = (
@@ -39,11 +39,11 @@ _COUNTS = (
     "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
 )
-"""Environment variables in which a launcher says whole numbers."""
+"""Environment variables in which a launcher sets whole numbers."""
 
 
 def check_launcher() -> None:
-    """Raises `InputError` where the environment is that of a launcher and something in it cannot be."""
+    """Raise `InputError` where a launcher's environment variables have impossible values."""
     for name in _COUNTS:
         value = os.environ.get(name)
         if value is not None and not (value.isascii() and value.isdecimal() and len(value) < 10):
@@ -65,10 +65,10 @@ def check_launcher() -> None:
             )
 
 
-def start_timeout_s(asked: float | None) -> float:
-    """Seconds until every rank must have joined, as `asked` for, or as the launcher was."""
-    if asked is not None:
-        return asked
+def start_timeout_s(start_timeout: float | None) -> float:
+    """Return the seconds within which every rank must join: `start_timeout`, or else the launcher's, or the default."""
+    if start_timeout is not None:
+        return start_timeout
     value = os.environ.get(START_TIMEOUT)
     try:
         seconds = _START_TIMEOUT_S if value is None else float(value)
@@ -79,22 +79,22 @@ def start_timeout_s(asked: float | None) -> float:
     return seconds
 
 
-def kind_of_device(asked: str, plan: Plan) -> str:
-    """Type of this process's device, where ``auto`` may be `asked` for."""
-    if asked != "auto":
-        return asked
+def kind_of_device(kind: str, plan: Plan) -> str:
+    """Return the type of this process's device, with `kind` ``auto`` resolved."""
+    if kind != "auto":
+        return kind
     from stagewright.execution.accelerator import num_devices
     from stagewright.execution.device import kind_of
 
     shows_own_device_only = num_devices("cuda") == 1
     num_here = 1 if shows_own_device_only else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return kind_of(asked, plan, num_here)
+    return kind_of(kind, plan, num_here)
 
 
 @contextmanager
 def launched(plan: Plan) -> Iterator[None]:
-    """Inside, the environment is that of a rank: as a launcher has made it, or that of the only one. Raises `InputError`
-    where no launcher has started this process and the plan has several ranks."""
+    """Set the environment of a rank during the context: a launcher's, or that of the only rank. Raises `InputError` where
+    no launcher has started this process and the plan has several ranks."""
     if "RANK" in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""Batches of several lengths: a runner for each, one of them at work, all on the same weights."""
+"""Batches of several sequence lengths: a runner for each length, one of them active, all on the same weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from stagewright.graph import OperatorGraph
 
 @dataclass(frozen=True)
 class AtLength:
-    """The traced model for samples of one length, and this rank's runner of its stages."""
+    """The model traced for one sequence length, and this rank's runner of its stages."""
 
     graph: OperatorGraph
     runner: RankRunner
 
 
 class Lengths:
-    """The runner at work and those that are released; runners are made when their length is first asked for.
+    """The runners of a rank by sequence length, one active and the others released; a runner is made at the first use of
+    its length.
 
-    What a runner computes from constants and parameters is dropped while another works: at any time there are the bytes
-    of one length alone.
+    Values that a runner computes from constants and parameters are dropped while another is active, so that only the bytes
+    of one length are in use at any time.
     """
 
     def __init__(self, longest: int, first: AtLength, make: Callable[[int], AtLength]) -> None:
@@ -30,7 +31,7 @@ class Lengths:
         self.now = first
 
     def turn_to(self, length: int) -> AtLength:
-        """The runner for `length`, ready for a batch."""
+        """Activate the runner for `length` and return it, ready for a batch."""
         if length not in self._made:
             self.now.runner.release()
             self._made[length] = self._make(length)
@@ -41,23 +42,23 @@ class Lengths:
         return self.now
 
     def scale_loss(self, cotangent: float) -> None:
-        """Start backwards at every length from another cotangent of each microbatch's loss."""
-        for one in self._made.values():
-            one.runner.scale_loss(cotangent)
-        for one in self._made.values():
-            if one is not self.now:
-                one.runner.release()
+        """Set the cotangent of each microbatch's loss from which backwards start, at every length."""
+        for at_length in self._made.values():
+            at_length.runner.scale_loss(cotangent)
+        for at_length in self._made.values():
+            if at_length is not self.now:
+                at_length.runner.release()
 
     def graph_of(self, length: int) -> OperatorGraph | None:
-        """The model for samples of a length, if it was traced before."""
-        made = self._made.get(length)
-        return None if made is None else made.graph
+        """Return the model traced for a sequence length, if it was traced before."""
+        at_length = self._made.get(length)
+        return None if at_length is None else at_length.graph
 
     @property
     def runners(self) -> list[RankRunner]:
-        """Those that were made."""
-        return [one.runner for one in self._made.values()]
+        """All runners made so far."""
+        return [at_length.runner for at_length in self._made.values()]
 
     @property
     def num_bytes_sent(self) -> int:
-        return sum(one.runner.transport.num_bytes_sent for one in self._made.values())
+        return sum(at_length.runner.transport.num_bytes_sent for at_length in self._made.values())

@@ -1,4 +1,4 @@
-"""How long what one microbatch sends between two ranks is on its way now, timed between two steps."""
+"""Times of the messages of one microbatch between two ranks, measured between two steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stagewright.execution.session import Session
 from stagewright.execution.transport import Channel, Transport, blank_values
 
 _TRIPS = 5
-"""Of each pair; the first shows what the other rank still had to do."""
+"""Round trips per pair; the first is dropped, as it includes work that the other rank still had to do."""
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """A round trip between two global ranks: bytes of the messages there and back, and the seconds of the quickest of some,
-    without those in which the first rank waited for a processor."""
+    """A round trip between two global ranks: bytes of the messages there and back, and the seconds of the fastest of
+    several, without those in which the first rank waited for a processor."""
 
     ends: tuple[int, int]
     there: tuple[int, ...]
@@ -30,25 +30,25 @@ class LinkTime:
 
 
 def link_times(session: Session) -> list[LinkTime]:
-    """Of all pairs of ranks whose stages send to each other, one after the other; every rank must call this, between two
-    steps."""
+    """Time the links of all pairs of ranks whose stages send to each other, one after another; every rank must call this,
+    between two steps."""
     session.watch("timing links")
-    own: list[list[Any]] = []
+    measured: list[list[Any]] = []
     for there, back, is_near in _channels(session):
         seconds = [_trip(session.device, there, back, is_near) for _ in range(_TRIPS)][1:]
         if is_near:
             sizes = [[message.num_bytes for message in channel.messages] for channel in (there, back)]
-            own.append([session.mesh.rank, there.peer, *sizes, min(seconds)])
+            measured.append([session.mesh.rank, there.peer, *sizes, min(seconds)])
     return [
         LinkTime((near, far), tuple(sent), tuple(returned), seconds)
-        for told in exchange(own)
-        for near, far, sent, returned, seconds in told
+        for rank_times in exchange(measured)
+        for near, far, sent, returned, seconds in rank_times
     ]
 
 
 def _channels(session: Session) -> Iterator[tuple[Channel, Channel, bool]]:
-    """Of every pair of pipeline ranks in which this one is, in an order that all ranks have: the channels of values and of
-    cotangents between two of their stages, and whether this is the rank that sends values."""
+    """Yield, for every pair of pipeline ranks with this one, in the same order on all ranks, the channels of values and of
+    cotangents between two of their stages, and whether this rank sends the values."""
     placed, runner = session.plan.placement, session.runner
     edges: dict[tuple[int, int], tuple[int, int]] = {}
     for low, high in stage_edges(session.stages):
@@ -63,7 +63,7 @@ def _channels(session: Session) -> Iterator[tuple[Channel, Channel, bool]]:
 
 
 def _trip(device: torch.device, there: Channel, back: Channel, is_near: bool) -> float:
-    """Seconds of one round trip, as the rank sees it that sends first."""
+    """Return the seconds of one round trip, as measured by the rank that sends first."""
     transport, began = Transport(device), moment()
     outward, inward = (there, back) if is_near else (back, there)
     values = blank_values(outward, device)
@@ -79,4 +79,4 @@ def _trip(device: torch.device, there: Channel, back: Channel, is_near: bool) ->
 
 
 _NO_MICROBATCH = -1
-"""By which these messages are told from those of a batch."""
+"""Microbatch number that distinguishes these messages from those of a batch."""

@@ -1,6 +1,6 @@
-"""The tensors a rank starts from: drawn from the seed as the plain model would, or as its safetensors files have them.
+"""Initial tensors of a rank: drawn from the seed as the plain model draws them, or read from safetensors files.
 
-Source: of quantised weights, ``Fp8Dequantize`` and ``convert_moe_packed_tensors`` of transformers, which read whole models.
+Source: for quantised weights, ``Fp8Dequantize`` and ``convert_moe_packed_tensors`` of transformers, which read whole models.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from stagewright.tracing.models.build import DeferredModel
 
 
 class StartingTensors(Mapping[str, torch.Tensor]):
-    """Parameters, buffers and constants of `stages` by name, on the host: as they are `stored`, those of `adapters` as these
-    are, or from the seed where nothing is.
+    """Parameters, buffers and constants of `stages` by name, on the host: from `stored` weights and `adapters`, or drawn
+    from the seed where there are no files.
 
-    A parameter is read or drawn when it is asked for, anew each time, and not kept: a stage may be larger than the host or
-    the device. Nothing else of the model is made.
+    A parameter is read or drawn anew at each access and not kept: a stage may be larger than the host or the device.
+    Nothing else of the model is made.
 
     Args:
-        part: ``part(name, whole)`` is what this rank keeps of a parameter.
+        part: ``part(name, whole)`` is the part of a parameter that this rank keeps.
+        copied: names whose checksums are kept.
 
     Raises:
-        InputError: when a parameter is asked for that is in none of the files, or cannot be read.
+        InputError: at access, if a parameter is in none of the files or cannot be read.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
         kept = {} if stored is None else stored.lasting(buffers)
         drawn = model.tensors(name for name in buffers if name not in kept)
-        self._others = {**drawn, **kept, **constants_of(stages)}
+        self._fixed = {**drawn, **kept, **constants_of(stages)}
         self.checksums: dict[str, int] = {}
-        """Of the contents of every one of the `copied` that was asked for."""
+        """Checksums of the contents of those `copied` that were accessed."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._others[name] if name not in self._parameters else self._parameter(name)
+        tensor = self._fixed[name] if name not in self._parameters else self._parameter(name)
         if name in self._copied:
             self.checksums[name] = _checksum(tensor)
         return tensor
@@ -74,14 +75,14 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         return self._part(name, whole)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._parameters or name in self._others
+        return name in self._parameters or name in self._fixed
 
     def __iter__(self) -> Iterator[str]:
         yield from self._parameters
-        yield from self._others
+        yield from self._fixed
 
     def __len__(self) -> int:
-        return len(self._parameters) + len(self._others)
+        return len(self._parameters) + len(self._fixed)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -91,14 +92,14 @@ def _checksum(tensor: torch.Tensor) -> int:
 def unused_tensors(
     model: DeferredModel, names: Iterable[str], stored: StoredWeights | None = None
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the model that no stage uses, by name: from files that have them, from the seed otherwise."""
+    """Return tensors of the model that no stage uses, by name: from files that have them, else from the seed."""
     wanted = list(names)
-    found = {} if stored is None else {name: stored.read(name) for name in wanted if stored.has(name)}
-    return {**model.tensors(name for name in wanted if name not in found), **found}
+    read = {} if stored is None else {name: stored.read(name) for name in wanted if stored.has(name)}
+    return {**model.tensors(name for name in wanted if name not in read), **read}
 
 
 def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) -> torch.Tensor:
-    """The part of `rank` of a tensor that `num_ranks` ranks share, in memory of its own."""
+    """Return the part of `rank` of a tensor that is sharded over `num_ranks` ranks, in separate memory."""
     if shard.padding:
         shape = list(whole.shape)
         shape[shard.dim] = shard.padding
@@ -108,24 +109,24 @@ def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) 
 
 
 def constants_of(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
-    """Tensors that the model's code makes, of `stages`, by name."""
-    found = {}
+    """Return the constants of `stages`, tensors that the model's code makes, by name."""
+    by_name = {}
     for owner, value in ((stage, stage.value(value)) for stage in stages for value in stage.constants):
         data = owner.graph.constants.get(value.name)
         if data is None:
             raise RunError(f"constant '{value.name}' of the traced model was not kept: trace the model again")
-        found[value.name] = from_contents(data, value.meta)
-    return found
+        by_name[value.name] = from_contents(data, value.meta)
+    return by_name
 
 
 class StoredWeights:
     """Weights in `folder` for the model `module`, whose names begin with ``net.``.
 
     Args:
-        config: content of the model's ``config.json``, which says how the weights are quantised.
+        config: content of the model's ``config.json``, which describes the quantisation of the weights.
 
     Raises:
-        InputError: files are missing or lie outside the folder, or the weights are quantised in a way that is not read.
+        InputError: files are missing or lie outside the folder, or the weights' quantisation is not supported.
     """
 
     def __init__(self, folder: Path, module: torch.nn.Module, config: Mapping[str, Any]) -> None:
@@ -134,7 +135,7 @@ class StoredWeights:
         self._scheme = scheme(config)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
-        self._tied: dict[int, list[str]] = {}  # parameter -> what its tensor may be called
+        self._tied: dict[int, list[str]] = {}  # parameter -> names of its tensor
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tied.setdefault(id(parameter), []).append(_key(name))
         self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
@@ -148,7 +149,7 @@ class StoredWeights:
             )
 
     def _unread(self, net: Any) -> list[str]:
-        """The stored tensors that no tensor of the model is read from, but for those that transformers passes over too."""
+        """Return the stored tensors that no tensor of the model is read from, except those that transformers ignores too."""
         read = {part for key in self._known for part in parts_of(key, self._files.where, self._method)}
         read |= {source for key in self._known for source in self._conversions.sources(key)}
         read |= {part for name in read for part in parts_of(name, self._files.where, self._method)}
@@ -162,24 +163,24 @@ class StoredWeights:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether the files have tensor `name` of the model."""
+        """Return whether the files have tensor `name` of the model."""
         return bool(self._stored_names(name))
 
     def _stored_names(self, name: str) -> list[str]:
-        """What the files call tensor `name`: a tied parameter may be there under each of its names."""
+        """Return the names of tensor `name` in the files: a tied parameter may be stored under each of its names."""
         names = self._tied.get(id(self._layouts.get(name)), [_key(name)])
         return [key for key in names if self._is_plain(key) or self._conversions.sources(key)]
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, is
-        stored as something else, or is tied and has other contents under another of its names."""
-        key, *others = self._stored_names(name) or [_key(name)]
+        """Read tensor `name` of the model in its shape and type. Raises `InputError` where it is in no file, cannot be read,
+        has another kind of numbers, or is tied and has other contents under another of its names."""
+        key, *aliases = self._stored_names(name) or [_key(name)]
         whole = self._read(key, self._layouts[name])
-        for other in others:
+        for other in aliases:
             if not torch.equal(whole, self._read(other, self._layouts[name])):
                 raise InputError(
-                    f"'{self._files.folder}' has '{key}' and '{other}' with different values, and the model ties them: set "
-                    "tie_word_embeddings to false in its config.json and plan again, as transformers takes such files, or "
+                    f"'{self._files.folder}' has '{key}' and '{other}' with different values, but the model ties them: set "
+                    "tie_word_embeddings to false in its config.json and plan again, as transformers reads such files, or "
                     "remove one of the two from them"
                 )
         return whole
@@ -202,42 +203,42 @@ class StoredWeights:
         return whole
 
     def _is_plain(self, key: str) -> bool:
-        """Whether a tensor is stored under its own name."""
+        """Return whether a tensor is stored under its own name."""
         return bool(parts_of(key, self._files.where, self._method))
 
     def _file(self, key: str) -> str:
         return f"'{self._files.where[parts_of(key, self._files.where, self._method)[0]]}'"
 
     def _stored_as(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """A stored tensor, in memory of its own, as numbers of type `dtype`. Raises as `read`."""
+        """Read a stored tensor into separate memory as numbers of type `dtype`. Raises as `read`."""
         parts = parts_of(key, self._files.where, self._method)
-        if left := [one for one in leftovers_of(key, self._stored, self._known) if one not in parts]:
+        if leftovers := [name for name in leftovers_of(key, self._stored, self._known) if name not in parts]:
             raise InputError(
-                f"'{self._files.folder}' has '{left[0]}' beside '{key}', which is therefore quantised, in a way that its "
-                f"config.json does not name: {FIX}"
+                f"'{self._files.folder}' has '{leftovers[0]}' beside '{key}', which is therefore quantised, in a way that "
+                f"its config.json does not name: {FIX}"
             )
         whole = dequantised(key, [self._get(part) for part in parts], self._scheme, dtype)
         if _kind(whole) != _kind(torch.empty((), dtype=dtype)):
             raise InputError(
-                f"tensor '{key}' in {self._file(key)} is stored as {whole.dtype}, and the model has {dtype} there, so that "
+                f"tensor '{key}' in {self._file(key)} is stored as {whole.dtype}, but the model has {dtype} there, so that "
                 f"its numbers are not those of the model: {FIX}"
             )
-        return whole.to(dtype, copy=len(parts) == 1)  # what is read plainly is memory of the file
+        return whole.to(dtype, copy=len(parts) == 1)  # a single part is memory of the file
 
     def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The buffers among `names` that belong to the model's state, by name; a warning names those in no file."""
+        """Read the buffers among `names` that belong to the model's state, by name; a warning names those in no file."""
         lasting = [name for name in names if name in self._lasting]
         for name in lasting:
             if not self.has(name) and self._layouts[name].is_floating_point():
                 warnings.warn(
-                    f"'{self._files.folder}' has no tensor '{_key(name)}': it is as in a fresh model",
+                    f"'{self._files.folder}' has no tensor '{_key(name)}': it starts as in a new model",
                     StagewrightWarning,
                     stacklevel=2,
                 )
         return {name: self.read(name) for name in lasting if self.has(name)}
 
     def _get(self, key: str) -> torch.Tensor:
-        """A stored tensor, in memory of the file: what is changed there changes it."""
+        """Return a stored tensor in the memory of the file, shared with it."""
         name = self._files.where[key]
         if name not in self._readers:
             self._readers[name] = open_weights(self._files.verified(name), "pt")
@@ -246,33 +247,33 @@ class StoredWeights:
 
 
 class StoredAdapters:
-    """Adapters in `folder`, as peft wrote them, for those in the model `module`. Raises `InputError` where the folder has
-    others."""
+    """The adapters in `folder`, as peft wrote them, for the model `module`. Raises `InputError` where the folder has
+    adapters that the model lacks."""
 
     def __init__(self, folder: Path, module: torch.nn.Module) -> None:
         self._path = adapter_file(folder)
-        self._layouts = {name: one for name, one in module.named_parameters() if is_adapter(name)}
+        self._layouts = {name: parameter for name, parameter in module.named_parameters() if is_adapter(name)}
         self._reader = open_weights(self._path, "pt")
         self._keys = set(self._reader.keys())
-        if others := sorted(self._keys - set(map(peft_name, self._layouts))):
-            raise InputError(f"'{self._path}' has '{others[0]}', which the model has not: {_OTHERS}")
+        if extra := sorted(self._keys - set(map(peft_name, self._layouts))):
+            raise InputError(f"'{self._path}' has '{extra[0]}', which the model lacks: {_OTHERS}")
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of an adapter, of its shape and type. Raises `InputError` where it is not there, or cannot be read."""
+        """Read a tensor of an adapter in its shape and type. Raises `InputError` where it is missing or cannot be read."""
         key, layout = peft_name(name), self._layouts[name]
         with reading(self._path):
-            found = self._reader.get_tensor(key) if key in self._keys else None
-        if found is None or found.shape != layout.shape:
-            has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
+            tensor = self._reader.get_tensor(key) if key in self._keys else None
+        if tensor is None or tensor.shape != layout.shape:
+            has = "no such tensor" if tensor is None else f"one of shape {list(tensor.shape)}"
             raise InputError(
                 f"the model has '{key}' of shape {list(layout.shape)}, and '{self._path}' has {has}: {_OTHERS}"
             )
-        return found.to(layout.dtype, copy=True)
+        return tensor.to(layout.dtype, copy=True)
 
 
 _BUFFERS_OF_OLD = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Buffers that files of earlier versions of transformers have, and which it computes now."""
-_OTHERS = "the adapters are for another model; give --lora-from those of this one"
+"""Buffers in files of earlier versions of transformers, which now computes them."""
+_OTHERS = "the adapters are for another model; give --lora-from adapters of this model"
 
 
 def _key(name: str) -> str:
@@ -280,40 +281,40 @@ def _key(name: str) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What sort of numbers a tensor has; floating ones of fewer than 16 bits are of a sort of their own."""
+    """Return the kind of a tensor's numbers; each floating-point type of fewer than 16 bits is a separate kind."""
     if tensor.is_floating_point():
         return "float" if tensor.element_size() >= 2 else str(tensor.dtype)
     return "complex" if tensor.is_complex() else "integer"
 
 
 _EXPONENT_BIAS = 127  # of scales that are powers of two, stored as bytes
-_EXACT = (torch.bfloat16, torch.float32)  # have every number that four bits and a power of two make
+_EXACT = (torch.bfloat16, torch.float32)  # represent every product of a four-bit number and a power of two
 
 
 def dequantised(
-    key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any], dtype: torch.dtype
+    key: str, parts: Sequence[torch.Tensor], scheme: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Tensor `key` of the stored `parts` (`stagewright.execution.quantised.parts_of`); `said` is the config's scheme.
+    """Dequantise tensor `key` from its stored `parts` (`stagewright.execution.quantised.parts_of`) by the config's scheme.
 
-    The result need not be of type `dtype`, which is what it is wanted as. Raises `InputError` where weights and scales do
-    not fit each other."""
+    The result is meant for `dtype` but need not have that type. Raises `InputError` where weights and scales do not fit
+    each other."""
     if len(parts) == 1:
         return parts[0]
-    one, scales = parts
-    if one.dtype == torch.uint8:
-        return _of_packed(key, one, scales, dtype if dtype in _EXACT else torch.float32)
-    if one.dtype != torch.float8_e4m3fn:
+    weight, scales = parts
+    if weight.dtype == torch.uint8:
+        return _of_packed(key, weight, scales, dtype if dtype in _EXACT else torch.float32)
+    if weight.dtype != torch.float8_e4m3fn:
         raise InputError(
-            f"tensor '{key}' is stored as {one.dtype} with scales, and of such only torch.float8_e4m3fn is read: dequantise "
-            "it once with transformers, or run with --random-weights to start from the seed"
+            f"tensor '{key}' is stored as {weight.dtype} with scales, for which only torch.float8_e4m3fn is supported: "
+            "dequantise it once with transformers, or run with --random-weights to start from the seed"
         )
-    return _of_blocks(key, one, scales, said.get("weight_block_size"))
+    return _of_blocks(key, weight, scales, scheme.get("weight_block_size"))
 
 
 def _of_blocks(
     key: str, weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
 ) -> torch.Tensor:
-    """Every block of ``[rows, columns]`` of a weight times its scale; the last ones may be cut off."""
+    """Multiply every block of ``[rows, columns]`` of a weight by its scale; the last blocks may be cut off."""
     if scales.dtype == torch.uint8:
         scales = torch.exp2(scales.float() - _EXPONENT_BIAS)
     scales, wide = scales.float(), weight.float()
@@ -332,7 +333,7 @@ def _of_blocks(
 
 
 def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Two numbers of four bits per byte, 32 of them with one scale, which transformers also transposes."""
+    """Unpack two four-bit numbers per byte, with one scale per 32 numbers; transformers also transposes them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or scales.dtype != torch.uint8:

@@ -1,4 +1,4 @@
-"""What is said and kept of every step while a run goes on."""
+"""Logs of the steps of a run: stderr, ``steps.jsonl``, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ STEPS = "steps.jsonl"
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A step that all ranks are through with."""
+    """The figures of a step that all ranks have finished."""
 
     number: int
-    """From 1."""
+    """Number of the step, from 1."""
     num_steps: int
-    """There will be."""
+    """Number of steps at the end of the run."""
     loss: float
     gradient_norm: float
-    """Before clipping."""
+    """Norm of all gradients, before clipping."""
     learning_rate: float
     is_skipped: bool
-    """Whether it changed no parameter, because the loss or a gradient was no finite number."""
+    """Whether it changed no parameter because the loss or a gradient was NaN or Inf."""
     seconds: float
     tokens_per_second: float
     mfu: float
-    """Of the model's own FLOP, as the plan counts them, part of what its devices could have computed."""
+    """Model FLOP, as the plan counts them, as a fraction of the FLOP that the devices could have computed."""
     memory_bytes: int
-    """Taken from its device by the rank that has taken most; on a CPU of its whole process."""
+    """Bytes reserved on its device by the rank that has reserved most; on a CPU, of its whole process."""
     seconds_left: float
-    """At the pace of the last steps."""
+    """Estimated remaining seconds, at the pace of the last steps."""
 
     @property
     def figures(self) -> dict[str, float | int | None]:
-        """What is kept of it, by name; None for what is no finite number."""
+        """Logged figures by name; None in place of NaN and Inf."""
         return {
             "loss": finite(self.loss), "gradient_norm": finite(self.gradient_norm),
             "learning_rate": self.learning_rate, "seconds": self.seconds,
@@ -67,11 +67,11 @@ Callback = Callable[[TrainingStep], object]
 
 
 class StepLog:
-    """One line per step in ``steps.jsonl``, and one on stderr, there at most one a second when steps are many.
+    """A log with a line per step in ``steps.jsonl`` and on stderr, there at most one a second when steps are many.
 
     Args:
-        folder: where the file goes, beside ``record.json``.
-        first: steps done before; a run that goes on from some adds its lines to those that are there.
+        folder: folder of the file, next to ``record.json``.
+        first: number of steps done before; if not 0, lines are appended to the existing file.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -91,13 +91,13 @@ class StepLog:
         print(step, file=sys.stderr, flush=True)
 
     def evaluated(self, number: int, loss: float, num_tokens: int) -> None:
-        """What held-out data came to behind step `number`, counted from 1; no tokens where the loss is not one of tokens."""
+        """Log the held-out loss after step `number`, counted from 1; `num_tokens` is 0 where the loss is not per token."""
         self._keep({"step": number, "held_out_loss": finite(loss), "held_out_tokens": num_tokens})
         over = f" over {num_tokens:,} tokens" if num_tokens else ""
         print(f"held-out loss after step {number}: {loss:.4f}{over}", file=sys.stderr, flush=True)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
-        """A file that takes no more ends no training: that is said once, and tried again with every step."""
+        """Append a line to the file. A failure does not end training: it is reported once, and later steps try again."""
         try:
             with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
                 file.write(json.dumps(line) + "\n")
@@ -105,15 +105,15 @@ class StepLog:
             if not self.is_incomplete:
                 self.is_incomplete = True
                 warnings.warn(
-                    f"steps from {line['step']} on are missing in '{self.path}' ({error.strerror or error}); the run goes on"
-                    ": make room there, or its record cannot be written either",
+                    f"steps from {line['step']} on are missing in '{self.path}' ({error.strerror or error}); the run "
+                    "continues: make room there, or its record cannot be written either",
                     StagewrightWarning,
                     stacklevel=2,
                 )
 
 
 class TensorBoardLog:
-    """Every figure of every step, for TensorBoard. Raises `InputError` where the package is not installed."""
+    """A log of all figures of every step for TensorBoard. Raises `InputError` where the package is not installed."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -133,7 +133,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Every figure of every step, for Weights & Biases. Raises `InputError` where the package is not installed."""
+    """A log of all figures of every step for Weights & Biases. Raises `InputError` where the package is not installed."""
 
     def __init__(self, project: str, name: str, folder: Path) -> None:
         try:
@@ -152,14 +152,14 @@ class WandbLog:
 
 @contextmanager
 def figures_sent(tensorboard: str | Path | None, wandb: str | None, out: Path) -> Iterator[list[Callback]]:
-    """What sends figures of steps to a folder for TensorBoard and to a project of Weights & Biases, as far as they are
-    asked for; `out` is the folder of the run."""
+    """Open the requested logs: to a folder for TensorBoard, and to a project of Weights & Biases; `out` is the folder of the
+    run."""
     with ExitStack() as stack:
-        found: list[TensorBoardLog | WandbLog] = []
+        logs: list[TensorBoardLog | WandbLog] = []
         if tensorboard is not None:
-            found.append(TensorBoardLog(Path(tensorboard)))
-            stack.callback(found[-1].close)
+            logs.append(TensorBoardLog(Path(tensorboard)))
+            stack.callback(logs[-1].close)
         if wandb is not None:
-            found.append(WandbLog(wandb, out.name, out))
-            stack.callback(found[-1].close)
-        yield [*found]
+            logs.append(WandbLog(wandb, out.name, out))
+            stack.callback(logs[-1].close)
+        yield [*logs]

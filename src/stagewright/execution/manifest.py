@@ -1,6 +1,7 @@
-"""``checkpoint.json``: what the files of a checkpoint are, with the digests that tell damaged ones.
+"""``checkpoint.json``: the manifest of a checkpoint's files, with digests that reveal damage.
 
-The digest of the manifest itself lies beside it, in the form that ``sha256sum --check`` reads. Nothing here imports torch.
+The digest of the manifest itself is stored next to it, in the form that ``sha256sum --check`` reads. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _SEAL_BYTES = 1024
 
 
 class FileRecord(StrictModel):
-    """A file as it was written."""
+    """The size and digest of a file as it was written."""
 
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Of a file that is there."""
+        """Return the record of an existing file."""
         return cls(bytes=path.stat().st_size, sha256=digest_of(path))
 
 
@@ -45,22 +46,22 @@ class Manifest(StrictModel):
     version: Literal[3] = VERSION
     stagewright: str
     step: int = Field(ge=0)
-    """Steps that were done."""
+    """Number of steps done."""
     plan: dict[str, Any]
-    """What results depend on to the last bit."""
+    """Part of the plan on which results depend to the last bit."""
     data: DataIdentity
-    """What the run was trained on."""
+    """Training data of the run."""
     base: BaseModelIdentity | None = None
-    """Of adapters, the model that they are for."""
+    """Base model of adapters."""
     loss_scale: float | None = None
     num_good: int = 0
     """Steps since the loss scale last changed."""
     passed_over: int = Field(default=0, ge=0)
-    """Batches of data that were left behind without a step, where the run went back to a checkpoint."""
+    """Number of batches that were skipped without a step when the run went back to a checkpoint."""
     has_optimizer_state: bool = True
-    """Whether the optimizer goes on; without it, it starts anew, since the weights came from elsewhere."""
+    """Whether there is optimizer state; without it, the optimizer starts anew, since the weights came from elsewhere."""
     files: dict[str, FileRecord]
-    """Every other file, by name."""
+    """Records of all other files, by name."""
 
     @field_validator("files")
     @classmethod
@@ -73,14 +74,14 @@ class Manifest(StrictModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is as it was written and whose files are there."""
+    """A checkpoint whose manifest is unchanged and whose files exist."""
 
     path: Path
     manifest: Manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> list[Path]:
-    """The manifest and its digest; returns what was written."""
+    """Write the manifest and its digest; return the paths of both."""
     content = f"{manifest.model_dump_json(indent=1)}\n"
     write_whole(folder / MANIFEST, content)
     write_whole(folder / SEAL, _seal(content))
@@ -88,11 +89,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """That of the checkpoint in `folder`, to the last bit as it was written. Raises `InputError` where it is missing or
+    """Read the manifest of the checkpoint in `folder`, verified by its digest. Raises `InputError` where it is missing,
     damaged, or of another version."""
     try:
         content, seal = (
-            read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it"),
+            read_text(folder / MANIFEST, "manifest", "the checkpoint is unusable without it"),
             None,
         )
         if (folder / SEAL).exists():
@@ -101,11 +102,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, str(error)) from None
     if seal is None and _version(content) == 1:
         raise InputError(
-            f"checkpoint '{folder}' was written by an earlier version of stagewright, without digests: resume with that, or "
-            f"remove its '{MANIFEST}' to start from its model files"
+            f"checkpoint '{folder}' was written by an earlier version of stagewright, without digests: resume with that "
+            f"version, or remove its '{MANIFEST}' to start from its model files"
         )
     if seal != _seal(content):
-        raise damaged(folder, f"'{MANIFEST}' is not what '{SEAL}' says it was")
+        raise damaged(folder, f"'{MANIFEST}' does not match the digest in '{SEAL}'")
     if (version := _version(content)) != VERSION:
         is_old = isinstance(version, int) and version < VERSION
         fix = (
@@ -114,14 +115,14 @@ def read_manifest(folder: Path) -> Manifest:
             else "update it"
         )
         raise InputError(
-            f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: {fix}"
+            f"checkpoint '{folder}' has version {version}, and this stagewright reads version {VERSION}: {fix}"
         )
     return validated(Manifest, parse_json(content, f"'{folder / MANIFEST}'"), f"'{folder / MANIFEST}'")
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, all of whose files have the bytes that were written; their contents are not read. Raises
-    `InputError` where it is damaged, or of another version."""
+    """Read the checkpoint in `folder` and check that all its files have the sizes that were written; contents are not read.
+    Raises `InputError` where it is damaged or of another version."""
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         try:
@@ -137,7 +138,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """That files of a checkpoint are to the last bit as they were written. Raises `InputError` where one is not, or cannot
+    """Check that files of a checkpoint are unchanged, by their digests. Raises `InputError` where one is changed or cannot
     be read."""
     for name in names:
         try:
@@ -158,5 +159,5 @@ def _seal(content: str) -> str:
 
 def _version(content: str) -> Any:
     with contextlib.suppress(InputError):
-        found = parse_json(content, MANIFEST)
-        return found.get("version") if isinstance(found, dict) else None
+        document = parse_json(content, MANIFEST)
+        return document.get("version") if isinstance(document, dict) else None

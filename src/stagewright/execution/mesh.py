@@ -1,4 +1,4 @@
-"""Where each process of a run stands: its stages, its replica and its part of every layer."""
+"""The mesh of a run: the pipeline rank, replica and tensor rank of each process, and its process groups."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from stagewright.schedule.lanes import Lane
 from stagewright.tracing.tensor_parallel.operators import use_group
 
 STAGE, COPY, SHARD, TENSOR = range(4)
-"""Axes of the grid of ranks: the replicas are copies of shards."""
+"""Axes of the array of ranks; replicas divide into copies and shards."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
+    """The position of a process: tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
 
-    Tensor parallel ranks are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
-    all) shard the state that they have in common, and the others hold copies.
+    Tensor parallel ranks are consecutive, because they communicate the most. State is sharded over groups of `shard_size`
+    consecutive replicas (None: all), and the groups are copies of each other.
     """
 
     pp: int
@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Replicas that state is sharded over."""
+        """Number of replicas that state is sharded over."""
         return self.shard_size or self.dp
 
     @property
@@ -67,24 +67,24 @@ class Mesh:
         return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
 
     def groups(self, *inside: int) -> list[list[int]]:
-        """The global ranks that differ along the axes `inside` only, together: along `STAGE` those that pass activations on,
-        by pipeline rank, along `STAGE` and `TENSOR` those that hold one copy of the model."""
-        grid = np.arange(self.size).reshape(self.pp, self.dp // self.num_shards, self.num_shards, self.tp)
-        size = math.prod(grid.shape[axis] for axis in inside)
-        outside = [axis for axis in range(grid.ndim) if axis not in inside]
-        return grid.transpose(*outside, *inside).reshape(-1, size).tolist()
+        """Return groups of the global ranks that differ only along the axes `inside`: along `STAGE` those that exchange
+        activations, by pipeline rank, along `STAGE` and `TENSOR` those that hold one copy of the model."""
+        ranks = np.arange(self.size).reshape(self.pp, self.dp // self.num_shards, self.num_shards, self.tp)
+        size = math.prod(ranks.shape[axis] for axis in inside)
+        outside = [axis for axis in range(ranks.ndim) if axis not in inside]
+        return ranks.transpose(*outside, *inside).reshape(-1, size).tolist()
 
 
 @dataclass(frozen=True)
 class Groups:
     """The process groups of a run that one process is in.
 
-    * `pipeline`: the global ranks that pass activations on to each other, by pipeline rank;
+    * `pipeline`: the global ranks that exchange activations, by pipeline rank;
     * `lanes`: groups of them by kind of transfer, and by whether the target is a higher pipeline rank than the source. NCCL
-      gives each pair of ranks in a group a communicator of their own, which is a lane: what it carries has one direction;
+      gives each pair of ranks in a group a separate communicator, which is a lane: it carries transfers in one direction;
     * `model`: the ranks that hold one copy of the model together;
     * `replicas`: the ranks that the state of the same stages is sharded over; None where there is one replica;
-    * `all`: these and those that are created later, in the order of their creation.
+    * `all`: these and the groups created later, in the order of their creation.
     """
 
     pipeline: list[int]
@@ -95,7 +95,7 @@ class Groups:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        """Every process creates all of them, in the same order; tensor parallel operators use theirs from now on."""
+        """Create all groups, in the same order on every process; tensor parallel operators use theirs from now on."""
         groups = ProcessGroups()
         pipelines = mesh.groups(STAGE)
         pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
@@ -112,16 +112,16 @@ class Groups:
         return cls(pipeline, lanes, model, _replicas(mesh, groups), groups)
 
     def lane(self, lane: Lane) -> dist.ProcessGroup | None:
-        """The group whose communicator of two ranks is `lane`."""
+        """Return the group whose communicator between two ranks is `lane`."""
         return self.lanes[lane.kind, lane.source < lane.target]
 
     def connect(self, lanes: Iterable[Lane], rank: int, device: torch.device, watch: Report) -> None:
         """Create the communicators of `lanes`, between pipeline ranks, and of all groups, with a message in each; every
         process must call this. `rank` is the pipeline rank of this one.
 
-        NCCL creates a communicator, and connects each of its directions, when it is first used, and blocks the hosts of both
-        ends meanwhile. Within a step, two hosts that first wait for each other on different communicators would never go on;
-        here all of them go by one order.
+        NCCL creates a communicator, and connects each of its directions, at first use, and blocks the hosts of both ends
+        meanwhile. Within a step, two hosts that wait for each other on different communicators would deadlock; here all of
+        them follow one order.
 
         Source: Where NCCL blocks: `ncclCommInitRank` and the first exchange of a direction (NCCL issue 783).
 
@@ -140,7 +140,7 @@ class Groups:
                     work = dist.irecv(byte, ends[0], self.lane(lane))
                 if work is not None:
                     work.wait()
-                byte.item()  # a GPU has done it
+                byte.item()  # waits until a GPU has done it
         lanes_of_all = set(self.lanes.values())
         for group, ranks in self.all:
             if group not in lanes_of_all:
@@ -149,15 +149,15 @@ class Groups:
 
 
 def connect_everyone(device: torch.device, watch: Report) -> None:
-    """Create the communicator of all ranks, which the first document they exchange would create; every process must call
-    this. Raises `RunError` where ranks cannot reach each other."""
+    """Create the communicator of all ranks, which the first exchange of documents would create otherwise; every process
+    must call this. Raises `RunError` where ranks cannot reach each other."""
     everyone = range(dist.get_world_size())
     with connecting(everyone, watch):
         _use(None, len(everyone), torch.zeros(1, dtype=torch.uint8, device=device))
 
 
 def _use(group: dist.ProcessGroup | None, size: int, byte: torch.Tensor) -> None:
-    """Let a group of `size` ranks connect for every kind of collective: NCCL does so at the first use of each."""
+    """Connect a group of `size` ranks for every kind of collective: NCCL does so at the first use of each."""
     gathered = byte.new_zeros(size)
     dist.all_reduce(byte, group=group)
     all_gather(gathered, byte, group=group)
@@ -167,7 +167,7 @@ def _use(group: dist.ProcessGroup | None, size: int, byte: torch.Tensor) -> None
 
 
 def _round(lane: Lane) -> tuple[int, int, int, Lane]:
-    """Neighbours (0, 1), (2, 3) and so on connect at the same time, then (1, 2), (3, 4) and so on."""
+    """Return a sort key by which neighbours (0, 1), (2, 3) and so on connect at the same time, then (1, 2), (3, 4)..."""
     low, high = sorted((lane.source, lane.target))
     return low % 2, low, high, lane
 

@@ -1,7 +1,7 @@
-"""What a rank measures of its steps beyond their seconds: the bytes alive in some, and when the actions of one ran.
+"""Metering of a rank's steps: bytes alive during some of them, and the times of the actions of one.
 
-On a GPU the allocator knows the bytes. On the CPU a dispatch mode sees every tensor an operator makes and counts its storage
-until the last reference is gone; it shares no code with the estimator it judges.
+On a GPU the allocator counts the bytes. On the CPU a dispatch mode sees every tensor an operator makes and counts its
+storage until the last reference is gone; it shares no code with the estimator that it judges.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _GiveTensors = Callable[[], Iterable[torch.Tensor]]
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts live bytes of storages while active.
+    """A dispatch mode that counts live bytes of storages while active.
 
     Args:
         already: tensors that were alive before, such as parameters and optimizer state.
-        elsewhere: tensors that do not count, because they stand for memory of the host.
+        elsewhere: tensors that do not count, because they represent host memory.
     """
 
     def __init__(self, already: Iterable[torch.Tensor] = (), elsewhere: Iterable[torch.Tensor] = ()) -> None:
@@ -63,8 +63,8 @@ class StorageMeter(TorchDispatchMode):
 
 
 def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
-    """The steps from `first` on whose memory is counted: the first of each length, which is the first of all, when optimizer
-    state is made, only of a length that does not come again.
+    """Return the steps from `first` on whose memory is metered: the first of each sequence length, but the very first step,
+    in which optimizer state is made, only if its length does not come again.
 
     >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
     ({1}, {0})
@@ -83,7 +83,7 @@ def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step of samples of `length` tokens: its batch, when that began, and the seconds of the optimizer behind it."""
+    """A step of samples of `length` tokens: its batch, the time at which it began, and the optimizer's seconds after it."""
 
     length: int
     batch: BatchResult
@@ -92,7 +92,7 @@ class TimedStep:
 
 
 class Metering:
-    """What was measured; where batches have several lengths, bytes of each, and times of the longest that came."""
+    """The measurements of a run: peak bytes of each sequence length, and times of a step of the longest one that came."""
 
     def __init__(self) -> None:
         self.peak_of_length: dict[int, int] = {}
@@ -101,11 +101,11 @@ class Metering:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes alive at the worst moment of metered steps, of whatever length."""
+        """Peak of live bytes in metered steps of any length."""
         return max(self.peak_of_length.values(), default=0)
 
     def took(self, step: TimedStep) -> None:
-        """`step` is over; its times are kept unless a longer one's are."""
+        """Keep the times of the finished `step` unless those of a longer one are kept."""
         if self.timed is None or step.length >= self.timed.length:
             self.timed = step
 
@@ -113,10 +113,10 @@ class Metering:
     def counting(
         self, length: int, device: torch.device, lasting: _GiveTensors, on_host: _GiveTensors
     ) -> Iterator[None]:
-        """Inside, a step of samples of `length` tokens has the bytes alive counted.
+        """Count the live bytes of a step of samples of `length` tokens during the context.
 
-        `lasting` gives the tensors that are alive before, `on_host` those that stand for memory of the host. Both are
-        functions, so that nothing here keeps a tensor alive.
+        `lasting` returns the tensors that are alive before, `on_host` those that represent host memory. Both are functions,
+        so that nothing here keeps a tensor alive.
         """
         accelerator = accelerator_of(device)
         if accelerator.counts_bytes:

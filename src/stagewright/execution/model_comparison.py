@@ -1,9 +1,9 @@
-"""The traced graph compared with the model itself, in one process, before it trains.
+"""Comparison of the traced graph with the model itself, in one process, before training.
 
-The module is run as plain PyTorch would (hooks, custom functions and training mode included), forward and backward, and so
-is its graph, from the same weights, on the same inputs, with the same random numbers. What is compared is the loss, the
-gradient of every parameter, every buffer, the parameters themselves and the number of random draws, in several steps:
-what a model counts or keeps from one step to the next shows in the second.
+The module runs as in plain PyTorch (hooks, custom functions and training mode included), forward and backward, and so does
+its graph, from the same weights, on the same inputs, with the same random numbers. The loss, the gradient of every
+parameter, every buffer, the parameters themselves and the number of random draws are compared, in several steps: state
+that a model carries from one step to the next shows in the second.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from stagewright.tracing.private import functions_behind, hooks_of
 
 NUM_STEPS = 2
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
-"""Largest difference, relative to the largest element, by the type of the numbers. The graph runs the operators of the model
-in the order of autograd, so that most models differ by nothing."""
+"""Tolerated difference, relative to the largest element, by dtype. The graph runs the operators of the model in the order
+of autograd, so that most models are equal to the last bit."""
 ROUNDING = 1e-4
-"""That of float32 which rounding explains."""
+"""Relative difference in float32 that rounding explains."""
 _SMALLEST = {"float64": 1e-4, "float32": 1e-2}
-"""Gradients smaller than this part of the largest are judged by how that part rounds: some (of a key's bias) are rounding
-only."""
+"""Fraction of the largest gradient below which gradients are compared relative to that fraction: some (of a key's bias)
+are rounding errors only."""
 _UPDATE = 0.01
 """Largest change of a parameter between the steps, relative to the largest parameter."""
 _SPREAD = 0.02
-"""Standard deviation of what is added to parameters whose elements are all equal: behind a zero nothing has a gradient."""
+"""Standard deviation of the noise added to parameters whose elements are all equal: after a zero, gradients vanish."""
 _NUM_TRIES = 8
-"""Runs that tell whether random numbers of Python change the loss."""
+"""Number of runs to find whether random numbers of Python change the loss."""
 
 
 @dataclass
 class ComparedStep:
-    """What a microbatch leaves behind, by what it is: "the loss", "buffer 'norm.mean'"."""
+    """The results of a microbatch, by description: "the loss", "buffer 'norm.mean'"."""
 
     tensors: dict[str, Tensor | None]
     num_draws: int
     owners: dict[str, str] = field(default_factory=dict)
-    """The parameter that a gradient is of."""
+    """Name of the parameter of each gradient, by the gradient's description."""
 
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """One thing that the graph makes otherwise than the model; `share` of the largest element."""
+    """A result in which the graph differs from the model, by `share` of the largest element."""
 
     what: str
     share: float
@@ -67,17 +67,17 @@ class ModelDifference:
 
     def __str__(self) -> str:
         if math.isinf(self.share):
-            return f"{self.what} is not what the model makes"
+            return f"{self.what} differs from the model's"
         if math.isnan(self.share):
-            return f"{self.what} is not a number in one of them"
+            return f"{self.what} is NaN in one of them"
         return f"{self.what} is off by {self.share:.2g} of its largest element"
 
 
 def differences(
     make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0, tolerance: float = 1e-9
 ) -> list[ModelDifference]:
-    """Return what the graph makes otherwise than the model that `make` builds, largest first, in the first step in which
-    there is something; none where they are equal. Raises `TraceError` where one of them cannot be run."""
+    """Return the differences between the graph and the model that `make` builds, largest first, in the first step that has
+    any; empty where they are equal. Raises `TraceError` where one of them cannot be run."""
     built = make()
     spread_constants(built.module, seed)
     try:
@@ -93,7 +93,7 @@ def differences(
             return [ModelDifference("the loss under other random numbers of Python or numpy", math.inf)]
     except StagewrightError:
         raise
-    except Exception as error:  # code of others may raise whatever it likes
+    except Exception as error:  # the model's code may raise anything
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise TraceError(f"the model or its graph fails when they are compared: {text}") from error
     return []
@@ -101,7 +101,7 @@ def differences(
 
 @dataclass(frozen=True)
 class Refusal:
-    """A graph that is not its model."""
+    """A graph that differs from its model."""
 
     name: str
     differing: list[ModelDifference]
@@ -109,9 +109,9 @@ class Refusal:
     seed: int
 
     def error(self) -> TraceError:
-        """What differs, and the cause where it is found."""
-        others = len(self.differing) - 1
-        more = f" (and {others} more)" if others else ""
+        """Return an error with the largest difference, and the cause where it is found."""
+        num_further = len(self.differing) - 1
+        more = f" (and {num_further} more)" if num_further else ""
         return TraceError(
             f"the graph traced from '{self.name}' is not the model: {self.differing[0]}{more}. "
             f"{cause_of(self.make, self.differing, self.seed)}; --no-compare trains the graph as it is"
@@ -122,13 +122,13 @@ class Refusal:
 
 
 class ModelSteps:
-    """Runs a module under autograd, as a plain loop would. Changes it."""
+    """A module that runs under autograd as in a plain loop, which changes it."""
 
     def __init__(self, module: nn.Module, seed: int) -> None:
         self.module = module
         self.seed = seed
         self.draws_outside = False
-        """Whether a forward drew random numbers that are not torch's."""
+        """Whether a forward drew random numbers from a generator outside torch."""
 
     def run(self, step: int, inputs: Mapping[str, Tensor]) -> ComparedStep:
         self.module.zero_grad(set_to_none=True)
@@ -139,20 +139,20 @@ class ModelSteps:
         if loss.requires_grad:
             loss.backward()
         named = dict(self.module.named_parameters())
-        found: dict[str, Tensor | None] = {"the loss": loss.detach()}
+        tensors: dict[str, Tensor | None] = {"the loss": loss.detach()}
         owners = {_gradient(name): name for name in named}
-        found |= {_gradient(name): parameter.grad for name, parameter in named.items()}
-        found |= {f"parameter '{name}'": parameter.detach() for name, parameter in named.items()}
-        found |= {f"buffer '{name}'": buffer for name, buffer in self.module.named_buffers()}
+        tensors |= {_gradient(name): parameter.grad for name, parameter in named.items()}
+        tensors |= {f"parameter '{name}'": parameter.detach() for name, parameter in named.items()}
+        tensors |= {f"buffer '{name}'": buffer for name, buffer in self.module.named_buffers()}
         copies = {
             what: None if tensor is None else tensor.to_dense().detach().clone()
-            for what, tensor in found.items()
+            for what, tensor in tensors.items()
         }
         return ComparedStep(copies, draws.draws, owners)
 
 
 class GraphSteps:
-    """Runs a graph as one stage, from the tensors of a module of the same names."""
+    """A graph that runs as one stage, from the tensors of a module by name."""
 
     def __init__(self, graph: OperatorGraph, module: nn.Module, seed: int) -> None:
         (self.stage,) = split_graph(graph, [])
@@ -171,26 +171,26 @@ class GraphSteps:
     def run(self, step: int, inputs: Mapping[str, Tensor]) -> ComparedStep:
         self.weights.begin_step()
         self.runner.begin_step(step)
-        given = {name: tensor.clone() for name, tensor in inputs.items()}
-        loss = self.runner.forward(0, {}, given)[self.graph.loss]
+        copies = {name: tensor.clone() for name, tensor in inputs.items()}
+        loss = self.runner.forward(0, {}, copies)[self.graph.loss]
         self.runner.backward(0, {})
-        found: dict[str, Tensor | None] = {"the loss": loss.detach()}
+        tensors: dict[str, Tensor | None] = {"the loss": loss.detach()}
         for name in self.names:
             value = self._value(name)
-            found[_gradient(name)] = None if value is None else self.weights.gradients.get(value)
-            found[f"parameter '{name}'"] = self._parameter(name)
+            tensors[_gradient(name)] = None if value is None else self.weights.gradients.get(value)
+            tensors[f"parameter '{name}'"] = self._parameter(name)
         for name, buffer in self.buffers.items():
             value = self.graph.buffers.get(name)
-            found[f"buffer '{name}'"] = buffer if value is None else self.runner.resident.get(value, buffer)
-        return ComparedStep(found, self.graph.num_draws)
+            tensors[f"buffer '{name}'"] = buffer if value is None else self.runner.resident.get(value, buffer)
+        return ComparedStep(tensors, self.graph.num_draws)
 
     def update(self, changes: Mapping[str, Tensor]) -> None:
-        """Add to the parameters what was added to those of the model."""
+        """Add to the parameters the changes made to those of the model."""
         for name, change in changes.items():
             self._parameter(name).add_(change)
 
     def _value(self, name: str) -> int | None:
-        """Of the parameter that the module names so, if the graph uses it."""
+        """Return the value of the module's parameter `name`, or None if the graph does not use it."""
         values = (self.graph.parameters.get(other) for other in self.names[name])
         return next((value for value in values if value is not None), None)
 
@@ -204,7 +204,7 @@ class GraphSteps:
 
 
 def update_of(module: nn.Module, share: float = _UPDATE) -> dict[str, Tensor]:
-    """A step down the gradient, done on the parameters and returned by name."""
+    """Change the parameters by a step down the gradient; return the changes by name."""
     named = {name: p for name, p in module.named_parameters() if p.grad is not None}
     steepest = max(
         (float(p.grad.abs().max()) for p in named.values() if p.grad is not None and p.numel()), default=0.0
@@ -222,8 +222,8 @@ def update_of(module: nn.Module, share: float = _UPDATE) -> dict[str, Tensor]:
 
 
 def spread_constants(module: nn.Module, seed: int) -> None:
-    """Add small random numbers to trained parameters whose elements are all equal, such as gates and adapters that begin at
-    zero: nothing that they are multiplied by would have a gradient to compare."""
+    """Add small random numbers to trained parameters whose elements are all equal, such as gates and adapters that start at
+    zero: factors of zeros would have no gradient to compare."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -234,12 +234,12 @@ def spread_constants(module: nn.Module, seed: int) -> None:
 
 
 def _rolled(inputs: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """The samples of a microbatch in another order."""
+    """Return the samples of a microbatch in another order."""
     return {name: tensor.roll(step, 0) if tensor.dim() else tensor for name, tensor in inputs.items()}
 
 
 def _all_names(module: nn.Module, name: str) -> list[str]:
-    """Every name that a parameter has."""
+    """Return all names of a parameter."""
     parameter = module.get_parameter(name)
     return [other for other, p in module.named_parameters(remove_duplicate=False) if p is parameter]
 
@@ -248,11 +248,11 @@ def _gradient(name: str) -> str:
     return f"the gradient of '{name}'"
 
 
-# -- what differs -------------------------------------------------------------------------------------------------------
+# -- differences --------------------------------------------------------------------------------------------------------
 
 
 def compared(graph: ComparedStep, model: ComparedStep, tolerance: float = 1e-9) -> list[ModelDifference]:
-    """What differs between a step of the graph and one of the model, largest first."""
+    """Return the differences between a step of the graph and a step of the model, largest first."""
     loss = model.tensors["the loss"]
     dtype = "float64" if loss is not None and loss.dtype == torch.float64 else "float32"
     gradients = [
@@ -260,21 +260,25 @@ def compared(graph: ComparedStep, model: ComparedStep, tolerance: float = 1e-9) 
     ]
     largest = max((float(t.abs().max()) for t in gradients), default=0.0)
     least = largest * _SMALLEST[dtype] if math.isfinite(largest) else 0.0
-    found = []
+    differing = []
     for what in dict.fromkeys(chain(model.tensors, graph.tensors)):
         share = _share(
             graph.tensors.get(what), model.tensors.get(what), least if what in model.owners else 0.0
         )
         if not share <= tolerance:
-            found.append(ModelDifference(what, share, model.owners.get(what)))
+            differing.append(ModelDifference(what, share, model.owners.get(what)))
     if graph.num_draws != model.num_draws:
-        text = f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times, which"
-        found.append(ModelDifference(text, math.inf))
-    return sorted(found, key=lambda one: -math.inf if math.isnan(one.share) else -one.share)
+        counts = (
+            f"the model draws random numbers {model.num_draws} times and its graph {graph.num_draws} times"
+        )
+        differing.append(ModelDifference(f"the number of draws ({counts})", math.inf))
+    return sorted(
+        differing, key=lambda difference: -math.inf if math.isnan(difference.share) else -difference.share
+    )
 
 
 def _share(graph: Tensor | None, model: Tensor | None, least: float) -> float:
-    """Largest difference of an element, relative to the largest of the model's; no gradient is one of zeros."""
+    """Return the largest difference of an element, relative to the model's largest; a missing gradient counts as zeros."""
     if graph is None or model is None:
         there = model if graph is None else graph
         return 0.0 if there is None or not there.numel() or float(there.abs().max()) == 0.0 else math.inf
@@ -296,13 +300,13 @@ def _wide(tensor: Tensor) -> Tensor:
 # -- causes -------------------------------------------------------------------------------------------------------------
 
 _PYTHON_RANDOM = (
-    "its forward draws random numbers of Python or numpy, which a graph has no place for: draw them with torch.rand, or in "
+    "its forward draws random numbers of Python or numpy, which a graph cannot contain: draw them with torch.rand, or in "
     "the data"
 )
 
 
 def draws_outside(make: Callable[[], BuiltModel], seed: int) -> bool:
-    """Whether the loss depends on random numbers that are not torch's."""
+    """Return whether the loss depends on random numbers from outside torch."""
     losses = set[float]()
     for number in range(_NUM_TRIES):
         built = make()
@@ -317,49 +321,49 @@ def draws_outside(make: Callable[[], BuiltModel], seed: int) -> bool:
 
 
 def cause_of(make: Callable[[], BuiltModel], differing: list[ModelDifference], seed: int) -> str:
-    """Why the graph is not the model, as far as the model tells, and what to do."""
+    """Return the cause of the differences, as far as the model shows it, and a remedy."""
     if draws_outside(make, seed):
         return f"The cause: {_PYTHON_RANDOM}"
     built = make()
     spread_constants(built.module, seed)
     first = ModelSteps(built.module, seed).run(0, built.inputs)
-    if compared(ModelSteps(make_again(make, seed), seed).run(0, built.inputs), first):
+    if compared(ModelSteps(_rebuilt(make, seed), seed).run(0, built.inputs), first):
         return (
             "The cause: the model itself gives another result when it is built and run again on the same inputs with the "
-            "same random numbers of torch; let nothing in it depend on what else this process has done or drawn"
+            "same random numbers of torch; remove every dependence on other state or random draws of this process"
         )
     hooks = list(hooks_of(built.module))
     differs = {difference.parameter for difference in differing}
     for hook in hooks:
         if hook.parameter in differs and hook.parameter is not None:
             return (
-                f"The cause: {hook}, which is no part of a graph; do what it does in forward, or leave it out"
+                f"The cause: {hook}, which is not part of a graph; do what it does in forward, or remove it"
             )
     with keyed(seed, 0, 0):
         loss = built.module(**built.inputs)
     if names := functions_behind(loss):
         return (
-            f"The likely cause: the model has a backward of its own in {names[0]}, which its graph lacks; write it with "
+            f"The likely cause: the model has a custom backward in {names[0]}, which its graph lacks; write it with "
             "operators of torch"
         )
     if hooks:
-        return f"The likely cause: {hooks[0]}, which is no part of a graph; do what it does in forward"
+        return f"The likely cause: {hooks[0]}, which is not part of a graph; do what it does in forward"
     if changing := changed_attribute(make(), seed):
         return (
-            f"The likely cause: forward changes {changing}, which the graph has as it was when it was traced; keep it in a "
-            "buffer, or compute it from the inputs"
+            f"The likely cause: forward changes {changing}, which is constant in the graph; keep it in a buffer, or compute "
+            "it from the inputs"
         )
     return "The cause was not found: please report it with the model's code"
 
 
-def make_again(make: Callable[[], BuiltModel], seed: int) -> nn.Module:
+def _rebuilt(make: Callable[[], BuiltModel], seed: int) -> nn.Module:
     module = make().module
     spread_constants(module, seed)
     return module
 
 
 def changed_attribute(built: BuiltModel, seed: int) -> str | None:
-    """An attribute of a module that its forward changes, such as a counter."""
+    """Return an attribute of a module that its forward changes, such as a counter, or None."""
 
     def numbers() -> dict[str, Any]:
         plain = int | float | bool | str | None

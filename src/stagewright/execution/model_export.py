@@ -1,6 +1,6 @@
-"""The model of a checkpoint in a folder of its own, as Hugging Face's libraries read it: whole, with adapters merged or
-beside it, or the adapters alone; or with the optimizer's state as `torch.distributed.checkpoint` reads it. Computed from
-files, by one process."""
+"""Export of a checkpoint's model to a separate folder in Hugging Face's layout: whole, with adapters merged or in a
+subfolder, or the adapters alone; or as a state dict of `torch.distributed.checkpoint` with the optimizer's state. Computed
+from files, by one process."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 BESIDE = "adapter"
-"""The folder of adapters beside a whole model."""
+"""Name of the subfolder of adapters in the folder of a whole model."""
 _BESIDE_WEIGHTS = (
     *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""What else is read from a model's folder, which training does not change."""
+"""Other files of a model's folder, which training does not change."""
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: sizes of files by their names in the folder `path`, and the step that the checkpoint is of."""
+    """The result of an export: sizes of files by their names in the folder `path`, and the step of the checkpoint."""
 
     path: Path
     step: int
@@ -71,79 +71,81 @@ def export(
     is_state_dict: bool = False,
     report: Report = lambda text: None,
 ) -> Exported:
-    """Write the model of a checkpoint to the new folder `out`, whole or not at all.
+    """Write the model of a checkpoint to the new folder `out`, completely or not at all.
 
     Args:
-        folder: of the checkpoint, or of a run's, whose newest is taken.
-        merges: whether adapters are added to the weights; else they are in the folder ``adapter`` beside them.
-        adapter_only: whether only adapters are written.
-        is_state_dict: whether a folder of `torch.distributed.checkpoint` is written, in place of Hugging Face's layout.
-        base: where the model lies that adapters were trained for; default where it lay then.
+        folder: folder of the checkpoint, or of a run's checkpoints, whose newest is taken.
+        merges: whether to add adapters to the weights; otherwise they go to the subfolder ``adapter``.
+        adapter_only: whether to write only adapters.
+        is_state_dict: whether to write a folder of `torch.distributed.checkpoint` instead of Hugging Face's layout.
+        base: location of the adapters' base model; default is its location at training.
 
     Raises:
-        InputError: there is no checkpoint, or it is damaged; it has no adapters; their model has changed; `out` is there.
+        InputError: there is no checkpoint, or it is damaged; it has no adapters; their model has changed; `out` exists.
         RunError: `out` cannot be written.
     """
-    found = read_checkpoint(folder) if (folder / MANIFEST).exists() else newest_in(folder)
-    _check(found, out, merges, adapter_only, base)
-    if is_state_dict and found.manifest.base is not None:
+    checkpoint = read_checkpoint(folder) if (folder / MANIFEST).exists() else newest_in(folder)
+    _check(checkpoint, out, merges, adapter_only, base)
+    if is_state_dict and checkpoint.manifest.base is not None:
         raise InputError(
-            f"checkpoint '{found.path}' has adapters alone, which are no state dict of a model: export them with "
+            f"checkpoint '{checkpoint.path}' has only adapters, which are not a model's state dict: export them with "
             "--merge, in Hugging Face's layout"
         )
     try:
         with whole_folder(out) as scratch:
             if is_state_dict:
-                _write_state_dict(found, scratch, report)
+                _write_state_dict(checkpoint, scratch, report)
             elif adapter_only:
-                _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
-            elif found.manifest.base is not None:
-                _write_adapted(found, scratch, out, merges, base, report)
-            elif CONFIG in found.manifest.files:
-                _write(_whole(found, resolve(str(found.path)), False), scratch, report)
-            else:  # of a factory, whose names and adapters are its own
-                names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
-                _copy(found, scratch, names)
+                _copy(checkpoint, scratch, (ADAPTER, ADAPTER_CONFIG))
+            elif checkpoint.manifest.base is not None:
+                _write_adapted(checkpoint, scratch, out, merges, base, report)
+            elif CONFIG in checkpoint.manifest.files:
+                _write(_whole(checkpoint, resolve(str(checkpoint.path)), False), scratch, report)
+            else:  # of a factory, with arbitrary names and adapters
+                names = [
+                    name for name in checkpoint.manifest.files if name == INDEX or name.startswith("model-")
+                ]
+                _copy(checkpoint, scratch, names)
     except OSError as error:
         raise RunError(f"'{out}' cannot be written ({error.strerror or error}): make room there") from None
     files = sorted(path for path in out.rglob("*") if path.is_file())
     return Exported(
-        out, found.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}
+        out, checkpoint.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}
     )
 
 
-def _check(found: Checkpoint, out: Path, merges: bool, adapter_only: bool, base: str | None) -> None:
+def _check(checkpoint: Checkpoint, out: Path, merges: bool, adapter_only: bool, base: str | None) -> None:
     if merges and adapter_only:
         raise InputError(
-            "--merge and --adapter: adapters that are merged are no longer alone; leave one of the two out"
+            "--merge and --adapter contradict each other: merged adapters are not exported alone; leave one of the two out"
         )
     given = {"--adapter": adapter_only, "--merge": merges, "--base": base is not None}
-    if ADAPTER not in found.manifest.files and any(given.values()):
+    if ADAPTER not in checkpoint.manifest.files and any(given.values()):
         option = next(option for option, value in given.items() if value)
         raise InputError(
-            f"{option}: checkpoint '{found.path}' has no adapters, since all of its model was trained; leave it out"
+            f"{option}: checkpoint '{checkpoint.path}' has no adapters, since its whole model was trained; leave it out"
         )
-    if found.manifest.base is None and (merges or base is not None):
+    if checkpoint.manifest.base is None and (merges or base is not None):
         raise InputError(
-            f"checkpoint '{found.path}' is of a factory, which adds adapters to its model by itself: leave out "
+            f"checkpoint '{checkpoint.path}' is of a factory, which itself adds adapters to its model: leave out "
             "--merge and --base, and merge them by peft's merge_and_unload"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"'{out}' is there already: name a new folder")
+        raise InputError(f"'{out}' exists already: name a new folder")
 
 
-def _copy(found: Checkpoint, scratch: Path, names: Sequence[str]) -> None:
-    check_contents(found.path, found.manifest, names)
+def _copy(checkpoint: Checkpoint, scratch: Path, names: Sequence[str]) -> None:
+    check_contents(checkpoint.path, checkpoint.manifest, names)
     for name in names:
-        shutil.copyfile(found.path / name, scratch / name)
+        shutil.copyfile(checkpoint.path / name, scratch / name)
 
 
 def _write(whole: _Whole, scratch: Path, report: Report) -> None:
-    """A model's files, its config and, where they lie beside its weights, those of its tokenizer."""
+    """Write a model's files, its config and the tokenizer's files in the folder of its weights, if any."""
     files = whole.files()
     for number, names in enumerate(files, 1):
         report(f"writing file {number} of {len(files)}")
-        held = {name: tensor for own in names for name, tensor in whole.published(own).items()}
+        held = {name: tensor for group in names for name, tensor in whole.published(group).items()}
         write_tensors(scratch / f"model-{number:05d}-of-{len(files):05d}.safetensors", held)
     write_documents(scratch, {CONFIG: whole.config()})
     for name in _BESIDE_WEIGHTS:
@@ -151,34 +153,34 @@ def _write(whole: _Whole, scratch: Path, report: Report) -> None:
             shutil.copyfile(whole.folder / name, scratch / name)
 
 
-def _write_state_dict(found: Checkpoint, scratch: Path, report: Report) -> None:
-    """Weights by the model's own names, as the optimizer has them, a tied one by each of its names; buffers; and the
-    optimizer's state under ``optimizer.state``."""
-    check_contents(found.path, found.manifest, found.manifest.files)
-    stored, files = Stored(found), WeightFiles.of(found.path)
+def _write_state_dict(checkpoint: Checkpoint, scratch: Path, report: Report) -> None:
+    """Write weights by the model's own names, as the optimizer has them, a tied one under each of its names; buffers; and
+    the optimizer's state under ``optimizer.state``."""
+    check_contents(checkpoint.path, checkpoint.manifest, checkpoint.manifest.files)
+    stored, files = Stored(checkpoint), WeightFiles.of(checkpoint.path)
     readers = {name: safe_open(str(files.path(name)), framework="pt") for name in files.names}
     sources: dict[str, str] = {}
     for name in stored.index.names:
-        own, part = name.removeprefix("net.").rpartition(":")[::2]
+        parameter, part = name.removeprefix("net.").rpartition(":")[::2]
         if OF_REPLICA not in name:
-            sources[own if part == "weight" else f"optimizer.{STATE}{own}.{part}"] = name
+            sources[parameter if part == "weight" else f"optimizer.{STATE}{parameter}.{part}"] = name
     layouts = {key: stored.layout(name) for key, name in sources.items()}
     for name, file in files.where.items():
         layouts.setdefault(name, readers[file].get_tensor(name).to("meta"))
-    if CONFIG in found.manifest.files:
-        for alias, first in _tied(resolve(str(found.path))).items():
+    if CONFIG in checkpoint.manifest.files:
+        for alias, first in _tied(resolve(str(checkpoint.path))).items():
             layouts[alias] = layouts[first]
             sources[alias] = sources[first]
 
-    def made(key: str) -> torch.Tensor:
+    def tensor_of(key: str) -> torch.Tensor:
         report(f"writing '{key}'")
         return stored.whole(sources[key]) if key in sources else readers[files.where[key]].get_tensor(key)
 
-    write_state_dict(scratch, layouts, made)
+    write_state_dict(scratch, layouts, tensor_of)
 
 
 def _tied(reference: ModelReference) -> dict[str, str]:
-    """The first name of each parameter that has several, by the others."""
+    """Return the first name of each parameter that has several names, by its other names."""
     net: Any = DeferredModel(reference, 1, 1).module.net
     first = {id(parameter): name for name, parameter in net.named_parameters()}
     every = net.named_parameters(remove_duplicate=False)
@@ -186,62 +188,62 @@ def _tied(reference: ModelReference) -> dict[str, str]:
 
 
 def _whole(
-    found: Checkpoint, reference: ModelReference, is_drawn: bool, adapters: Path | None = None
+    checkpoint: Checkpoint, reference: ModelReference, is_drawn: bool, adapters: Path | None = None
 ) -> _Whole:
-    job = validated(Job, found.manifest.plan["job"], f"'{found.path / MANIFEST}'")
+    job = validated(Job, checkpoint.manifest.plan["job"], f"'{checkpoint.path / MANIFEST}'")
     model = DeferredModel(reference, 1, job.sequence_length, job.torch_name, seed=job.seed)
     return _Whole(reference, model, None if is_drawn else reference.weights, adapters)
 
 
 def _write_adapted(
-    found: Checkpoint, scratch: Path, out: Path, merges: bool, base: str | None, report: Report
+    checkpoint: Checkpoint, scratch: Path, out: Path, merges: bool, base: str | None, report: Report
 ) -> None:
-    check_contents(found.path, found.manifest, (ADAPTER, ADAPTER_CONFIG))
+    check_contents(checkpoint.path, checkpoint.manifest, (ADAPTER, ADAPTER_CONFIG))
     report("building the model without weights")
-    reference, is_drawn = _base(found, base)
-    _write(_whole(found, reference, is_drawn, found.path if merges else None), scratch, report)
+    reference, is_drawn = _base(checkpoint, base)
+    _write(_whole(checkpoint, reference, is_drawn, checkpoint.path if merges else None), scratch, report)
     if not merges:
         (scratch / BESIDE).mkdir()
-        shutil.copyfile(found.path / ADAPTER, scratch / BESIDE / ADAPTER)
-        described = json.loads((found.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        shutil.copyfile(checkpoint.path / ADAPTER, scratch / BESIDE / ADAPTER)
+        described = json.loads((checkpoint.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         described["base_model_name_or_path"] = str(out.resolve())
         write_documents(scratch / BESIDE, {ADAPTER_CONFIG: described})
 
 
-def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
-    """The model that the adapters of a checkpoint are for, and whether it is drawn from a seed. Raises `InputError` where it
-    is no longer what it was."""
-    was, place = found.manifest.base, f"'{found.path / MANIFEST}'"
-    assert was is not None, "only such checkpoints are exported so"
-    section = validated(ModelSection, {**found.manifest.plan["model"], "text": given or was.text}, place)
-    hint = "" if given else "; name where it lies now with --base"
+def _base(checkpoint: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
+    """Return the base model of a checkpoint's adapters, and whether it is drawn from a seed. Raises `InputError` where it
+    has changed."""
+    was, place = checkpoint.manifest.base, f"'{checkpoint.path / MANIFEST}'"
+    assert was is not None, "only checkpoints with a base model get here"
+    section = validated(ModelSection, {**checkpoint.manifest.plan["model"], "text": given or was.text}, place)
+    hint = "" if given else "; give its new location with --base"
     if given is None and section.is_code:
         raise InputError(
-            f"the model that the adapters are for is code, {section.text}, which the export would run: look at it, and name "
-            "it with --base"
+            f"the adapters' base model is code, {section.text}, which the export would run: look at it, and name it with "
+            "--base"
         )
     try:
         reference = section.reference()
     except InputError as error:
-        raise InputError(f"the model that the adapters are for is not there: {error}{hint}") from None
+        raise InputError(f"the adapters' base model is missing: {error}{hint}") from None
     is_drawn = was.seed is not None
     is_alike = not section.change(reference)
     now = base_model_of(reference, was.seed or 0, is_drawn) if is_alike else None
     if now is None or not was.is_same(now):
         raise InputError(
-            f"the adapters of '{found.path}' were trained for {was}, and '{section.text}' is another model or has other "
-            f"weights{hint}"
+            f"the adapters of '{checkpoint.path}' were trained for {was}, and '{section.text}' is another model or has "
+            f"other weights{hint}"
         )
     return reference, is_drawn
 
 
 class _Whole:
-    """The tensors of a model without adapters, or with what they add to its weights.
+    """The tensors of a model without adapters, or with adapters added to its weights.
 
     Args:
-        model: with adapters, if it has some, as it was built for training.
-        folder: of its weights; None where it was drawn from a seed.
-        adapters: the folder of those that are added; None if none are.
+        model: the model as it was built for training, with adapters if it has any.
+        folder: folder of its weights; None where it was drawn from a seed.
+        adapters: folder of the adapters to add, or None.
     """
 
     def __init__(
@@ -257,15 +259,15 @@ class _Whole:
         self._bytes = {name: state[name].numel() * state[name].element_size() for name in names}
 
     def config(self) -> dict[str, Any]:
-        """Content of the model's config.json."""
+        """Return the content of the model's config.json."""
         return {"architectures": [type(self._net).__name__], **described_config(self._reference.config or {})}
 
     def files(self) -> list[list[str]]:
-        """The names of all tensors, in files of a few GiB."""
+        """Return the names of all tensors, grouped into files of a few GiB."""
         return in_files(self._bytes)
 
     def published(self, name: str) -> dict[str, torch.Tensor]:
-        """A tensor of the model, by the names that published files have."""
+        """Return a tensor of the model by its names in published files."""
         return as_published(self._net, base_name(name).removeprefix("net."), self._read(name))
 
     def _read(self, name: str) -> torch.Tensor:
@@ -275,7 +277,9 @@ class _Whole:
         if self._adapters is None or lora is None or names is None:
             return whole
         wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
-        into, out_of = (self._adapters.get_tensor(peft_name(f"{one}.weight")).to(wide) for one in names)
+        into, out_of = (
+            self._adapters.get_tensor(peft_name(f"{name_part}.weight")).to(wide) for name_part in names
+        )
         added = lora.alpha / lora.rank * (out_of @ into)
         layer = self._model.module.get_submodule(name.rpartition(".")[0])
         return (whole.to(wide) + (added.t() if is_transposed(layer) else added)).to(whole.dtype)

@@ -1,11 +1,11 @@
-"""The weights of a model by their own names, in the files that Hugging Face's libraries read.
+"""Model files: the weights of a model by their own names, in Hugging Face's layout.
 
 Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` with the parameters and lasting buffers of its
-stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` says which
-file has which tensor. A tied parameter is written once, by its first name.
+stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` maps tensors
+to files. A tied parameter is written once, by its first name.
 
-Of a model with adapters only these are written, all of them by the first rank, as peft does; the model itself is frozen, and
-lies where the run found it.
+For a model with adapters, only the adapters are written, all of them by the first rank, as peft does; the model itself is
+frozen and stays in its folder.
 
 Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
 """
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
 _OF_STORAGE = ("torch_dtype", "dtype", "quantization_config")
-"""Keys of a config that say how other files than these hold the weights."""
+"""Keys of a config that describe how the original files store the weights."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a rank writes of the model.
+    """The model files that a rank writes.
 
-    `name` is that of its pipeline rank's file, `names` are the tensors in it as the graph calls them, `unused` those among
-    them that no stage uses, so that the model has all its tensors. Of adapters, `adapters` has the names in peft's file;
-    where `is_adapter`, the model itself is not written. `documents` are what describes the files, by name: the model's
-    config, where it has one, and what peft reads of adapters.
+    `name` is the name of its pipeline rank's file, `names` are the tensors in it as the graph names them, `unused` those
+    among them that no stage uses, so that the model has all its tensors. `adapters` has the names of adapters in peft's
+    file; where `is_adapter`, the model itself is not written. `documents` are the files that describe the others, by name:
+    the model's config, if it has one, and peft's config of adapters.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ModelFiles:
         rank: int,
         stored: StoredWeights | None,
     ) -> ModelFiles:
-        """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
+        """Return the files of pipeline rank `rank`; `stored` are the run's initial weights, None if drawn from the seed."""
         is_adapter = reference.lora is not None
         adapters = peft_names(model.module)
         lasting = set(adapters) if is_adapter else lasting_names(model.module)
@@ -98,57 +98,59 @@ class ModelFiles:
         )
 
     def written(self, session: Session) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of every file that this rank writes, on the CPU. Every rank must call this."""
-        own = self._tensors(session)
-        files = {} if self.is_adapter else {self.name: {_own_name(name): one for name, one in own.items()}}
+        """Return the tensors of every file that this rank writes, on the CPU. Every rank must call this."""
+        tensors = self._tensors(session)
+        files = {} if self.is_adapter else {self.name: {_own_name(n): t for n, t in tensors.items()}}
         if self.adapters:
-            adapters = {self.adapters[name]: one for name, one in own.items() if name in self.adapters}
+            adapters = {self.adapters[n]: t for n, t in tensors.items() if n in self.adapters}
             files[ADAPTER] = _on_first_rank(session, adapters)
         return files
 
     def whole(self, session: Session) -> dict[str, torch.Tensor]:
-        """Copies of all that is written of the model, or where it is not its adapters, on the CPU of the first rank; nothing
-        on the others. Every rank must call this."""
-        own = self._tensors(session)
+        """Return copies of the model's tensors, or of the adapters alone if only they are written, on the CPU of the first
+        rank; empty on other ranks. Every rank must call this."""
+        tensors = self._tensors(session)
         called = self.adapters.__getitem__ if self.is_adapter else _own_name
-        return _on_first_rank(session, {called(name): tensor for name, tensor in own.items()})
+        return _on_first_rank(session, {called(name): tensor for name, tensor in tensors.items()})
 
     def _tensors(self, session: Session) -> dict[str, torch.Tensor]:
-        """What this rank has of what it writes, on the CPU: nothing but on the first replica and tensor parallel rank."""
-        mesh, found = session.mesh, dict(self.unused)
+        """Return the tensors that this rank writes, on the CPU: empty except on the first replica and tensor rank."""
+        mesh, tensors = session.mesh, dict(self.unused)
         is_writer = mesh.replica == 0 and mesh.tensor_rank == 0
-        shared = parallelism(session.graph)
+        parallel = parallelism(session.graph)
         for name, held in _tensors(session):
             if mesh.replica != 0 or name not in self.names:
                 continue
-            how = shared.shards.get(name) if shared else None
+            how = parallel.shards.get(name) if parallel else None
             whole = held if how is None else _merged(held, how, mesh.tp)
             if is_writer:
-                found[name] = whole.detach().to("cpu")
-        return found if is_writer else {}
+                tensors[name] = whole.detach().to("cpu")
+        return tensors if is_writer else {}
 
 
-def _on_first_rank(session: Session, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of what all ranks have of their `own`, on the CPU of the first; every rank must call this."""
+def _on_first_rank(session: Session, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors that all ranks have `held`, on the CPU of the first rank; every rank must call this."""
     device = session.device
-    told = exchange(
-        [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in own.items()]
+    by_rank = exchange(
+        [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in held.items()]
     )
     if session.mesh.rank:
-        for tensor in own.values():
+        for tensor in held.values():
             dist.send(tensor.to(device).contiguous(), 0)
         return {}
-    found = {name: one.clone() for name, one in own.items()}  # on a CPU it is what training goes on with
-    for rank, described in enumerate(told[1:], 1):
+    gathered = {
+        name: tensor.clone() for name, tensor in held.items()
+    }  # on a CPU, training goes on with the original
+    for rank, described in enumerate(by_rank[1:], 1):
         for name, shape, dtype in described:
             arrived = torch.empty(shape, dtype=DTYPES[dtype], device=device)
             dist.recv(arrived, rank)
-            found[name] = arrived.cpu()
-    return found
+            gathered[name] = arrived.cpu()
+    return gathered
 
 
 def lasting_names(module: torch.nn.Module) -> set[str]:
-    """Of parameters, tied ones by their first name, and of the buffers that belong to the module's state."""
+    """Return the names of parameters, tied ones by their first name, and of buffers in the module's state."""
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name for name, _ in module.named_parameters()} | (
         buffers & module.state_dict(keep_vars=True).keys()
@@ -156,12 +158,12 @@ def lasting_names(module: torch.nn.Module) -> set[str]:
 
 
 def described_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model whose weights are in such files."""
+    """Return a model's config without the keys that describe the storage of its original files."""
     return {key: value for key, value in config.items() if key not in _OF_STORAGE}
 
 
 def write_documents(folder: Path, documents: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """`documents` in `folder`, and an index of the model files there if there are any; returns what was written."""
+    """Write `documents` to `folder`, and an index of the model files there if there are any; return the paths."""
     index = _index(folder)
     every = {**documents, **({INDEX: index} if index["weight_map"] else {})}
     for name, document in every.items():
@@ -177,7 +179,7 @@ def _index(folder: Path) -> dict[str, Any]:
             where.update(dict.fromkeys(reader.keys(), file.name))
         with file.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
-        total += file.stat().st_size - 8 - header  # all but the header, whose bytes the first eight count
+        total += file.stat().st_size - 8 - header  # without the header and the eight bytes of its length
     return {"metadata": {"total_size": total}, "weight_map": where}
 
 
@@ -186,8 +188,8 @@ def _own_name(name: str) -> str:
 
 
 def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of this rank by name, whole but for tensor parallelism; gathered ones one flat buffer after the
-    other, by the replicas that share them out with the first."""
+    """Yield parameters and buffers of this rank by name, whole except for tensor parallelism; sharded ones are gathered one
+    flat buffer after another, by the replicas in the first one's shard group."""
     names = session.weights.names
     for value, tensor in session.weights.tensors.items():
         yield names[value], tensor
@@ -197,15 +199,15 @@ def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _merged(part: torch.Tensor, how: TensorShard, num_ranks: int) -> torch.Tensor:
-    """The whole of a tensor that `num_ranks` ranks share, each of which calls this with its part."""
+    """Return the whole of a tensor that is sharded over `num_ranks` ranks; each of them must call this with its part."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
     dist.all_gather(parts, part.contiguous(), group=group_of(GROUP))
     shape = list(part.shape)
     shape[how.dim] = sum(how.padded_blocks)
     whole = part.new_empty(shape)
-    for rank, one in enumerate(parts):
+    for rank, piece in enumerate(parts):
         offset = 0
         for start, stop in how.ranges(num_ranks, rank):
-            whole.narrow(how.dim, start, stop - start).copy_(one.narrow(how.dim, offset, stop - start))
+            whole.narrow(how.dim, start, stop - start).copy_(piece.narrow(how.dim, offset, stop - start))
             offset += stop - start
     return whole.narrow(how.dim, 0, how.whole_size)

@@ -1,5 +1,5 @@
-"""A checkpoint of weights from elsewhere, from which a run goes on: of a folder in Hugging Face's layout, or of one that
-`torch.distributed.checkpoint` wrote of a plain state dict. Computed from files, by one process."""
+"""Import of weights as a checkpoint from which a run can resume: from a folder in Hugging Face's layout, or from a plain
+state dict that `torch.distributed.checkpoint` wrote. Computed from files, by one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from stagewright.tracing.models.reference import OTHER_FORMATS, resolve
 from stagewright.version import __version__
 
 STATE = "state."
-"""In front of a parameter's name in the state dict of an optimizer."""
+"""Prefix of a parameter's name in the state dict of an optimizer."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A checkpoint that was written: its folder, the steps that count as done, whether the optimizer's state is in it, and
-    the sizes of its files by name."""
+    """An imported checkpoint: its folder, the steps that count as done, whether it has the optimizer's state, and the sizes
+    of its files by name."""
 
     path: Path
     step: int
@@ -55,27 +55,27 @@ def import_weights(
     weights_only: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> Imported:
-    """Write the weights of `source`, and the optimizer's state if it has some, as a checkpoint to the new or empty `folder`,
-    whole or not at all.
+    """Write the weights of `source`, and its optimizer state if any, as a checkpoint to the new or empty `folder`,
+    completely or not at all.
 
     Args:
-        plan: of the run that is to go on, under it or any other plan of its model.
-        source: has the files of a model, or what `torch.distributed.checkpoint` wrote.
-        step: how many steps count as done; None those that the optimizer counted, or none.
-        weights_only: whether the optimizer's state is left out.
+        plan: plan of the run that will resume, under it or any other plan of its model.
+        source: folder of a model's files, or of a state dict of `torch.distributed.checkpoint`.
+        step: number of steps that count as done; None takes the optimizer's count, or 0.
+        weights_only: whether to leave out the optimizer's state.
 
     Raises:
-        InputError: the weights cannot be read, or are not those of the plan's model; `folder` has checkpoints.
+        InputError: the weights cannot be read, or do not fit the plan's model; `folder` has checkpoints.
         RunError: `folder` cannot be written.
     """
     if plan.model.lora is not None:
         raise InputError(
-            "the plan trains adapters, which start from a folder of peft's: plan with --lora-from FOLDER"
+            "the plan trains adapters, which start from a folder that peft wrote: plan with --lora-from FOLDER"
         )
     with in_use(folder, "checkpoint"):
-        if found := steps_of(folder):
+        if checkpoints := steps_of(folder):
             raise InputError(
-                f"'{folder}' holds checkpoints (the newest is {found[0].name}): name a new folder"
+                f"'{folder}' holds checkpoints (the newest is {checkpoints[0].name}): name a new folder"
             )
         report("building the model without weights")
         model = _Model(plan)
@@ -91,13 +91,13 @@ def import_weights(
             raise RunError(
                 f"'{folder}' cannot be written ({error.strerror or error}): make room there"
             ) from None
-    sizes = {name: one.bytes for name, one in manifest.files.items()}
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
     return Imported(written, step, manifest.has_optimizer_state, sizes)
 
 
 class _Model:
-    """What a plan's model has: the first name of each parameter (`aliases`, by all of its names), the type in which the
-    optimizer works on it (`types`), those that are `trained`, and the buffers that are `changed` by the forward."""
+    """The tensors of a plan's model: the first name of each parameter (`aliases`, by all of its names), the dtype in which
+    the optimizer updates it (`types`), the `trained` parameters, and the buffers that the forward changes (`changed`)."""
 
     def __init__(self, plan: Plan) -> None:
         job, reference = plan.job, plan.model.resolved()
@@ -122,7 +122,7 @@ class _Model:
 
 
 class _Files:
-    """Weights in Hugging Face's layout, without state of an optimizer."""
+    """Weights in Hugging Face's layout, without optimizer state."""
 
     num_steps = 0
     parts: Mapping[str, Mapping[str, str]] = {}
@@ -130,10 +130,11 @@ class _Files:
     def __init__(self, folder: Path, model: _Model) -> None:
         reference = model.reference
         if (folder / CONFIG).exists() and reference.kind == "config":
-            own = resolve(str(folder), reference.overrides)
-            if own.digest != reference.digest:
+            resolved = resolve(str(folder), reference.overrides)
+            if resolved.digest != reference.digest:
                 raise InputError(
-                    f"'{folder / CONFIG}' is of another model than the plan, which is for '{reference.text}': plan for it"
+                    f"'{folder / CONFIG}' is of another model than the plan, which is for '{reference.text}': plan for the "
+                    "model in this folder"
                 )
         if not any(True for pattern in ("*.safetensors", *OTHER_FORMATS) for _ in folder.glob(pattern)):
             raise InputError(
@@ -150,24 +151,25 @@ class _Files:
 
 
 class _StateDict:
-    """What `torch.distributed.checkpoint` wrote; `parts` has the stored name of each part of a parameter's state."""
+    """A state dict that `torch.distributed.checkpoint` wrote; `parts` has the stored name of each part of a parameter's
+    optimizer state."""
 
     def __init__(self, folder: Path, model: _Model, weights_only: bool) -> None:
         self._folder, self._layouts = StateDictFolder(folder), model.layouts
-        own = {name.removeprefix("net."): name for name in model.layouts}
+        names = {name.removeprefix("net."): name for name in model.layouts}
         prefix = same_names((name.removeprefix("net.") for name in model.aliases), self._folder.shapes)
         if prefix is None:
             raise InputError(
-                f"'{folder}' has no tensor '{next(iter(own))}': it is of another model than the plan"
+                f"'{folder}' has no tensor '{next(iter(names))}': it is of another model than the plan"
             )
-        self._stored = {own[key]: prefix + key for key in own if prefix + key in self._folder.shapes}
+        self._stored = {names[key]: prefix + key for key in names if prefix + key in self._folder.shapes}
         for name, first in model.aliases.items():  # one name of a tied parameter is enough
             if name in self._stored:
                 self._stored.setdefault(first, self._stored[name])
         self.parts: dict[str, dict[str, str]] = {}
         for stored in () if weights_only else self._folder.shapes:
             key, _, part = f".{stored}".partition(f".{STATE}")[2].rpartition(".")
-            name = own.get(key) or own.get(key.removeprefix(prefix))
+            name = names.get(key) or names.get(key.removeprefix(prefix))
             if name is not None and name in model.aliases:
                 self.parts.setdefault(model.aliases[name], {})[part] = stored
 
@@ -193,9 +195,9 @@ class _StateDict:
         return self._folder.read(stored).to(dtype)
 
     def part(self, stored: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Part of the state of a parameter of this shape, which the optimizer works on as `dtype`."""
-        found = self._folder.read(stored)
-        return found.to(dtype) if found.shape == shape and found.is_floating_point() else found
+        """Read a part of the state of a parameter of this shape, which the optimizer updates as `dtype`."""
+        tensor = self._folder.read(stored)
+        return tensor.to(dtype) if tensor.shape == shape and tensor.is_floating_point() else tensor
 
 
 _Source = _Files | _StateDict
@@ -219,7 +221,7 @@ def _written(
     groups = in_files({**widened, **{name: sizes.get(name, 0) for name in sorted(model.changed)}})
     for number, names in enumerate(groups):
         report(f"writing file {number + 1} of {len(groups)} of the state")
-        held = dict(one for name in names for one in _state(model, stored, name))
+        held = dict(entry for name in names for entry in _state(model, stored, name))
         records[rank_file(number)] = write_tensors(folder / rank_file(number), held)
     config = model.reference.config
     described = write_documents(folder, {} if config is None else {CONFIG: described_config(config)})
@@ -238,7 +240,7 @@ def _written(
 
 
 def _check_state(job: Job, model: _Model, stored: _Source) -> None:
-    """Raises `InputError` where there is state of an optimizer, but not all that the plan's keeps of every parameter."""
+    """Raise `InputError` where there is optimizer state, but not all that the plan's optimizer keeps of every parameter."""
     kept: dict[str | int, set[str]] = {}
     for name in model.trained if stored.parts else ():
         dims = model.layouts[name].dim()
@@ -248,19 +250,19 @@ def _check_state(job: Job, model: _Model, stored: _Source) -> None:
         if lacking := sorted(kept[kind] - stored.parts.get(name, {}).keys()):
             raise InputError(
                 f"optimizer '{job.optimizer}' keeps {', '.join(lacking)} of '{name.removeprefix('net.')}', which is "
-                "not there: plan with the optimizer that it is of, or leave its state out with --weights-only"
+                "missing: plan with the optimizer that wrote the state, or leave the state out with --weights-only"
             )
 
 
 def _parts_kept(job: Job, name: str, dims: int) -> set[str]:
-    """What the optimizer keeps of a parameter of so many dimensions, by torch's names."""
+    """Return torch's names of the state that the optimizer keeps of a parameter with `dims` dimensions."""
     small = Updater({0: torch.zeros((2,) * dims)}, job, None, names={0: name})
     ((_, parts),) = small.states(lambda value: True)
     return parts.keys() - {"weight"}
 
 
 def _state(model: _Model, stored: _Source, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint has of a parameter, or of a buffer that the forward changes, by the names in its files."""
+    """Yield a checkpoint's entries for a parameter or a buffer that the forward changes, by their keys in its files."""
     if name in model.changed:
         tensor = _tensor(model, stored, name)
         yield key_of(f"{name}{OF_REPLICA}0.0", Region.whole(tensor.shape)), tensor
@@ -274,7 +276,7 @@ def _state(model: _Model, stored: _Source, name: str) -> Iterator[tuple[str, tor
 
 
 def _tensor(model: _Model, stored: _Source, name: str) -> torch.Tensor:
-    """A tensor of the model in its own type; a buffer that is not stored as it is in a fresh model."""
+    """Return a tensor of the model in the model's dtype; a buffer that is not stored starts as in a new model."""
     if name in model.types or stored.has(name):
         return stored.read(name, model.layouts[name].dtype)
     return model.deferred.tensors((name,))[name]

@@ -1,4 +1,4 @@
-"""Saved values that spend the time between forward and backward off the device."""
+"""Offload of saved values from the device between forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stagewright.graph.added_nodes import FETCH, FETCHED, OFFLOAD, OFFLOADED
 
 @dataclass(frozen=True)
 class _View:
-    """Where a value lies in what was moved; `offset` counts elements."""
+    """A value's layout in the moved storage; `offset` counts elements."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -31,30 +31,30 @@ class _View:
 
 @dataclass(eq=False)
 class HostCopy:
-    """A storage on the host: pinned memory or, on a CPU, a temporary file, which takes no memory of the process. One that
-    was on the host before stays where it is.
+    """A storage on the host: pinned memory or, on a CPU, a temporary file, which takes no memory of the process. A storage
+    that is already on the host stays where it is.
     """
 
     views: tuple[_View, ...]
     num_bytes: int
     contents: torch.Tensor | IO[bytes]
     left: Any = None
-    """An event of the device, recorded when the copy to the host is made."""
+    """Device event that is recorded after the copy to the host."""
     piece: Piece | None = field(default=None, repr=False)
-    """Of pinned memory, where `contents` are."""
+    """Piece of pinned memory that holds `contents`."""
     arrived: Any = field(default=None, repr=False)
-    """And when the latest copy back is."""
+    """Device event that is recorded after the latest copy back."""
 
 
 class HostCopies:
-    """Moves storages off `device` and back, so that views stay views; what the operators of stage functions do that move.
+    """The implementation of offload operators: it moves storages off `device` and back, so that views stay views.
 
-    On a GPU each direction has a stream of its own, the same for all of a process. A copy begins when the device has
-    computed what was issued before it, and the device waits for it where `left` or `arrived` says so. All memory is
-    allocated, and freed after that wait, on the stream of the computations, so that the allocator may give it out again at
-    once: nothing is held longer than the functions hold it, however far ahead of the device the host is.
+    On a GPU each direction has a separate stream, the same for all of a process. A copy begins when the device has computed
+    everything issued before it, and the device waits for it at `left` or `arrived`. All memory is allocated, and freed after
+    that wait, on the stream of the computations, so that the allocator may reuse it at once: nothing is held longer than the
+    functions hold it, however far ahead of the device the host is.
 
-    What is on the host is cut from the accelerator's arena of pinned memory, and used again after its last copy.
+    Host memory is cut from the accelerator's arena of pinned memory, and reused after its last copy.
 
     Source: "CUDA semantics" of the PyTorch documentation on streams, events and pinned memory.
     """
@@ -68,7 +68,7 @@ class HostCopies:
         return {OFFLOAD: self.offload, OFFLOADED: self.left, FETCH: self.fetch, FETCHED: self.arrived}
 
     def offload(self, *tensors: torch.Tensor, offset: int, num_bytes: int) -> HostCopy:
-        """Start to copy the storage of `tensors`: `num_bytes` from `offset` bytes in front of the first on."""
+        """Start to copy the storage of `tensors`: `num_bytes` bytes, from `offset` bytes before the first tensor on."""
         start = int(tensors[0].storage_offset()) * tensors[0].element_size() - offset
         views = tuple(
             _View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
@@ -87,19 +87,19 @@ class HostCopies:
         piece.after(stream)
         with stream:
             piece.contents.copy_(flat, non_blocking=True)
-        left = stream.record_event()
-        copy = HostCopy(views, num_bytes, piece.contents, left, piece)
-        piece.events.append(left)
+        event = stream.record_event()
+        copy = HostCopy(views, num_bytes, piece.contents, event, piece)
+        piece.events.append(event)
         weakref.finalize(copy, arena.release, piece)
         return copy
 
     def left(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
-        """What runs from now on may overwrite `tensors`."""
+        """Make work issued from now on wait for the copy of `tensors`, so that it may overwrite them."""
         if copy.left is not None:
             self._accelerator.current_stream().wait_event(copy.left)
 
     def fetch(self, copy: HostCopy) -> torch.Tensor:
-        """Start to copy back into a new storage, whose contents are there after `arrived`."""
+        """Start to copy back into a new storage, whose contents are valid after `arrived`."""
         if copy.left is None and isinstance(copy.contents, torch.Tensor):  # it never was on the device
             return copy.contents
         flat = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self.device)
@@ -117,15 +117,15 @@ class HostCopies:
         return flat
 
     def arrived(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:
-        """The tensors that were at `places` when they left, in the storage of `flat`; what runs from now on waits for its
-        contents."""
+        """Return the offloaded tensors number `places` as views of the storage of `flat`; work issued from now on waits for
+        its contents."""
         if copy.arrived is not None:
             self._accelerator.current_stream().wait_event(copy.arrived)
         return [copy.views[place].on(flat.untyped_storage()) for place in places]
 
     def _written(self, views: tuple[_View, ...], flat: torch.Tensor) -> HostCopy:
-        file = tempfile.TemporaryFile(prefix="stagewright-offload-")  # noqa: SIM115 open as long as the copy is there
+        file = tempfile.TemporaryFile(prefix="stagewright-offload-")  # noqa: SIM115 open as long as the copy exists
         flat.numpy().tofile(file)
-        made = HostCopy(views, flat.numel(), file)
-        weakref.finalize(made, file.close)
-        return made
+        copy = HostCopy(views, flat.numel(), file)
+        weakref.finalize(copy, file.close)
+        return copy

@@ -1,4 +1,4 @@
-"""The optimizer step of one rank: reduce, clip by the norm over all stages, update."""
+"""The optimizer step of a rank: reduce gradients, clip by the norm over all stages, update parameters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stagewright.planning.job import Job
 from stagewright.tracing.optimizers import maker, state_of
 
 GROWTH = 2.0
-"""A power of two changes no digit of a gradient."""
+"""Factor between loss scales; a power of two, which changes no digit of a gradient."""
 
 
 @dataclass
 class LossScale:
-    """The factor on the loss, and so on every gradient: halved when one overflows, doubled after `window` steps without.
+    """The factor on the loss, and so on every gradient: halved at an overflow, doubled after `window` steps without one.
 
-    Every rank has the same: whether a step overflowed is told from the norm over all of them.
+    It is the same on all ranks: the norm over all of them shows whether a step overflowed.
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 (arXiv 1710.03740); the rule and its
     constants as in `torch.amp.GradScaler`.
 
@@ -42,10 +42,10 @@ class LossScale:
     value: float
     window: int
     num_good: int = 0
-    """Steps without an overflow since the value last changed."""
+    """Number of steps without an overflow since the value last changed."""
 
     def update(self, overflowed: bool) -> None:
-        """After each step: did its gradients overflow, so that it changed no parameter?"""
+        """Adapt the scale after a step, given whether its gradients overflowed, so that it changed no parameter."""
         self.num_good = 0 if overflowed else self.num_good + 1
         if overflowed:
             self.value /= GROWTH
@@ -59,7 +59,7 @@ Tensors = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class Span:
-    """Elements of a tensor, all of them where `part` is None, whose weights all decay, or none of them."""
+    """A range of a tensor's elements (all where `part` is None) that all have weight decay, or none of them."""
 
     is_decayed: bool
     part: slice | None = None
@@ -67,27 +67,27 @@ class Span:
 
 @dataclass(frozen=True)
 class Target:
-    """What torch's optimizer takes for a parameter: a span of the tensor that belongs to `value`."""
+    """A parameter of torch's optimizer: a span of the tensor that belongs to `value`."""
 
     value: int
     span: Span
     parameter: torch.nn.Parameter
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of another tensor that belongs to its value."""
+        """Return the elements of this span in another tensor that belongs to the same value."""
         return tensor if self.span.part is None else tensor[self.span.part]
 
 
 class Updater:
-    """Updates `parameters`, by value id, where they are, with the job's optimizer.
+    """The job's optimizer over `parameters`, by value id, on their device.
 
-    Where gradients are added up in another type than the parameters have (bf16 parameters, fp32 gradients), it works on
-    master copies of the gradients' type, and parameters are rounded from them after each step.
+    Where gradients are accumulated in another dtype than the parameters have (bf16 parameters, fp32 gradients), it updates
+    master copies in the gradients' dtype, and parameters are rounded from them after each step.
 
     Args:
-        wide: type in which gradients are added up; None is that of each parameter.
-        spans: of parameters of which one part decays and another does not, both; others decay by their dimensions.
-        names: of the parameters, for factories.
+        wide: dtype in which gradients are accumulated; None is that of each parameter.
+        spans: spans of parameters that have weight decay only in part; others decay by their dimensions.
+        names: names of the parameters, for factories.
     """
 
     def __init__(
@@ -112,46 +112,47 @@ class Updater:
             whole = self.masters.get(value, parameter)
             alone = Span(whole.dim() >= job.least_decayed_dims)
             for span in (spans or {}).get(value, (alone,)):
-                own = whole if span.part is None else whole[span.part]
-                self.targets.append(Target(value, span, torch.nn.Parameter(own, requires_grad=True)))
+                part = whole if span.part is None else whole[span.part]
+                self.targets.append(Target(value, span, torch.nn.Parameter(part, requires_grad=True)))
         self.names = names or {}
         self.make = maker(job.optimizer, job.learning_rate, job.optimizer_arguments, self._device)
         groups = [self._group(is_decayed) for is_decayed in (True, False)]
         groups = [group for group in groups if group["params"]]
         self.optimizers = self.make(groups) if groups else []
-        # A factory may give some parameters a rate of their own, which follows the schedule too.
-        self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
+        # A factory may give some parameters another learning rate, which follows the schedule too.
+        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.prepare()
 
     def reserve(self, wide: torch.dtype | None) -> None:
-        """Make room for what a kind of updater keeps in gradients' type."""
+        """Reserve memory for state in the gradients' dtype; a hook for subclasses."""
 
     def prepare(self) -> None:
-        """What a kind of updater has beside that."""
+        """Finish the construction; a hook for subclasses."""
 
     def _group(self, is_decayed: bool, targets: Iterable[Target] | None = None) -> dict[str, Any]:
-        found = self.targets if targets is None else targets
+        selected = self.targets if targets is None else targets
         named = [
-            (self._name(target), target.parameter) for target in found if target.span.is_decayed == is_decayed
+            (self._name(target), target.parameter)
+            for target in selected
+            if target.span.is_decayed == is_decayed
         ]
         return {"params": named, "weight_decay": self.job.weight_decay if is_decayed else 0.0}
 
     def _name(self, target: Target) -> str:
         name = self.names.get(target.value, str(target.value))
-        return name if target.span.part is None else f"{name} and those behind it"
+        return name if target.span.part is None else f"{name} and those after it"
 
     @property
     def _device(self) -> torch.device:
-        """The device that steps run on."""
+        """Device on which steps run."""
         return self.accelerator.device
 
     def receive(self, gradients: Tensors) -> None:
-        """Begin to bring gradients to where `update` works on them, which may not follow."""
+        """Begin to move gradients to the device of `update`, which may not follow."""
 
     def update(self, gradients: Tensors, learning_rate: float) -> None:
-        """Make one step with gradients that were received, which are held until `release`; parameters without one stay as
-        they are."""
+        """Take a step with received gradients, which are held until `release`; parameters without a gradient stay."""
         self.begin()
         for target in self.targets:
             gradient = gradients.get(target.value)
@@ -164,8 +165,8 @@ class Updater:
         self.round()
 
     def begin(self) -> None:
-        """Make the state that AdamW's first step would make; spans of a tensor have theirs in one tensor too. Others make
-        their own."""
+        """Create the state that AdamW's first step would create; spans of a tensor share state tensors. Other optimizers
+        create their state themselves."""
         if not self.job.is_plain_adamw or not self.optimizers or self.optimizers[0].state:
             return
         for value, parts in groupby(self.targets, key=lambda target: target.value):
@@ -181,8 +182,8 @@ class Updater:
                 }
 
     def _state_of(self, target: Target, is_read: bool) -> dict[str, Any]:
-        """What is kept of a target; where it `is_read` from a checkpoint before the first step, room for what that would
-        make of no gradient."""
+        """Return the state of a target; if it `is_read` from a checkpoint before the first step, the state that a step with
+        a zero gradient would create, to be filled."""
         self.begin()
         state = state_of(self.optimizers, target.parameter)
         if state or not is_read:
@@ -193,75 +194,78 @@ class Updater:
         for optimizer in self.make([group]):
             optimizer.step()
             if alone in optimizer.state:
-                owner = next(one for one in self.optimizers if _has(one, target.parameter))
+                owner = next(candidate for candidate in self.optimizers if _has(candidate, target.parameter))
                 owner.state[target.parameter] = optimizer.state[alone]
         return state_of(self.optimizers, target.parameter)
 
     def states(
         self, is_read: Callable[[int], bool] = lambda value: False
     ) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
-        """For each target, by name, all that a step changes, but for what is rounded from it. Before the first step, which
-        makes the state of most optimizers, that of parameters which a checkpoint has and `is_read`, there to be filled. What
-        is filled takes effect with `restored`."""
+        """Yield, for each target, all tensors that a step changes, by name, except those rounded from them. Before the first
+        step, which creates the state of most optimizers, state of parameters that `is_read` selects is created to be filled
+        from a checkpoint. Filled values take effect with `restored`."""
         self._numbers = []
         for target in self.targets:
-            found = {"weight": target.parameter.detach()}
+            tensors = {"weight": target.parameter.detach()}
             state = self._state_of(target, is_read(target.value))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    found[key] = value
+                    tensors[key] = value
                 elif value is not None:
-                    found[key] = torch.tensor(float(value), dtype=torch.float64)
-                    self._numbers.append((state, key, found[key]))
-            yield target, found
+                    tensors[key] = torch.tensor(float(value), dtype=torch.float64)
+                    self._numbers.append((state, key, tensors[key]))
+            yield target, tensors
 
     def restored(self) -> None:
-        """All that `states` gave has been filled."""
+        """Apply the values filled into the tensors of `states`."""
         for state, key, number in self._numbers:
             state[key] = type(state[key])(number.item())
         self._numbers = []
         self.round()
 
     def release(self, values: Container[int]) -> None:
-        """Hold the gradients of `values` no longer."""
+        """Release the gradients of `values`."""
         for target in self.targets:
             if target.value in values:
                 target.parameter.grad = None
 
     def state(self) -> Iterable[torch.Tensor]:
-        """Everything kept between steps, of what is on the device."""
+        """Yield all state on the device that is kept between steps."""
         yield from self.masters.values()
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 yield from (item for item in state.values() if isinstance(item, torch.Tensor))
 
     def host_state(self) -> Iterable[torch.Tensor]:
-        """Everything kept between steps in the memory of the host."""
+        """Yield all state in host memory that is kept between steps."""
         return ()
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
         return parameter.to(wide) if wide != parameter.dtype else None
 
     def round(self) -> None:
-        """Parameters from their masters."""
+        """Round parameters from their master copies."""
         for value, master in self.masters.items():
             self.parameters[value].copy_(master)
 
 
 def _has(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> bool:
-    return any(parameter is one for group in optimizer.param_groups for one in group["params"])
+    return any(parameter is other for group in optimizer.param_groups for other in group["params"])
 
 
 class HostUpdater(Updater):
-    """As `Updater` with its state in the memory of the host, where the step runs on the host's processors.
+    """An `Updater` with its state in host memory, whose step runs on the host's processors.
 
-    Gradients are copied there and updated parameters back; nothing is kept on the device. For a rank that computes on the
-    host's processors itself, it is the same memory under another name: not counted as the rank's.
+    Gradients are copied to the host and updated parameters back; nothing is kept on the device. For a rank that computes on
+    the CPU itself, it is the same memory, but not counted as the rank's.
     """
 
     def reserve(self, wide: torch.dtype | None) -> None:
         if self.accelerator.is_asynchronous:
-            kept = (one.numel() * (wide or one.dtype).itemsize for one in self.parameters.values())
+            kept = (
+                parameter.numel() * (wide or parameter.dtype).itemsize
+                for parameter in self.parameters.values()
+            )
             self.accelerator.arena.reserve(2 * pinned_bytes(kept))  # masters, and gradients as they arrive
 
     def prepare(self) -> None:
@@ -294,25 +298,25 @@ class HostUpdater(Updater):
         return self.accelerator.lasting_on_host(parameter.shape, wide, self).copy_(parameter)
 
     def round(self) -> None:
-        """On the host, in the room of gradients that are used up, so that the device needs none for it."""
+        """Round on the host, in the memory of gradients that are no longer needed, so that the device needs none for it."""
         for value, master in self.masters.items():
             parameter = self.parameters[value]
-            room = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
-            rounded = room.view(parameter.shape).copy_(master)
+            buffer = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
+            rounded = buffer.view(parameter.shape).copy_(master)
             parameter.copy_(rounded, non_blocking=True)
 
 
 class Optimizer:
-    """The job's optimizer over the parameters a rank holds, or over its shards of them.
+    """The job's optimizer over a rank's parameters, or over its shards of them.
 
-    Gradients of a scaled loss are scaled back first; if one of them has overflowed, on whatever rank, nothing is updated.
+    Gradients of a scaled loss are unscaled first; if any of them has overflowed, on any rank, nothing is updated.
 
     Args:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
-        shards: what is sharded over replicas, their gradients summed already.
-        loss_scale: the factor on all gradients; None is 1.
-        on_host: whether the optimizer's state is in the memory of the host.
-        skips: whether a step is left out also without a scaled loss, if a gradient is not finite.
+        shards: the state that is sharded over replicas, with gradients already summed.
+        loss_scale: factor on all gradients; None is 1.
+        on_host: whether the optimizer's state is in host memory.
+        skips: whether to skip a step with NaN or Inf gradients also without a scaled loss.
     """
 
     def __init__(
@@ -350,27 +354,27 @@ class Optimizer:
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
-        """What this rank updates its parameters by, once a batch has summed it."""
+        """Gradients with which this rank updates its parameters, complete at the end of a batch."""
         return self.whole | self.shards.gradient_parts()
 
     def reduce(self) -> None:
-        """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
+        """Sum gradients over the copies of tied parameters; sums over replicas are complete at the end of a batch."""
         self.tied.reduce(self.gradients)
 
     def step(self, learning_rate: float, num_lost: torch.Tensor | None = None) -> tuple[torch.Tensor, bool]:
-        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, which may not have been
-        computed yet on a device that works behind its host, and whether the update was left out.
+        """Reduce, clip and update; return the norm of the gradient over all stages before clipping, which an asynchronous
+        device may not have computed yet, and whether the update was skipped.
 
-        It is left out where the norm is not finite, which every rank sees alike, and updates are to be left out then, or
-        where `num_lost`, the ranks whose loss is not finite, is not zero. The host waits for the device only to know this.
-        With a scaled loss a gradient whose norm is not finite has overflowed, and the scale is smaller from then on.
+        If this optimizer skips, the update is skipped where the norm is NaN or Inf, which is the same on all ranks, or where
+        `num_lost`, the number of ranks whose loss is NaN or Inf, is not zero. Only for this the host waits for the device.
+        With a scaled loss, a NaN or Inf norm means that a gradient has overflowed, and the scale is reduced.
         """
         self.reduce()
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         norm = self._norm(self.gradients) * scale
         gradients = self.gradients
         if self.clip_norm is not None:
-            # The smaller of two numbers, and of one and NaN the number.
+            # `fmin` ignores NaN: the result is the smaller number, or 1 where the norm is NaN.
             clipping = torch.fmin(self.clip_norm / (norm + 1e-6), torch.ones_like(norm))
             _multiply(gradients.values(), clipping * scale)
         elif scale != 1.0 and gradients:
@@ -387,7 +391,7 @@ class Optimizer:
         return norm, False
 
     def _is_skipped(self, norm: torch.Tensor, num_lost: torch.Tensor | None) -> bool:
-        """Whether the present step is left out; adapts the loss scale."""
+        """Return whether to skip the present step, and adapt the loss scale."""
         norm_value, lost = torch.stack(
             [norm, torch.zeros_like(norm) if num_lost is None else num_lost]
         ).tolist()
@@ -407,11 +411,11 @@ class Optimizer:
         return squared.sqrt()
 
     def _squared_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The sum of the squares of all elements, in float64."""
-        found = list(gradients)
-        if not found:
+        """Return the sum of the squares of all elements, in float64."""
+        held = list(gradients)
+        if not held:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(found)).double().square().sum()
+        return torch.stack(torch._foreach_norm(held)).double().square().sum()
 
 
 def _multiply(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Options of a training run: one value, from the command line or Python's keywords to the process of every rank."""
+"""Options of a training run, in one value that travels from the command line or Python keywords to every rank's process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_NAN: tuple[OnNan, ...] = get_args(OnNan)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Everything that is asked of a training run.
+    """The options of a training run.
 
     Args:
         plan: the path of a ``plan.json``, or, for a `Trainer`, a plan; None takes the one that ``stagewright launch`` was
@@ -47,7 +47,7 @@ class RunOptions:
         held_out: data of which every sample is evaluated once, at the end.
         evaluate_every: steps between further evaluations.
         adapt: change to another plan when ranks or links stay slower or faster than planned and the change pays off.
-        replan: with fewer processes or devices than the plan has ranks, plan again for those that are left, and resume
+        replan: with fewer processes or devices than the plan has ranks, plan again for the remaining ones, and resume
             from the newest checkpoint; `run` does so also when a process that it started is killed.
         tensorboard: folder for the figures of every step, for TensorBoard.
         wandb: project of Weights & Biases for the same.
@@ -111,11 +111,11 @@ class RunOptions:
     def _check_without_checkpoints(self) -> None:
         if self.on_nan == "rollback":
             raise InputError(
-                "--on-nan rollback needs --checkpoint FOLDER, where there is something to go back to"
+                "--on-nan rollback needs --checkpoint FOLDER: it goes back to the newest checkpoint there"
             )
         if self.replan:
             raise InputError(
-                "--replan needs --checkpoint FOLDER: what is left goes on from the newest checkpoint"
+                "--replan needs --checkpoint FOLDER: the remaining ranks resume from the newest checkpoint"
             )
         options = {
             "--resume": self.resume,

@@ -1,7 +1,7 @@
-"""Pinned memory of the host: blocks that are allocated once and cut by hand.
+"""Pinned host memory: an arena of blocks that are allocated once and cut into pieces.
 
 The driver takes milliseconds to pin memory, and waits for the whole device; torch's allocator rounds each piece up to a
-power of two. So a rank pins what its plan predicts before it trains, and pieces are cut from that.
+power of two. So a rank pins the amount that its plan predicts before it trains, and cuts pieces from that.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from stagewright.units import format_bytes
 
 _ALIGNMENT_BYTES = 512
 _MARGIN = 1 / 8
-"""Of what is reserved, for what first fit loses between pieces of different sizes."""
+"""Fraction of the reserved bytes added for gaps that first fit leaves between pieces of different sizes."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """Bytes of a block, which are its own until it is released.
+    """A range of a block's bytes, reserved until it is released.
 
-    `events` are those of copies from and to it: before it is released of its own, before it is used of earlier pieces of
-    these bytes, which the new use has to come after.
+    `events` are those of copies from and to the bytes: of this piece's own copies, and, before its first use, of those of
+    earlier pieces, which the new use has to wait for.
     """
 
     block: int
@@ -40,7 +40,7 @@ class Piece:
     events: list[Any]
 
     def after(self, stream: Any) -> None:
-        """What `stream` is given from now on comes after all uses by earlier pieces of these bytes."""
+        """Make work issued on `stream` from now on wait for all uses of these bytes by earlier pieces."""
         for event in self.events:
             stream.wait_event(event)
         self.events = []
@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(order=True)
 class _Gap:
-    """Bytes that nothing uses, as soon as `events` have happened."""
+    """A range of bytes that is free as soon as `events` have happened."""
 
     block: int
     start: int
@@ -60,7 +60,7 @@ class PinnedArena:
     """All pinned memory of a process.
 
     Args:
-        allocate: gives memory of the host of a shape and type.
+        allocate: returns host memory of a shape and dtype.
     """
 
     def __init__(self, allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> None:
@@ -68,23 +68,23 @@ class PinnedArena:
         self._blocks: list[torch.Tensor] = []
         self._gaps: list[_Gap] = []
         self._released: deque[Piece] = deque()
-        """Not among the gaps yet: a piece may be released in the middle of a cut, by the garbage collector."""
+        """Released pieces that are not gaps yet: the garbage collector may release a piece in the middle of a cut."""
         self._is_reported = False
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Total bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
 
     def reserve(self, num_bytes: int) -> None:
-        """Pin as much, and a margin, unless there is a gap of that size."""
+        """Pin `num_bytes` and a margin, unless there is a gap of that size."""
         self._collect()
         wanted = _aligned(int(num_bytes * (1 + _MARGIN)))
         if num_bytes and all(gap.stop - gap.start < wanted for gap in self._gaps):
             self._grow(wanted)
 
     def cut(self, num_bytes: int) -> Piece:
-        """Return bytes of the first gap that is large enough; of a new block if there is none, with a warning the first
+        """Return a piece of the first gap that is large enough, or of a new block if there is none, with a warning the first
         time."""
         self._collect()
         size = max(_ALIGNMENT_BYTES, _aligned(num_bytes))
@@ -93,8 +93,8 @@ class PinnedArena:
             if self._blocks and not self._is_reported:
                 self._is_reported = True
                 warnings.warn(
-                    f"{format_bytes(self.num_bytes)} of pinned memory were predicted to be enough, and {format_bytes(size)} "
-                    "more are needed: the device stands still while the driver pins them; later steps use them again",
+                    f"{format_bytes(self.num_bytes)} of pinned memory were predicted to be enough, but {format_bytes(size)} "
+                    "more are needed: the device is idle while the driver pins them; later steps reuse them",
                     StagewrightWarning,
                     stacklevel=2,
                 )
@@ -110,7 +110,7 @@ class PinnedArena:
         return Piece(block, start, start + size, contents, events)
 
     def lasting(self, shape: Sequence[int], dtype: torch.dtype, owner: object) -> torch.Tensor:
-        """Return a tensor that the host writes to and reads, whose bytes are used again when `owner` is gone."""
+        """Return a tensor for the host to read and write, whose bytes are reused when `owner` is gone."""
         piece = self.cut(math.prod(shape) * dtype.itemsize)
         for event in piece.events:
             event.synchronize()
@@ -130,7 +130,7 @@ class PinnedArena:
         insort(self._gaps, _Gap(len(self._blocks) - 1, 0, num_bytes, []))
 
     def _collect(self) -> None:
-        """Make gaps of what was released, and one of neighbours."""
+        """Turn released pieces into gaps, and merge adjacent gaps."""
         while self._released:
             piece = self._released.popleft()
             insort(self._gaps, _Gap(piece.block, piece.start, piece.stop, piece.events))
@@ -146,7 +146,7 @@ class PinnedArena:
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
-    """Return what pieces of these sizes take together."""
+    """Return the bytes that pieces of these sizes take together."""
     return sum(max(_ALIGNMENT_BYTES, _aligned(size)) for size in sizes)
 
 

@@ -1,7 +1,7 @@
 """Pickles of plain data, read opcode by opcode without importing or calling anything.
 
 `pickle.Unpickler` with an allow-list of names is not enough: ``BUILD`` also sets attributes of the allowed classes and
-functions themselves. Here a name stays text: what a pickle would build with it is a `PickledObject` of our own.
+functions themselves. Here a name stays text: objects that a pickle would build with it become `PickledObject`s.
 
 Source: ``pickletools`` of the standard library and PEP 307, 3154 and 574 (protocols 2 to 5).
 Ignores: protocols 0 and 1, sets, persistent ids, extension codes, and buffers outside of the pickle.
@@ -32,7 +32,7 @@ class PickledObject:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes by name. Raises `ValueError` where something else describes the object."""
+        """Attributes by name. Raises `ValueError` where the object is described by anything else."""
         if self.arguments or not isinstance(self.state, dict | None):
             raise ValueError(f"'{self.name}' is not described by its attributes")
         return self.state or {}
@@ -45,7 +45,7 @@ def read_plain(file: BinaryIO, names: Container[str]) -> Any:
         names: the classes and functions that the pickle may name, as ``module.name``.
 
     Raises:
-        ValueError: it is no pickle, names something else, or uses an opcode that plain data does not need.
+        ValueError: it is not a pickle, names anything else, or uses an opcode that plain data does not need.
     """
     machine = _Machine(names)
     for opcode, argument, _ in pickletools.genops(file):
@@ -73,7 +73,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Machine:
-    """The stack and memo of a pickle that is read."""
+    """The stack and memo of a pickle that is being read."""
 
     def __init__(self, names: Container[str]) -> None:
         self._names = names
@@ -86,7 +86,7 @@ class _Machine:
         return self._stack.pop()
 
     def step(self, opcode: str, argument: Any) -> None:
-        """Carry out an opcode. Raises `ValueError` where plain data does not have it."""
+        """Execute an opcode. Raises `ValueError` where plain data does not use it."""
         push = self._stack.append
         if opcode in _LITERALS:
             push(argument)

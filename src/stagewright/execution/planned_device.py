@@ -1,4 +1,4 @@
-"""What a plan says of the device that a process has: its threads, its pace, and what it took when it was probed."""
+"""A plan's description of a process's device: its threads, its pace, and its probed reference time."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ if TYPE_CHECKING:
 
 
 def num_threads(plan: Plan, device: int) -> int | None:
-    """Threads that the process of a device of the plan's cluster computes with; None where nothing says so."""
+    """Return the number of compute threads of a device of the plan's cluster, or None where it is not described."""
     described = _described(plan, device)
     return None if described is None else described.num_threads
 
 
 def probed_reference(plan: Plan, device: int, kind: str) -> float | None:
-    """What the reference took when the device was probed; None where that is not known, or was another `kind` of device."""
+    """Return the seconds of the reference computation when the device was probed; None if unknown, or if the probed device
+    was of another `kind`."""
     described = _described(plan, device)
     return described.reference_s if described is not None and described.kind == kind else None
 
 
-def measured_pace(plan: Plan, device: int, beside_plan: Sequence[float]) -> float | None:
-    """`Device.pace` as some steps showed it, of computations that took so many times as long as planned, in the middle; None
-    where none was looked at."""
-    seen = [pace for pace in beside_plan if pace]
+def measured_pace(plan: Plan, device: int, paces: Sequence[float]) -> float | None:
+    """Return `Device.pace` as measured in some steps, whose computations took `paces` times as long as planned (the median
+    counts); None where no step was measured."""
+    seen = [step_pace for step_pace in paces if step_pace]
     described = _described(plan, device)
     planned = (described and described.pace) or 1.0
     return planned * statistics.median(seen) if seen else None
 
 
 def _described(plan: Plan, device: int) -> Device | None:
-    """A device of the plan's cluster; None where the plan does not describe it."""
+    """Return a device of the plan's cluster, or None where the plan does not describe it."""
     cluster = plan.cluster.description
     return cluster.device_of(device) if cluster is not None and device < cluster.num_devices else None

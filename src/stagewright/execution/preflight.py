@@ -1,4 +1,4 @@
-"""Preflight checks: which plan a run executes, and whether it can."""
+"""Preflight checks of a run: the plan that it executes, and whether this machine can execute it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stagewright.units import format_bytes
 
 
 def prepare(options: RunOptions) -> tuple[Plan, RunOptions]:
-    """Return the plan to run, with the job and devices of the options, and the options with plan, folder and whether to
-    resume filled in.
+    """Return the plan to run, with the job and devices of the options, and the options with `plan`, `out` and `resume`
+    filled in.
 
     Raises:
         InputError: the plan cannot be read or run, or its model lacks weights.
-        PlanError: nothing fits the devices that are left.
+        PlanError: no plan fits the remaining devices.
     """
     check_launcher()
     chosen = plan_to_run(options)
@@ -52,20 +52,20 @@ def prepare(options: RunOptions) -> tuple[Plan, RunOptions]:
 
 
 def default_folder(plan: Plan) -> Path:
-    """The folder in ``runs`` for the files of a run whose user names none, whatever the model is called."""
+    """Return the default folder in ``runs`` for the files of a run, with a safe form of the model's name."""
     name = one_line(PurePath(plan.model.name).name).lstrip(".")[:50] or "run"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _resumes_by_itself(options: RunOptions, is_replanned: bool) -> bool:
-    """Whether there is a checkpoint, and this run was planned again or is a launcher's restart after a failure."""
+    """Return whether there is a checkpoint, and this run was planned again or is a launcher's restart after a failure."""
     is_restart = is_replanned or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     folder = options.checkpoint_folder
     return is_restart and folder is not None and bool(steps_of(folder))
 
 
 def refuse_what_is_not_run(plan: Plan, source: str) -> None:
-    """Raise `InputError` if the plan, which came from `source`, is one that is predicted only."""
+    """Raise `InputError` if the plan from `source` can only be predicted, not run."""
     if plan.cp > 1:
         raise InputError(f"{source}: context parallelism is predicted, not run: plan without --cp")
     if plan.ep > 1:
@@ -81,9 +81,8 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
 
 
 def refuse_without_room(plan: Plan) -> None:
-    """Raise `InputError` if the predicted peaks of all ranks, as processes on the CPU of this machine, add up to more memory
-    than it has. The system would not refuse them memory but end one of them, or of somebody else's, when there is no
-    more."""
+    """Raise `InputError` if the predicted peaks of all ranks, as processes on the CPU of this machine, exceed its memory.
+    The system would not refuse the memory but kill one of them, or another process, when it runs out."""
     replicas = plan.dp * plan.tp
     needed = replicas * sum(rank.allocated_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
     available = machine_bytes()

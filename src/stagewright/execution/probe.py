@@ -1,4 +1,4 @@
-"""Measures this machine as a cluster: every process at once, so that shared memory and links show."""
+"""Measurement of this machine as a cluster, by all processes at once, so that the sharing of memory and links shows."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Progress = Callable[[str, float], None]
 RequestT = TypeVar("RequestT", bound="ProbeRequest")
 FoundT = TypeVar("FoundT")
 Measure = Callable[[int, RequestT, torch.device, Progress], FoundT]
-"""What a process of this rank measures on its device; in a module, so that another process finds it."""
+"""A function that measures a rank's device in its process; at the top level of a module, so that it can be pickled."""
 
 _START, _MESSAGES = 0.1, 0.9
-"""Parts of a probe's time at which processes have started, and at which only messages are left to measure."""
+"""Fractions of a probe's time at which processes have started, and at which only messages remain to be measured."""
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Which processes measure, and for how long."""
+    """The processes of a probe, and their time limits."""
 
     device_type: str
     processes: int
@@ -55,7 +55,7 @@ class ProbeRequest:
 
     @property
     def world(self) -> int:
-        """Processes to start: on a CPU a lone rank gets a silent neighbour, so that messages can be timed."""
+        """Number of processes to start: on a CPU a single rank gets an idle neighbour, so that messages can be timed."""
         return max(2, self.processes) if self.device_type == "cpu" else self.processes
 
 
@@ -66,35 +66,35 @@ def probe(
     time_limit_s: float = 180.0,
     seconds_per_figure: float = 0.2,
 ) -> Cluster:
-    """A one-node cluster of `processes` devices named `local`, measured here while all of them work at once.
+    """Measure this machine as a one-node cluster of `processes` devices named `local`, with all of them working at once.
 
-    `device` is `cpu` (each process gets an equal share of cores and memory) or `cuda` (one GPU each). Takes
-    about fifteen seconds on a CPU. Raises `InputError` for what this machine does not have, and `RunError` if a
-    process fails, or if it takes longer than `time_limit_s` and comes no further for half of that; no process outlives the
-    call. The cluster says if other programs were at work meanwhile.
+    `device` is `cpu` (each process gets an equal share of cores and memory) or `cuda` (one GPU each). Takes about fifteen
+    seconds on a CPU. Raises `InputError` for devices that this machine does not have, and `RunError` if a process fails, or
+    if the probe takes longer than `time_limit_s` without progress for half of that; no process outlives the call. The
+    cluster records whether other programs were running meanwhile.
     """
     request = checked(device, processes, time_limit_s, seconds_per_figure)
-    others = watch_others()
-    found = run_workers(request, progress or (lambda what, fraction: None), _measure)
+    measure_others = watch_others()
+    by_rank = run_workers(request, progress or (lambda what, fraction: None), _measure)
     try:
-        cluster = describe(found[: request.processes], request.device_type, request.threads)
+        cluster = describe(by_rank[: request.processes], request.device_type, request.threads)
     except ValueError as error:  # of figures that no machine has
-        raise _impossible(error, others()) from None
-    return cluster.model_copy(update={"cores_of_others": others()})
+        raise _impossible(error, measure_others()) from None
+    return cluster.model_copy(update={"cores_of_others": measure_others()})
 
 
 def _impossible(error: ValueError, cores_of_others: float | None) -> RunError:
-    """For figures that the description of a cluster refuses: what was at work beside the measurements disturbed them."""
+    """Return the error for figures that a cluster's description rejects, since other programs disturbed the measurements."""
     used = "" if cores_of_others is None else f": other programs used {cores_of_others:.1f} cores meanwhile"
     which = "; ".join(str(error).splitlines()[:3])
     return RunError(
-        f"this machine is too busy to be measured{used}. What was measured cannot be ({which}): end other programs, or "
+        f"this machine is too busy to be measured{used}. The figures are impossible ({which}): end other programs, or "
         "wait for them, and probe again"
     )
 
 
 def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> ProbeRequest:
-    """Raises `InputError` for what this machine does not have."""
+    """Return the request for a probe. Raises `InputError` for devices that this machine does not have."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot probe device '{device}': choose 'cpu' or 'cuda'")
     cores = num_cores()
@@ -108,12 +108,12 @@ def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure
     return ProbeRequest(device, processes, max(1, cores // processes), time_limit_s, seconds_per_figure)
 
 
-# The parent: starts the workers, listens, and ends them whatever happens.
+# The parent: starts the workers, listens, and ends them in any case.
 
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Processes that start meanwhile import nothing from the current folder."""
+    """Keep processes that start meanwhile from importing modules of the current folder."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -126,7 +126,7 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT, FoundT]) -> list[FoundT]:
-    """What `measure` finds in each of the processes of `request`; no process outlives the call. Raises as `probe` does."""
+    """Run `measure` in each process of `request` and return its results; no process outlives the call. Raises as `probe`."""
     context = mp.get_context("spawn")
     workers, pipes = [], []
     deadline = time.monotonic() + request.time_limit_s
@@ -145,10 +145,10 @@ def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT
                     sender.close()  # so that the end of the worker is the end of the pipe
                     workers.append(worker)
                     pipes.append(receiver)
-            found = _listen(pipes, deadline, request, progress)
+            by_rank = _listen(pipes, deadline, request, progress)
             for worker in workers:
                 worker.join(timeout=2.0)
-            return found
+            return by_rank
         finally:
             for worker in workers:
                 worker.kill()
@@ -157,18 +157,18 @@ def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT
 
 def _listen(pipes: list[Connection], deadline: float, request: ProbeRequest, progress: Progress) -> list[Any]:
     phase = dict.fromkeys(range(len(pipes)), "start")
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     progress("start", 0.0)
-    while len(found) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+    while len(by_rank) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in by_rank]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            stuck = ", ".join(f"rank {rank} in '{phase[rank]}'" for rank in phase if rank not in found)
+            stuck = ", ".join(f"rank {rank} in '{phase[rank]}'" for rank in phase if rank not in by_rank)
             raise RunError(
-                f"the probe did not finish within {request.time_limit_s:g} s ({stuck}), nor "
-                "come any further in the last half of them: allow more time (--timeout), or probe fewer processes"
+                f"the probe did not finish within {request.time_limit_s:g} s ({stuck}), and made no progress in the last "
+                "half of that time: allow more time (--timeout), or probe fewer processes"
             )
-        # On a busy machine all takes longer; what comes forward is let finish.
+        # On a busy machine everything takes longer; a probe that makes progress may finish.
         deadline = max(deadline, time.monotonic() + request.time_limit_s / 2)
         for rank, pipe in enumerate(pipes):
             if pipe not in ready:
@@ -176,21 +176,21 @@ def _listen(pipes: list[Connection], deadline: float, request: ProbeRequest, pro
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                text = f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
+                text = f"rank {rank} of the probe ended during '{phase[rank]}' without a message"
                 raise RunError(text) from None
             if kind == "phase":
                 phase[rank], done = value
                 if rank == 0:
                     progress(phase[rank], _START + (_MESSAGES - _START) * done)
             elif kind == "found":
-                found[rank] = value
+                by_rank[rank] = value
             else:
                 raise RunError(f"rank {rank} of the probe failed during '{phase[rank]}': {value}")
     progress("done", 1.0)
-    return [found[rank] for rank in range(len(pipes))]
+    return [by_rank[rank] for rank in range(len(pipes))]
 
 
-# A worker: enters each phase together with its peers, so that every figure is taken under the load of all.
+# A worker: enters each phase together with its peers, so that every figure is measured under the load of all.
 
 
 def _worker(
@@ -198,9 +198,9 @@ def _worker(
 ) -> None:
     try:
         device = _prepare(rank, request, store_path)
-        found = measure(rank, request, device, lambda what, done: pipe.send(("phase", (what, done))))
+        result = measure(rank, request, device, lambda what, done: pipe.send(("phase", (what, done))))
         dist.barrier()
-        pipe.send(("found", found))
+        pipe.send(("found", result))
         dist.destroy_process_group()
     except Exception as error:
         pipe.send(("error", _described(error)))
@@ -211,23 +211,23 @@ def _worker(
 def _measure(rank: int, request: ProbeRequest, device: torch.device, report: Progress) -> Measurements:
     meet = dist.barrier if request.processes == request.world else lambda: None
     watch = Stopwatch(device, request.seconds_per_figure, meet)
-    found = Measurements()
+    measurements = Measurements()
     if rank < request.processes:
-        measuring.measure_compute(watch, found, report)
+        measuring.measure_compute(watch, measurements, report)
     dist.barrier()
     report(measuring.MESSAGE_PHASE, 1.0)
-    measuring.measure_messages(watch, found)
+    measuring.measure_messages(watch, measurements)
     if request.processes == request.world:
-        measuring.measure_posting(watch, found)
-    return found
+        measuring.measure_posting(watch, measurements)
+    return measurements
 
 
 def _described(error: Exception) -> str:
-    """On one line, unless all of it was asked for."""
+    """Return an error in one line, or with its traceback if the user wants tracebacks."""
     if wants_traceback():
         return "\n" + "".join(traceback.format_exception(error))
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _prepare(rank: int, request: ProbeRequest, store_path: str) -> torch.device:
@@ -252,9 +252,9 @@ def _prepare(rank: int, request: ProbeRequest, store_path: str) -> torch.device:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C from their first moment on; whoever starts them has to end them."""
+    """Let processes that start in the context ignore Ctrl-C from the beginning; the caller has to end them."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only there can be said what a signal does
+        yield  # only the main thread can set signal handlers
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

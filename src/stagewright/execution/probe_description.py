@@ -1,4 +1,4 @@
-"""What a probe's measurements say of a machine: from the figures of all processes to a description with sources."""
+"""Description of a machine, with sources, from the measurements of all processes of a probe."""
 
 from __future__ import annotations
 
@@ -25,33 +25,44 @@ _HIGHEST_RATE = 1e18
 
 
 def describe(
-    found: list[Measurements], device_type: str, threads: int, num_devices: int | None = None
+    by_process: list[Measurements], device_type: str, threads: int, num_devices: int | None = None
 ) -> Cluster:
-    """The node of equal devices that its processes' measurements agree on: the median of each figure.
+    """Return a cluster of one node of equal devices with the median of each figure over the measuring processes.
 
-    `num_devices` of the node, where `found` is not of one node only.
+    `num_devices` is the number of the node's devices, if `by_process` has those of more than one node.
     """
-    num_devices = num_devices or len(found)
+    num_devices = num_devices or len(by_process)
     source = source_text(device_type, num_devices, threads)
     figures = {
-        **_arithmetic(found, device_type),
-        **_memory(found),
+        **_arithmetic(by_process, device_type),
+        **_memory(by_process),
         "memory_bytes": (
             total_bytes(torch.device(device_type, 0))
             if device_type != "cpu"
-            else machine_bytes() // num_devices  # an equal share of the machine's, or its container's
+            else machine_bytes()
+            // num_devices  # an equal share of the memory of the machine or its container
         ),
-        "launch_overhead_s": _median(found, "launch_overhead_s"),
-        "host_overhead_s": _median(found, "host_overhead_s"),
-        "reference_s": _median(found, "reference_s"),
+        "launch_overhead_s": _median(by_process, "launch_overhead_s"),
+        "host_overhead_s": _median(by_process, "host_overhead_s"),
+        "reference_s": _median(by_process, "reference_s"),
     }
-    if viewing := [one.view_overhead_s for one in found if one.view_overhead_s is not None]:
+    if viewing := [
+        measurements.view_overhead_s
+        for measurements in by_process
+        if measurements.view_overhead_s is not None
+    ]:
         figures["view_overhead_s"] = statistics.median(viewing)
-    if operators := [one.operators for one in found if one.operators is not None]:
+    if operators := [
+        measurements.operators for measurements in by_process if measurements.operators is not None
+    ]:
         figures |= _operators(operators, figures)
-    if posting := [one.message_overhead_s for one in found if one.message_overhead_s is not None]:
+    if posting := [
+        measurements.message_overhead_s
+        for measurements in by_process
+        if measurements.message_overhead_s is not None
+    ]:
         figures["message_overhead_s"] = statistics.median(posting)
-    guess = "guess: room for fragmentation and communication buffers"
+    guess = "guess: headroom for fragmentation and communication buffers"
     device = Device(
         name="local",
         vendor=processor_name(device_type),
@@ -60,29 +71,33 @@ def describe(
         sources={**dict.fromkeys(figures, source), "reserve_fraction": guess},
         **figures,
     )
-    return _one_node(device, num_devices, _link(found, device.memory_bandwidth, source), source)
+    return _one_node(device, num_devices, _link(by_process, device.memory_bandwidth, source), source)
 
 
-def _median(found: Sequence[Measurements | OperatorFigures], name: str) -> float:
-    return statistics.median(getattr(one, name) for one in found)
+def _median(figures: Sequence[Measurements | OperatorFigures], name: str) -> float:
+    return statistics.median(getattr(entry, name) for entry in figures)
 
 
-def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
-    """Peaks are the best rates seen; efficiencies and half-saturation size come from fitted curves."""
-    precisions = list(found[0].matmul_seconds)
-    curves = {name: [_rate_and_ramp(one, name) for one in found] for name in precisions}
+def _arithmetic(by_process: list[Measurements], device_type: str) -> dict[str, Any]:
+    """Return peaks, which are the best rates seen, and efficiencies and half-saturation size from fitted curves."""
+    precisions = list(by_process[0].matmul_seconds)
+    curves = {
+        name: [_rate_and_ramp(measurements, name) for measurements in by_process] for name in precisions
+    }
     rates = {name: statistics.median(rate for rate, _ in curves[name]) for name in precisions}
     best = {
-        name: statistics.median(max(flop / s for flop, s in one.matmul_seconds[name]) for one in found)
+        name: statistics.median(
+            max(flop / s for flop, s in measurements.matmul_seconds[name]) for measurements in by_process
+        )
         for name in precisions
     }
     peaks = {name: max(rates[name], best[name]) for name in precisions}
     reference = reference_precision(device_type, precisions)
-    # As `Device.matmul_seconds` reads it.
+    # The precision by which `Device.matmul_seconds` reads it.
     half = next((name for name in ("bf16", "fp16") if name in rates), reference)
 
     def attention(name: str) -> float:
-        return min(1.0, _median(found, name) / peaks[reference])
+        return min(1.0, _median(by_process, name) / peaks[reference])
 
     return {
         "peak_flops": PerPrecision(**peaks),
@@ -93,37 +108,37 @@ def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
     }
 
 
-def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
-    """FLOP/s of large products, and the seconds that each takes beyond that and beyond any operator's overhead.
+def _rate_and_ramp(measurements: Measurements, precision: str) -> tuple[float, float]:
+    """Return the FLOP/s of large matmuls, and the seconds that each takes beyond that and beyond any operator's overhead.
 
-    Of square products on the same operands over and over, or, where they were timed, of those of a step, whose operands
-    come from farther away.
+    Both are of repeated square matmuls on the same operands, or, where they were timed, of the matmuls of a step, whose
+    operands come from farther away.
     """
-    if found.operators and precision == "fp32":
-        overhead, per_flop = found.operators.product_s, found.operators.flop_s
+    if measurements.operators and precision == "fp32":
+        overhead, per_flop = measurements.operators.matmul_s, measurements.operators.flop_s
     else:
-        flops, seconds = zip(*found.matmul_seconds[precision], strict=True)
+        flops, seconds = zip(*measurements.matmul_seconds[precision], strict=True)
         overhead, per_flop = least_squares([(1.0, flop) for flop in flops], seconds)
-    common = found.launch_overhead_s or found.host_overhead_s
+    common = measurements.launch_overhead_s or measurements.host_overhead_s
     return 1 / max(per_flop, 1 / _HIGHEST_RATE), max(overhead - common, 0.0)
 
 
-def _memory(found: list[Measurements]) -> dict[str, Any]:
-    """The bandwidth is that of the best streaming kernel, the efficiency that of the middle one."""
-    streams = [list(one.stream_bandwidths.values()) for one in found]
+def _memory(by_process: list[Measurements]) -> dict[str, Any]:
+    """Return the bandwidth of the best streaming kernel, the efficiency of the median one, and other memory figures."""
+    streams = [list(measurements.stream_bandwidths.values()) for measurements in by_process]
     best = statistics.median(max(rates) for rates in streams)
     return {
         "memory_bandwidth": best,
         "memory_efficiency": min(1.0, statistics.median(statistics.median(r) for r in streams) / best),
-        "context_bytes": int(_median(found, "context_bytes")),
-        "workspace_bytes": int(_median(found, "workspace_bytes")),
-        "host_link_bandwidth": _median(found, "host_link_bandwidth"),
+        "context_bytes": int(_median(by_process, "context_bytes")),
+        "workspace_bytes": int(_median(by_process, "workspace_bytes")),
+        "host_link_bandwidth": _median(by_process, "host_link_bandwidth"),
     }
 
 
-def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
-    """What only a CPU's operators in a step tell."""
-    median = partial(_median, found)
+def _operators(by_process: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that only a CPU's operators in a step show."""
+    median = partial(_median, by_process)
     streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
     speed_up = max(1.0, median("cache_bandwidth") / streamed)
     names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "scatter_rate"
@@ -136,14 +151,14 @@ def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[st
     }
 
 
-def _link(found: list[Measurements], memory_bandwidth: float, source: str) -> Link:
-    timed = [one.message_seconds for one in found if one.message_seconds]
+def _link(by_process: list[Measurements], memory_bandwidth: float, source: str) -> Link:
+    timed = [measurements.message_seconds for measurements in by_process if measurements.message_seconds]
     if not timed:
         note = "guess: one device, so no link to measure; half of its measured memory bandwidth"
         sources = {"latency_s": note, "bandwidth": note}
         return Link(latency_s=0.0, bandwidth=memory_bandwidth / 2, sources=sources)
     fits = [linear_fit(*zip(*pairs[1:], strict=True)) for pairs in timed]
-    rings = [one.ring_bandwidth for one in found if one.ring_bandwidth]
+    rings = [measurements.ring_bandwidth for measurements in by_process if measurements.ring_bandwidth]
     return Link(
         # The smallest message is all latency; the fit over the large ones would only extrapolate to it.
         latency_s=statistics.median(pairs[0][1] for pairs in timed),
@@ -167,7 +182,7 @@ def _one_node(device: Device, count: int, link: Link, source: str) -> Cluster:
 
 
 def source_text(device_type: str, processes: int, threads: int) -> str:
-    """Where a measured figure comes from."""
+    """Return the source of measured figures."""
     load = f"{processes} process{'es' if processes > 1 else ''} at once"
     if device_type == "cpu":
         load += f", {threads} thread{'s' if threads > 1 else ''} each"
@@ -178,7 +193,7 @@ def source_text(device_type: str, processes: int, threads: int) -> str:
 
 
 def processor_name(device_type: str) -> str:
-    """What the processor, or the first GPU, calls itself."""
+    """Return the name that the processor, or the first GPU, reports."""
     if device_type != "cpu":
         return device_name(torch.device(device_type, 0))
     try:
@@ -191,7 +206,7 @@ def processor_name(device_type: str) -> str:
 
 
 def _cache_bytes() -> int | None:
-    """The last-level cache; None where the system does not say."""
+    """Return the bytes of the last-level cache, or None where the system does not report them."""
     levels = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     try:
         return max((parse_bytes(f"{level.read_text().strip()}iB") for level in levels), default=None)

@@ -1,4 +1,4 @@
-"""What one process of a probe measures: medians of warmed-up, time-boxed repetitions, in step with its peers."""
+"""Measurements of one process of a probe: medians of warmed-up, time-boxed repetitions, in step with its peers."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 MATMUL_SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 MESSAGE_BYTES = (4, 64 * 1024, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 STREAM_BYTES = {"cpu": 96 * MIB, "cuda": 512 * MIB}
-"""Of each operand: far larger than the caches, so that the figure is that of the memory."""
+"""Bytes of each operand: far larger than the caches, so that the figure is that of the memory."""
 ATTENTION_SHAPE = (4, 16, 2048, 128)
 """Batch, heads, sequence, head width."""
 BACKWARD_FLOP_RATIO = 2.5
 _MIN_SAMPLES, _SAMPLE_S = 3, 1e-3
 _LONG_S = 0.1
-"""A CPU's call that takes as long is timed once a box and needs no warming up: products of a type that it has no
-instructions for take seconds."""
+"""Seconds from which a CPU's call is timed once per box without warm-up: matmuls in a dtype without hardware instructions
+take seconds."""
 _POSTS = 40
-"""Messages that are posted while a CPU computes."""
+"""Number of messages that are posted while a CPU computes."""
 _NETWORK_BOXES = 5
-"""Time boxes that each reference network gets, in place of as many figures."""
+"""Number of time boxes of each reference network, in place of as many figures."""
 
 
 @dataclass
 class Measurements:
-    """Figures of one process; seconds, bytes, FLOP/s. Matrix products are (FLOP, seconds) pairs per precision, with the
+    """Figures of one process, in seconds, bytes and FLOP/s. Matmuls are (FLOP, seconds) pairs per precision, including the
     overhead that every operator has.
     """
 
@@ -59,25 +59,25 @@ class Measurements:
     stream_bandwidths: dict[str, float] = field(default_factory=dict)
     host_overhead_s: float = 0.0
     view_overhead_s: float | None = None
-    """Of a GPU only; a CPU's is among those of `operators`."""
+    """Seconds of a view on a GPU; a CPU's are in `operators`."""
     launch_overhead_s: float = 0.0
     reference_s: float = 0.0
     attention_flops: float = 0.0
     attention_backward_flops: float = 0.0
     operators: OperatorFigures | None = None
-    """Of a CPU only."""
+    """Figures of operators in a step, on a CPU only."""
     host_link_bandwidth: float = 0.0
     context_bytes: int = 0
     workspace_bytes: int = 0
     message_overhead_s: float | None = None
-    """Of a CPU only."""
+    """Seconds to post a message, on a CPU only."""
     message_seconds: list[tuple[float, float]] = field(default_factory=list)
-    """(Bytes, seconds) of one message to a neighbour; empty without one."""
+    """(Bytes, seconds) of messages to a neighbour; empty without a neighbour."""
     ring_bandwidth: float | None = None
 
 
 def linear_fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(rate, overhead) of `seconds = overhead + amounts / rate`, least squares of the relative error, overhead >= 0.
+    """Fit (rate, overhead) of `seconds = overhead + amounts / rate` by least squares of the relative error, overhead >= 0.
 
     >>> rate, overhead = linear_fit([1e6, 1e7, 1e8], [2e-3, 11e-3, 101e-3])
     >>> round(rate / 1e9, 6), round(overhead, 6)
@@ -92,9 +92,9 @@ def linear_fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 
 class Stopwatch:
-    """Times calls on one device, each for about `time_box_s`: host clock on a CPU, events on a GPU.
+    """A timer of calls on one device, each for about `time_box_s`: by the host's clock on a CPU, by events on a GPU.
 
-    `meet` is called in front of every figure, so that all processes take it at the same time.
+    `meet` is called before every figure, so that all processes measure it at the same time.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class Stopwatch:
 
     @cached_property
     def networks(self) -> list[ReferenceNetwork]:
-        """Whose operators are timed in their places."""
+        """Networks whose operators are timed in place."""
         return [ReferenceNetwork(width, length) for width, length in SIZES]
 
     def seconds(self, what: str, call: Callable[[], object]) -> float:
-        """Time of one `call`, warmed up, from samples long enough for the clock, of this and earlier time boxes.
+        """Return the seconds of one `call`, warmed up, from samples long enough for the clock, of this and earlier boxes.
 
-        On a GPU the median. On a CPU the mean of the faster half: others on a shared machine may halve the speed of a
-        core for seconds, now here, now there, and a profile is of the machine without them.
+        On a GPU this is the median. On a CPU it is the mean of the faster half: other programs on a shared machine may
+        halve the speed of a core for seconds, and a profile describes the machine without them.
         """
         self.meet()
         samples = self._samples[what]
@@ -148,13 +148,13 @@ class Stopwatch:
 
 
 def supported_precisions(device: torch.device) -> dict[str, torch.dtype]:
-    """Precisions with native matrix products here, by their short names (tf32 is fp32 storage)."""
+    """Return the precisions with native matmuls on a device, by their short names (tf32 is fp32 storage)."""
     if device.type == "cpu":
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-    found = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
+    precisions = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
     if accelerator_of(device).has_bf16_matmuls:
-        found |= {"bf16": torch.bfloat16, "tf32": torch.float32}
-    return found
+        precisions |= {"bf16": torch.bfloat16, "tf32": torch.float32}
+    return precisions
 
 
 @contextmanager
@@ -167,30 +167,31 @@ def _fp32_arithmetic(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_host(watch: Stopwatch, found: Measurements) -> None:
-    """A GPU's costs per operator: of issuing one as the executor does, or a view, on the host, and of the gap between
-    kernels inside a graph."""
+def measure_host(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure a GPU's costs per operator: of issuing an operator or a view from the host as the executor does, and of the
+    gap between kernels inside a graph."""
     device = watch.device
     if device.type == "cpu":
         return
     network = ReferenceNetwork(*SIZES[0], device)
     network.run(watch.time_box_s)
-    found.host_overhead_s, found.view_overhead_s = host_figures(network.samples())
+    figures.host_overhead_s, figures.view_overhead_s = host_figures(network.samples())
     x, count = torch.ones(1, device=device), 200
     replay = accelerator_of(device).captured(lambda: [x.add_(1) for _ in range(count)])
-    found.launch_overhead_s = watch.seconds("replay", replay) / count
+    figures.launch_overhead_s = watch.seconds("replay", replay) / count
 
 
-def measure_reference(watch: Stopwatch, found: Measurements) -> None:
-    """The computation that runs look at again; on a CPU while operators were timed, and as slow as the machine was then."""
+def measure_reference(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the reference computation, which runs repeat; on a CPU, take its time while operators were timed, when the
+    machine was equally slow."""
     if watch.device.type == "cpu":
-        found.reference_s = watch.networks[-1].reference_s
+        figures.reference_s = watch.networks[-1].reference_s
         return
-    found.reference_s = watch.seconds("reference", Reference(watch.device))
+    figures.reference_s = watch.seconds("reference", Reference(watch.device))
 
 
-def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
-    """Square products of every size and precision."""
+def measure_matmul(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure square matmuls of every size and precision."""
     device = watch.device
     for name, dtype in supported_precisions(device).items():
         pairs = []
@@ -198,12 +199,12 @@ def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
             for size in MATMUL_SIZES[device.type]:
                 a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
                 call = partial(torch.mm, a, b, out=torch.empty_like(a))
-                pairs.append((2.0 * size**3, watch.seconds(f"{name} product {size}", call)))
-        found.matmul_seconds[name] = pairs
+                pairs.append((2.0 * size**3, watch.seconds(f"{name} matmul {size}", call)))
+        figures.matmul_seconds[name] = pairs
 
 
-def measure_streams(watch: Stopwatch, found: Measurements) -> None:
-    """Bytes moved per second by kernels that only stream memory, and by copies between host and device."""
+def measure_streams(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the bandwidth of kernels that only stream memory, and of copies between host and device."""
     device = watch.device
     a, b, c = (torch.ones(STREAM_BYTES[device.type] // 4, device=device) for _ in range(3))
     size = a.numel() * a.element_size()
@@ -213,34 +214,34 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
         "multiply": (3, lambda: torch.mul(a, b, out=c)),
         "relu": (2, lambda: torch.clamp_min(a, 0.0, out=c)),
     }
-    found.stream_bandwidths = {
+    figures.stream_bandwidths = {
         name: operands * size / watch.seconds(name, call) for name, (operands, call) in calls.items()
     }
     if device.type == "cpu":
-        found.host_link_bandwidth = found.stream_bandwidths["copy"] / 2
+        figures.host_link_bandwidth = figures.stream_bandwidths["copy"] / 2
     else:
         pinned = accelerator_of(device).host_empty(a.shape, a.dtype).fill_(1.0)
         down = watch.seconds("down", lambda: pinned.copy_(a, non_blocking=True))
         up = watch.seconds("up", lambda: a.copy_(pinned, non_blocking=True))
-        found.host_link_bandwidth = size / max(down, up)
+        figures.host_link_bandwidth = size / max(down, up)
 
 
-def measure_operators(watch: Stopwatch, found: Measurements) -> None:
-    """What operators take of a CPU in their places in a step."""
+def measure_operators(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the times of a CPU's operators in place in a step."""
     if watch.device.type != "cpu":
         return
     for network in watch.networks:
         watch.meet()
         network.run(_NETWORK_BOXES * watch.time_box_s)
     operators = fitted([sample for network in watch.networks for sample in network.samples()])
-    found.operators = operators
-    found.host_overhead_s = operators.host_overhead_s
-    found.attention_flops = operators.attention_flops
-    found.attention_backward_flops = operators.attention_backward_flops
+    figures.operators = operators
+    figures.host_overhead_s = operators.host_overhead_s
+    figures.attention_flops = operators.attention_flops
+    figures.attention_backward_flops = operators.attention_backward_flops
 
 
-def measure_attention(watch: Stopwatch, found: Measurements) -> None:
-    """FLOP/s of a GPU's fused attention, forward and backward, of all that is computed."""
+def measure_attention(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the FLOP/s of a GPU's fused attention, forward and backward, counting all computed FLOP."""
     device = watch.device
     if device.type == "cpu":
         return
@@ -251,40 +252,40 @@ def measure_attention(watch: Stopwatch, found: Measurements) -> None:
     flop = 4.0 * batch * heads * length**2 * width
     with torch.no_grad():
         forward = watch.seconds("attention", lambda: F.scaled_dot_product_attention(q, k, v))
-    found.attention_flops = flop / forward
+    figures.attention_flops = flop / forward
     out = F.scaled_dot_product_attention(q, k, v)
     seed = torch.ones_like(out)
     backward = watch.seconds("backward", lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
-    found.attention_backward_flops = BACKWARD_FLOP_RATIO * flop / backward
+    figures.attention_backward_flops = BACKWARD_FLOP_RATIO * flop / backward
 
 
 def reference_precision(device_type: str, names: dict[str, torch.dtype] | Sequence[str]) -> str:
-    """The precision that training there uses most: it decides the half-saturation size and attention's peak."""
+    """Return the precision that training on a device uses most; it decides the half-saturation size and attention's peak."""
     if device_type == "cpu":
         return "fp32"
     return "bf16" if "bf16" in names else "fp16"
 
 
-def measure_memory(watch: Stopwatch, found: Measurements) -> None:
-    """Memory outside the allocator, and the workspace that the first matrix product takes from it."""
+def measure_memory(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the memory outside the allocator, and the workspace that the first matmul takes from it."""
     device, accelerator = watch.device, accelerator_of(watch.device)
     if device.type == "cpu":  # interpreter and libraries, before any large tensor
-        found.context_bytes = found.context_bytes or accelerator.reserved_bytes()
+        figures.context_bytes = figures.context_bytes or accelerator.reserved_bytes()
         return
     a = torch.ones(256, 256, device=device)
     before = accelerator.allocated_bytes()
     out = a @ a
-    found.workspace_bytes = accelerator.allocated_bytes() - before - out.numel() * out.element_size()
+    figures.workspace_bytes = accelerator.allocated_bytes() - before - out.numel() * out.element_size()
     free, total = accelerator.free_and_total_bytes()
-    found.context_bytes = total - free - accelerator.reserved_bytes()
+    figures.context_bytes = total - free - accelerator.reserved_bytes()
 
 
-def measure_messages(watch: Stopwatch, found: Measurements) -> None:
-    """Half round trips with the neighbour (0 with 1, 2 with 3, ... at the same time) at several sizes.
+def measure_messages(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure half round trips with the neighbour (0 with 1, 2 with 3, ... at the same time) at several sizes.
 
     Every rank makes the same number of trips: a rank that stopped on its own clock would leave its peer waiting. The
-    figure is the fastest tenth, not the middle: on a shared machine a waiting process is often woken one time slice of the
-    scheduler (milliseconds) late, which says nothing about the link.
+    figure is the fastest tenth, not the median: on a shared machine a waiting process often wakes one time slice of the
+    scheduler (milliseconds) late, which is no property of the link.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     peer = rank ^ 1
@@ -293,14 +294,14 @@ def measure_messages(watch: Stopwatch, found: Measurements) -> None:
             buffer = torch.zeros(size, dtype=torch.uint8, device=watch.device)
             trips = 200 if size < MIB else max(5, 40 * MIB // size)
             seconds = [_round_trip(buffer, rank, peer) for _ in range(trips + 3)][3:]
-            found.message_seconds.append((float(size), sorted(seconds)[len(seconds) // 10] / 2))
+            figures.message_seconds.append((float(size), sorted(seconds)[len(seconds) // 10] / 2))
     if world > 1:
-        found.ring_bandwidth = _ring_bandwidth(watch.device, world)
+        figures.ring_bandwidth = _ring_bandwidth(watch.device, world)
 
 
-def measure_posting(watch: Stopwatch, found: Measurements) -> None:
-    """What to post the buffer of a small message, or to send one, takes of a CPU that runs a step in between, and so finds
-    neither code nor data at hand. Every rank has to call this.
+def measure_posting(watch: Stopwatch, figures: Measurements) -> None:
+    """Measure the time to post the buffer of a small message, or to send one, on a CPU that runs a step in between and so
+    has neither code nor data in its cache. Every rank must call this.
     """
     peer = dist.get_rank() ^ 1
     if watch.device.type != "cpu" or peer >= dist.get_world_size():
@@ -318,7 +319,7 @@ def measure_posting(watch: Stopwatch, found: Measurements) -> None:
         for work in (received, sent):
             assert work is not None, "every rank is in the group of all"
             work.wait()
-    found.message_overhead_s = statistics.fmean(faster_half(samples, float))
+    figures.message_overhead_s = statistics.fmean(faster_half(samples, float))
 
 
 def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
@@ -332,7 +333,7 @@ def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
 
 
 def _ring_bandwidth(device: torch.device, world: int) -> float:
-    """Bytes/s per rank and direction of a large all-reduce that moves 2 (n - 1) / n of the buffer."""
+    """Return the bytes/s per rank and direction of a large all-reduce, which moves 2 (n - 1) / n of the buffer."""
     buffer = torch.zeros(16 * MIB // 4, device=device)
     samples = [seconds_together(lambda: dist.all_reduce(buffer), device) for _ in range(12)]
     return 2 * (world - 1) / world * 16 * MIB / statistics.median(samples[2:])
@@ -341,7 +342,7 @@ def _ring_bandwidth(device: torch.device, world: int) -> float:
 def seconds_together(
     call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Of one `call` that all ranks of `group` make at the same time."""
+    """Return the seconds of one `call` that all ranks of `group` make at the same time."""
     dist.barrier(group)
     synchronize(device)
     start = time.perf_counter()
@@ -353,24 +354,27 @@ def seconds_together(
 _PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
     "memory": measure_memory,
     "operator overhead": measure_host,
-    "operators in their places": measure_operators,
+    "operators in place": measure_operators,
     "reference": measure_reference,
-    "matrix products": measure_matmul,
+    "matmuls": measure_matmul,
     "memory bandwidth": measure_streams,
     "attention": measure_attention,
 }
 MESSAGE_PHASE = "messages"
 _CPU_ROUNDS = 4
-"""Every figure of a CPU is taken so often, each time in a part of its time box, since a neighbour of a shared machine
-may slow all of one box."""
+"""Number of times that every figure of a CPU is measured, each time in a part of its time box, since other programs on a
+shared machine may slow down all of one box."""
 
 
-def measure_compute(watch: Stopwatch, found: Measurements, progress: Callable[[str, float], object]) -> None:
-    """All that a process measures by itself, in step with its peers; `progress` hears of each phase and of what is done."""
+def measure_compute(
+    watch: Stopwatch, figures: Measurements, progress: Callable[[str, float], object]
+) -> None:
+    """Measure everything that needs no messages, in step with all processes; `progress` receives each phase and the
+    fraction done."""
     rounds = _CPU_ROUNDS if watch.device.type == "cpu" else 1
     watch.time_box_s /= rounds
     for number in range(rounds):
         for index, (name, measure) in enumerate(_PHASES.items()):
             progress(name, (number + index / len(_PHASES)) / rounds)
             watch.meet()
-            measure(watch, found)
+            measure(watch, figures)

@@ -1,8 +1,8 @@
-"""Operators timed where they run: in the stages of small reference networks, as an executor runs them.
+"""Operators timed in place: in the stages of small reference networks, as an executor runs them.
 
-An operator that is called over and over on the same tensors finds its code and its data in the first cache and takes a
-third of what it takes between a hundred others. So a CPU's figures for small operators come from a forward and backward
-of networks that have the usual ones, each timed in its place, and from least squares over all of them.
+An operator that is called repeatedly on the same tensors finds its code and its data in the first cache and takes a third
+of its time between a hundred others. So a CPU's figures for small operators come from a forward and backward of networks
+of the usual operators, each timed in place, and from least squares over all of them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from stagewright.graph.views import issued
 from stagewright.tracing.trace import trace_module
 
 SIZES = ((64, 64), (128, 128), (256, 256))
-"""Width and tokens of the reference networks: one in which operators are mostly overhead, one in which they are not."""
+"""Width and tokens of the reference networks: from one in which operators are mostly overhead to one in which they are
+not."""
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
 _WARM_UP, _LEAST_PASSES = 2, 4
 _ROUNDS, _LEAST_S = 8, 1e-8
 _WATCHED = 0.1
-"""Time for the reference computation, in that of a pass."""
+"""Time for the reference computation, as a fraction of a pass."""
 
 _CPU = torch.device("cpu")
 
 _T = TypeVar("_T")
 Samples = list[tuple[Work, float]]
-"""What an operator asked of the device, and its mean seconds over the faster half of all passes."""
+"""Work of operators, each with its mean seconds over the faster half of all passes."""
 
 
 class _ReferenceBlock(nn.Module):
-    """Attention, a layer of two products and a gated one, each behind a norm or dropout of another kind."""
+    """Attention, a two-matmul layer and a gated one, each with another kind of norm or dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class _ReferenceBlock(nn.Module):
 
 
 class _ReferenceNetwork(nn.Module):
-    """An embedding, blocks, a head and the cross entropy of the next token."""
+    """An embedding, blocks, a head and the cross-entropy of the next token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class _ReferenceNetwork(nn.Module):
 
 
 class OperatorMarks:
-    """Moments in front of and after every operator."""
+    """Recorded moments before and after every operator."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -99,16 +100,16 @@ class OperatorMarks:
         self.moments.append(time.perf_counter())
 
     def clear(self) -> None:
-        """Forget moments so far."""
+        """Forget the moments so far."""
         self.moments.clear()
         self._waited_s = waited_s()
 
     def waited(self) -> float:
-        """Seconds since `clear` for which other programs had the processor."""
+        """Return the seconds since `clear` for which other programs had the processor."""
         return waited_s() - self._waited_s
 
     def taken(self) -> np.ndarray:
-        """Seconds of each operator since the last call, in order."""
+        """Return the seconds of each operator since the last call, in order."""
         seconds = np.diff(self.moments) - self.cost_s
         self.moments.clear()
         return np.maximum(seconds, self.cost_s)
@@ -116,15 +117,15 @@ class OperatorMarks:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward: seconds of every operator, and those for which other programs had the processor."""
+    """A forward and backward: the seconds of every operator, and those for which other programs had the processor."""
 
     seconds: np.ndarray
     waited_s: float
 
 
 class ReferenceNetwork:
-    """A small network whose operators are timed in their places, a pass after the other: on a GPU what the host takes to
-    issue them."""
+    """A small network whose operators are timed in place, pass after pass; on a GPU, the host's time to issue them is
+    measured."""
 
     def __init__(self, width: int, length: int, device: torch.device = _CPU) -> None:
         torch.manual_seed(0)
@@ -142,14 +143,14 @@ class ReferenceNetwork:
             self.step()
 
     def run(self, seconds: float) -> None:
-        """For about `seconds`, and a few passes at least; behind each of them the machine's speed is looked at."""
+        """Run passes for about `seconds`, and at least a few; after each pass the reference computation is timed."""
         end, least = time.perf_counter() + seconds, len(self._passes) + _LEAST_PASSES
         while len(self._passes) < least or time.perf_counter() < end:
             taken = self.step()
             self._passes.append((taken, self._reference.seconds(_WATCHED * float(taken.seconds.sum()))))
 
     def samples(self) -> Samples:
-        """Every operator that is issued, over the faster half of the passes of all runs."""
+        """Return the samples of every issued operator, over the faster half of the passes of all runs."""
         nodes = calls_of(self._stage)
         mean = np.mean([taken for taken, _ in self._kept()], axis=0)
         return [
@@ -160,15 +161,17 @@ class ReferenceNetwork:
 
     @property
     def reference_s(self) -> float:
-        """What the reference computation took while those passes did."""
+        """Mean seconds of the reference computation after those passes."""
         return float(np.mean([look for _, look in self._kept()]))
 
     def _kept(self) -> list[tuple[np.ndarray, float]]:
         passes, looks = zip(*self._passes, strict=True)
-        return faster_half(list(zip(undelayed(passes), looks, strict=True)), lambda one: float(one[0].sum()))
+        return faster_half(
+            list(zip(undelayed(passes), looks, strict=True)), lambda sample: float(sample[0].sum())
+        )
 
     def step(self) -> Pass:
-        """A forward and backward."""
+        """Run and time a forward and backward."""
         self._marks.clear()
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
@@ -179,15 +182,15 @@ class ReferenceNetwork:
 
 
 def undelayed(passes: Sequence[Pass]) -> list[np.ndarray]:
-    """Seconds of the operators of each pass without those for which other programs had the processor: they are of the
-    operators that took longest beyond what they take in the middle of all passes.
+    """Return the seconds of each pass's operators without those for which other programs had the processor, which are
+    attributed to the operators that exceed their medians over all passes most.
 
     >>> passes = [Pass(np.array([1.0, 1.0]), 0.0)] * 2 + [Pass(np.array([1.25, 5.0]), 4.0)]
     >>> [taken.tolist() for taken in undelayed(passes)]
     [[1.0, 1.0], [1.0, 1.0], [1.25, 1.0]]
     """
-    usual = np.median([one.seconds for one in passes], axis=0)
-    return [_without(one.waited_s, one.seconds, usual) for one in passes]
+    usual = np.median([timed.seconds for timed in passes], axis=0)
+    return [_without(timed.waited_s, timed.seconds, usual) for timed in passes]
 
 
 def _without(waited: float, seconds: np.ndarray, usual: np.ndarray) -> np.ndarray:
@@ -200,12 +203,12 @@ def _without(waited: float, seconds: np.ndarray, usual: np.ndarray) -> np.ndarra
 
 
 def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_T]:
-    """What is left of `samples` without those taken while a neighbour on the same cores or memory slowed this machine."""
+    """Return the faster half of `samples`, without those taken while other programs slowed this machine."""
     return sorted(samples, key=seconds)[: (len(samples) + 1) // 2]
 
 
 def calls_of(stage: Stage) -> tuple[Node | None, ...]:
-    """The operators of a forward and backward that are issued, in order; None in the place of a view that is not."""
+    """Return the issued operators of a forward and backward in order, with None in place of each view that is not issued."""
     functions = (stage.forward, stage.backward)
     return tuple(
         node if call is not None else None
@@ -221,7 +224,7 @@ def _runner(stage: Stage, network: nn.Module, mark: OperatorMarks, device: torch
 
 @dataclass(frozen=True)
 class OperatorFigures:
-    """What least squares over timed operators say of a CPU. Seconds, bytes/s, FLOP/s."""
+    """A CPU's figures from least squares over timed operators, in seconds, bytes/s and FLOP/s."""
 
     view_overhead_s: float
     host_overhead_s: float
@@ -230,8 +233,8 @@ class OperatorFigures:
     function_rate: float
     random_rate: float
     scatter_rate: float
-    product_s: float
-    """Of each product, the overhead of any operator included, beside what its arithmetic and packing take."""
+    matmul_s: float
+    """Seconds of each matmul besides its arithmetic and packing, including the overhead of any operator."""
     flop_s: float
     packed_byte_s: float
     attention_overhead_s: float
@@ -245,40 +248,41 @@ def host_figures(samples: Samples) -> tuple[float, float]:
     >>> host_figures([(Work(Kernel.MATMUL, "float32"), 6e-6), (Work(Kernel.VIEW, "float32"), 2e-6)])
     (6e-06, 2e-06)
     """
-    views = [seconds for asked, seconds in samples if asked.kernel is Kernel.VIEW]
-    kernels = [seconds for asked, seconds in samples if asked.kernel is not Kernel.VIEW]
+    views = [seconds for operator, seconds in samples if operator.kernel is Kernel.VIEW]
+    kernels = [seconds for operator, seconds in samples if operator.kernel is not Kernel.VIEW]
     return float(np.mean(kernels)), float(np.mean(views))
 
 
 def fitted(samples: Samples) -> OperatorFigures:
-    """The figures under which the seconds of `samples` are off by the least squares of their relative errors.
+    """Fit figures to the seconds of `samples` by weighted least squares.
 
-    Each kind of operator takes an overhead and what it moves, evaluates, draws and scatters at constant rates.
+    Each kind of operator takes an overhead, and moves, evaluates, draws and scatters at constant rates.
     """
     by_kernel: dict[Kernel, Samples] = {kernel: [] for kernel in Kernel}
-    for found, seconds in samples:
-        by_kernel[found.kernel].append((found, seconds))
+    for operator, seconds in samples:
+        by_kernel[operator.kernel].append((operator, seconds))
     views = [seconds for _, seconds in by_kernel[Kernel.VIEW]]
     streams = by_kernel[Kernel.MEMORY] + by_kernel[Kernel.NORM]
     overhead, moved, normed, functions, random, scattered = least_squares(
         [
             (
-                1.0, *(found.bytes_moved if found.kernel is kernel else 0.0 for kernel in (Kernel.MEMORY, Kernel.NORM)),
-                found.num_functions, found.num_random, found.num_scattered,
+                1.0,
+                *(operator.bytes_moved if operator.kernel is kernel else 0.0 for kernel in (Kernel.MEMORY, Kernel.NORM)),
+                operator.num_functions, operator.num_random, operator.num_scattered,
             )
-            for found, _ in streams
+            for operator, _ in streams
         ],
         [seconds for _, seconds in streams],
     )  # fmt: skip
-    products = by_kernel[Kernel.MATMUL]
-    product, flop, packed_byte = least_squares(
-        [(1.0, found.arithmetic, found.bytes_moved) for found, _ in products],
-        [seconds for _, seconds in products],
+    matmuls = by_kernel[Kernel.MATMUL]
+    matmul, flop, packed_byte = least_squares(
+        [(1.0, operator.arithmetic, operator.bytes_moved) for operator, _ in matmuls],
+        [seconds for _, seconds in matmuls],
     )
     forward, backward = by_kernel[Kernel.ATTENTION], by_kernel[Kernel.ATTENTION_BACKWARD]
     attention, per_flop, per_flop_backward = least_squares(
-        [(1.0, _computed(found), 0.0) for found, _ in forward]
-        + [(1.0, 0.0, _computed(found)) for found, _ in backward],
+        [(1.0, _computed(operator), 0.0) for operator, _ in forward]
+        + [(1.0, 0.0, _computed(operator)) for operator, _ in backward],
         [seconds for _, seconds in forward + backward],
     )
     return OperatorFigures(
@@ -289,7 +293,7 @@ def fitted(samples: Samples) -> OperatorFigures:
         function_rate=_rate(functions),
         random_rate=_rate(random),
         scatter_rate=_rate(scattered),
-        product_s=product,
+        matmul_s=matmul,
         flop_s=flop,
         packed_byte_s=packed_byte,
         attention_overhead_s=max(attention - overhead, 0.0),
@@ -298,23 +302,23 @@ def fitted(samples: Samples) -> OperatorFigures:
     )
 
 
-def _computed(found: Work) -> float:
-    return found.arithmetic if found.in_blocks is None else found.in_blocks
+def _computed(operator: Work) -> float:
+    return operator.arithmetic if operator.in_blocks is None else operator.in_blocks
 
 
 def least_squares(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients, none negative, of the least sum of squared errors, each over the seconds expected.
+    """Return the non-negative coefficients of the least sum of squared errors, each divided by the expected seconds.
 
-    So weighted, what is expected of all rows adds up to what they took: a fit of relative errors, which slow outliers
-    make small, would expect too little of a step. The weights need the result; a few rounds settle both.
+    With these weights, the expected seconds of all rows add up to the measured ones: a fit of relative errors, which slow
+    outliers make small, would predict too little for a step. The weights depend on the result; a few rounds settle both.
     """
     columns, taken = np.asarray(rows), np.asarray(seconds)
-    expected, found = taken, np.zeros(columns.shape[1])
+    expected, coefficients = taken, np.zeros(columns.shape[1])
     for _ in range(_ROUNDS):
         weight = 1 / np.sqrt(np.maximum(expected, _LEAST_S))
-        found, _ = nnls(columns * weight[:, None], taken * weight)
-        expected = columns @ found
-    return [float(one) for one in found]
+        coefficients, _ = nnls(columns * weight[:, None], taken * weight)
+        expected = columns @ coefficients
+    return [float(coefficient) for coefficient in coefficients]
 
 
 def _rate(seconds_each: float) -> float:

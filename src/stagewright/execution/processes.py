@@ -1,6 +1,6 @@
-"""The processes of a run on this machine: started, watched over, asked to stop, and ended whatever happens.
+"""The processes of a run on this machine: starting, monitoring, stopping and ending them.
 
-No port is opened for them: they find each other through a private folder, and the launcher reads what they post there.
+No port is opened for them: they find each other through a private folder, and the launcher reads their posts there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from stagewright.text import printable
 
 _INTERVAL_S = 0.2
 _SETTLE_S = 3.0
-"""What the other ranks are given to say why they end, once one of them has."""
+"""Seconds in which the other ranks may post why they end, once one of them has ended."""
 _STOPPED_FOR_S = 10.0
-"""Seconds after which a process that somebody has stopped (SIGSTOP) is taken for lost."""
+"""Seconds after which a process that was stopped from outside (SIGSTOP) counts as lost."""
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,16 +40,16 @@ def start_ranks(
 ) -> None:
     """Run ``python -m module *arguments`` once per rank and wait for all.
 
-    Ctrl-C or SIGTERM ends all of them at once; with `can_stop` it first asks those that train to stop behind the present
-    step, and this returns when they have.
+    Ctrl-C or SIGTERM ends all of them at once; with `can_stop` it first asks training ranks to stop after the present step,
+    and this function returns when they have.
 
     Args:
-        ranks: the rank of the process on each device.
-        start_s: seconds in which every rank has to give a sign of life.
+        ranks: rank of the process on each device.
+        start_s: seconds within which every rank has to post.
 
     Raises:
-        InputError, PlanError: a rank found that what the user gave cannot be used.
-        RunError: a rank failed; says which, where it stood, and why.
+        InputError, PlanError: a rank cannot use the user's input.
+        RunError: a rank failed; names the rank, its position and the reason.
         KeyboardInterrupt: Ctrl-C; all ranks have been ended.
         SystemExit: SIGTERM; all ranks have been ended.
     """
@@ -63,7 +63,7 @@ def start_ranks(
 
 @contextmanager
 def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Signals that came since, in order; where this is not the main thread none is noted."""
+    """Record received signals, in order, during the context; none outside the main thread."""
     received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -84,34 +84,34 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
 def _processes(
     meeting: Meeting, module: str, arguments: Sequence[str], ranks: Sequence[int]
 ) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
-    """One per rank, each leading a process group, so that what it starts ends with it; none is left behind."""
-    found: dict[int, subprocess.Popen[bytes]] = {}
+    """Start a process per rank, each leading a process group, so that children end with it; none outlives the context."""
+    processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for place, rank in enumerate(ranks):
-            found[rank] = started(module, arguments, _environment(meeting, place, len(ranks)))
-        yield found
+            processes[rank] = started(module, arguments, _environment(meeting, place, len(ranks)))
+        yield processes
     finally:
-        _signal(found.values(), signal.SIGKILL)
-        for process in found.values():
+        _signal(processes.values(), signal.SIGKILL)
+        for process in processes.values():
             process.kill()
             process.wait()
 
 
 def started(module: str, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """``python -m module *arguments``, leading a process group."""
+    """Start ``python -m module *arguments`` as the leader of a process group."""
     command = python_command(module, *arguments)
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
 
 def _signal(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """To all that the processes have started too."""
+    """Send a signal to the process groups of `processes`."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
 def _environment(meeting: Meeting, place: int, num_processes: int) -> dict[str, str]:
-    """Of the process on device `place`; threads share the cores where nobody has said otherwise."""
+    """Return the environment of the process on device `place`; cores are divided among processes unless the user chose."""
     threads = max((os.cpu_count() or 1) // num_processes, 1)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -125,7 +125,7 @@ def _environment(meeting: Meeting, place: int, num_processes: int) -> dict[str, 
 
 
 class _Watchman:
-    """Waits for the processes of `processes`, by rank, and says why one of them ended."""
+    """A monitor that waits for `processes`, by rank, and reports why one of them ended."""
 
     def __init__(
         self, board: FileBoard, processes: dict[int, subprocess.Popen[bytes]], start_s: float, can_stop: bool
@@ -140,7 +140,7 @@ class _Watchman:
         self._halted_s = dict.fromkeys(processes, 0.0)
 
     def wait(self, received: list[signal.Signals]) -> None:
-        """Until all have ended."""
+        """Wait until all processes have ended. Raises as `start_ranks`."""
         looked = time.monotonic()
         while any(process.poll() is None for process in self._processes.values()):
             time.sleep(_INTERVAL_S)
@@ -166,7 +166,9 @@ class _Watchman:
         if self._can_stop and trains and not self._is_stopping:
             self._is_stopping = True
             self._board.write(LAUNCHER, received.name)
-            print("stopping behind this step; once more ends it at once", file=sys.stderr, flush=True)
+            print(
+                "stopping after this step; a second signal ends the run at once", file=sys.stderr, flush=True
+            )
             return
         trained = "in the middle of a step" if trains else "before the first step: nothing was trained"
         print(f"ended by {received.name} {trained}", file=sys.stderr, flush=True)
@@ -175,15 +177,15 @@ class _Watchman:
         raise SystemExit(128 + received)
 
     def _pause(self) -> None:
-        """Ctrl-Z halts the ranks too; `fg` lets all go on."""
+        """Stop this process and the ranks (Ctrl-Z), until `fg` continues all of them."""
         _signal(self._processes.values(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         _signal(self._processes.values(), signal.SIGCONT)
 
-    # -- what went wrong --------------------------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------------------------
 
     def _unseen(self, passed_s: float) -> str | None:
-        """Which rank has not posted in time, or is halted by somebody."""
+        """Return which rank has not posted in time or is stopped from outside, or None."""
         self._ran_s += passed_s
         for rank, process in self._processes.items():
             self._halted_s[rank] = self._halted_s[rank] + passed_s if _is_halted(process.pid) else 0.0
@@ -195,47 +197,47 @@ class _Watchman:
             if rank not in self._liveness.posts and self._ran_s > self._start_s:
                 return (
                     f"rank {rank} (process {process.pid}) gave no sign of life in the {self._ran_s:.0f} s since it was "
-                    "started: the machine is too busy, or give it longer with --start-timeout"
+                    "started: the machine is too busy; allow more time with --start-timeout"
                 )
         return None
 
     def _has_failed(self) -> bool:
-        """Whether a process ended badly, or its rank says that it is about to."""
+        """Return whether a process ended with an error, or its rank posted a failure."""
         ended = any(process.poll() for process in self._processes.values())
         return ended or any(post.failure is not None for post in self._liveness.posts.values())
 
     def _explained(self) -> StagewrightError:
-        """Why the first rank failed: in its own words, or how it ended where it could say nothing."""
+        """Return the error of the first failed rank: its own message, or how it ended if it posted none."""
         deadline = time.monotonic() + _SETTLE_S
         while not self._is_clear() and time.monotonic() < deadline:
             time.sleep(_INTERVAL_S)
             self._liveness.look(self._processes)
         self._liveness.look(self._processes)
         posts = self._liveness.posts
-        words = [post.failure for post in posts.values() if post.failure is not None]
-        words.sort(key=lambda failure: (failure.is_consequence, failure.time))
+        failures = [post.failure for post in posts.values() if post.failure is not None]
+        failures.sort(key=lambda failure: (failure.is_consequence, failure.time))
         codes = {rank: process.poll() or 0 for rank, process in self._processes.items()}
-        failed = sorted(filter(codes.get, codes), key=codes.__getitem__)  # those that a signal ended first
+        failed = sorted(filter(codes.get, codes), key=codes.__getitem__)  # those ended by a signal come first
         silent = [rank for rank in failed if rank not in posts or posts[rank].failure is None]
-        if silent and (not words or words[0].is_consequence):
+        if silent and (not failures or failures[0].is_consequence):
             rank = silent[0]
             process = self._processes[rank]
-            told = f": {words[0].message}" if words else self._liveness.others(f"rank {rank} ")
+            detail = f": {failures[0].message}" if failures else self._liveness.others(f"rank {rank} ")
             text = f"rank {rank} (process {process.pid}) ended with {_ending(process.returncode)} at {self._position(rank)}"
-            error = RunError(f"the run stopped: {printable(text + told)}")
+            error = RunError(f"the run stopped: {printable(text + detail)}")
             error.lost = tuple(rank for rank in silent if codes[rank] == -signal.SIGKILL)
             return error
-        kind = RunError if words[0].is_consequence else RUN_ERRORS.get(words[0].kind, RunError)
-        return kind(f"the run stopped: {printable(words[0].message)}")
+        kind = RunError if failures[0].is_consequence else RUN_ERRORS.get(failures[0].kind, RunError)
+        return kind(f"the run stopped: {printable(failures[0].message)}")
 
     def _is_clear(self) -> bool:
-        """Whether nothing that is still to come could say more: all have ended, one was killed, or one has said why."""
+        """Return whether the reason is final: all processes have ended, one was killed, or one has posted its failure."""
         states = [process.poll() for process in self._processes.values()]
-        said = [post.failure for post in self._liveness.posts.values() if post.failure is not None]
+        failures = [post.failure for post in self._liveness.posts.values() if post.failure is not None]
         return (
             None not in states
             or any(code is not None and code < 0 for code in states)
-            or any(not failure.is_consequence for failure in said)
+            or any(not failure.is_consequence for failure in failures)
         )
 
     def _position(self, rank: int) -> str:
@@ -245,7 +247,7 @@ class _Watchman:
 
 
 def _is_halted(pid: int) -> bool:
-    """Whether a process is stopped by a signal; False where the system does not tell."""
+    """Return whether a process is stopped by a signal; False where the system does not report it."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -262,7 +264,7 @@ def _ending(code: int) -> str:
         return f"exit code {code}"
     if -code == signal.SIGKILL:
         return (
-            "SIGKILL (if nobody sent it, the system had run out of memory: its log says so; then plan with a smaller "
+            "SIGKILL (if nobody sent it, the system ran out of memory, which its log shows: plan with a smaller "
             "--memory-limit, or run fewer ranks here)"
         )
     return signal.Signals(-code).name

@@ -1,8 +1,8 @@
-"""Operators of a model, timed where they run: in forwards and backwards of a few of its layers on the device at hand.
+"""Profiling of a model's operators in place: in forwards and backwards of a few of its layers on this machine's devices.
 
-An operator called over and over on the same tensors finds them in the nearest cache; between the others it does not, and
-what a forward has left for its backward has long been moved out when other microbatches came in between. So all are timed in
-their places, with several microbatches in flight as in a pipeline, in as many processes as will work at once.
+An operator that is called repeatedly on the same tensors finds them in the nearest cache; between other operators it does
+not, and values that a forward saves for its backward leave the cache when other microbatches come in between. So operators
+are timed in place, with several microbatches in flight as in a pipeline, in as many processes as will work at once.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import GIB
 
 _LIMIT_S = 180.0
-"""For processes to start and to read their graphs."""
+"""Seconds for processes to start and to read their graphs."""
 
 _WARM_UP, _LEAST_ROUNDS = 2, 4
 _MOST_IN_FLIGHT, _MOST_HELD_BYTES = 8, GIB
-"""Microbatches whose backwards follow all their forwards, and the bytes that these may leave on the device together."""
+"""Maximum number of microbatches in flight, and maximum bytes that they may save on the device together."""
 
 _WATCHED = 0.1
-"""Time for the reference computation, in that of a round's passes."""
+"""Time for the reference computation, as a fraction of a round's passes."""
 
 _PREPARED = 0.1
-"""Part of the time after which passes are timed."""
+"""Fraction of the time after which passes are timed."""
 
 Seconds = dict[str, float]
-"""By the signature of an operator."""
+"""Seconds by operator signature."""
 
 
 @dataclass(frozen=True)
@@ -71,73 +71,76 @@ def profile(
     time_limit_s: float | None = None,
     report: Progress = lambda what, fraction: None,
 ) -> OperatorProfile:
-    """What the operators of `reference` take, of microbatches of these sizes, while so many processes work at once.
+    """Measure the seconds of the operators of `reference` for microbatches of these sizes, while `processes` work at once.
 
     Args:
-        seconds: for the passes of each size, about.
-        time_limit_s: after which processes that come no further are given up.
+        seconds: approximate seconds for the passes of each size.
+        time_limit_s: seconds after which processes without progress are ended.
 
     Raises:
         InputError: this machine has no such device, or not as many.
-        RunError: a process fails, or comes no further; none outlives the call.
+        RunError: a process fails, or makes no progress; none outlives the call.
         TraceError: the model cannot be traced.
     """
     limit_s = time_limit_s or _LIMIT_S + 4 * seconds * len(microbatches)
     base = checked(device, processes, limit_s, seconds)
     for size in microbatches:
         report(f"tracing microbatches of {size}", 0.0)
-        _graph(reference, job, size, device)  # kept, so that the processes read it
-    asked = _ProfileRequest(**vars(base), reference=reference, job=job, microbatches=tuple(microbatches))
-    found = run_workers(asked, report, _measure)[:processes]
+        _graph(reference, job, size, device)  # cached, so that the processes read it
+    request = _ProfileRequest(**vars(base), reference=reference, job=job, microbatches=tuple(microbatches))
+    profiles = run_workers(request, report, _measure)[:processes]
     return OperatorProfile(
         device=processor_name(device),
         kind="cpu" if device == "cpu" else "cuda",
         torch=torch.__version__,
         processes=processes,
-        reference_s=statistics.median(one.reference_s for one in found),
+        reference_s=statistics.median(rank_profile.reference_s for rank_profile in profiles),
         num_threads=base.threads if device == "cpu" else None,
-        seconds={name: statistics.median(one.seconds[name] for one in found) for name in found[0].seconds},
+        seconds={
+            name: statistics.median(rank_profile.seconds[name] for rank_profile in profiles)
+            for name in profiles[0].seconds
+        },
     )
 
 
 def _graph(reference: ModelReference, job: Job, size: int, device: str) -> OperatorGraph:
-    """Of a few of the layers: the others are like them."""
+    """Trace a few of the layers; the others are like them."""
     return trace(reference, size, expand=False, **job.traced(device))
 
 
-def _measure(rank: int, asked: _ProfileRequest, device: torch.device, report: Progress) -> _RankProfile:
-    """What this process takes, all at work on the same operators at the same time.
+def _measure(rank: int, request: _ProfileRequest, device: torch.device, report: Progress) -> _RankProfile:
+    """Profile operators in this process, while all processes run the same operators at the same time.
 
-    Sizes take turns, so that a machine whose speed wanders slows them alike.
+    Sizes take turns, so that fluctuations of the machine's speed affect them equally.
     """
     passes = []
-    longest_s = asked.seconds_per_figure / (_WARM_UP + _LEAST_ROUNDS)
-    for place, size in enumerate(asked.microbatches):
-        report(f"preparing microbatches of {size}", _PREPARED * place / len(asked.microbatches))
-        passes.append(_Passes(asked.reference, asked.job, size, device, longest_s))
+    longest_s = request.seconds_per_figure / (_WARM_UP + _LEAST_ROUNDS)
+    for place, size in enumerate(request.microbatches):
+        report(f"preparing microbatches of {size}", _PREPARED * place / len(request.microbatches))
+        passes.append(_Passes(request.reference, request.job, size, device, longest_s))
     reference = Reference(device)
-    for one in passes * _WARM_UP:
-        one.step()
+    for size_passes in passes * _WARM_UP:
+        size_passes.step()
     dist.barrier()
-    begun, limit_s = time.perf_counter(), asked.seconds_per_figure * len(passes)
+    begun, limit_s = time.perf_counter(), request.seconds_per_figure * len(passes)
     rounds: list[_Round] = []
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - begun < limit_s:
         done = min((time.perf_counter() - begun) / limit_s, 1.0)
         report(f"round {len(rounds) + 1}", _PREPARED + (1.0 - _PREPARED) * done)
-        sizes = tuple(one.step() for one in passes)
-        watched_s = _WATCHED * sum(float(one.seconds.sum()) for one in sizes)
+        sizes = tuple(size_passes.step() for size_passes in passes)
+        watched_s = _WATCHED * sum(float(timed.seconds.sum()) for timed in sizes)
         rounds.append(_Round(reference.seconds(watched_s), sizes))
-    by_size = [undelayed(found) for found in zip(*(one.sizes for one in rounds), strict=True)]
-    looks = [one.reference_s for one in rounds]
+    by_size = [undelayed(timed) for timed in zip(*(timed_round.sizes for timed_round in rounds), strict=True)]
+    looks = [timed_round.reference_s for timed_round in rounds]
     kept = faster_half(
-        list(zip(looks, *by_size, strict=True)), lambda one: sum(float(size.sum()) for size in one[1:])
+        list(zip(looks, *by_size, strict=True)), lambda sample: sum(float(size.sum()) for size in sample[1:])
     )
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for one, columns in zip(passes, zip(*(sizes for _, *sizes in kept), strict=True), strict=True):
-        for name, taken in zip(one.signatures, np.mean(columns, axis=0), strict=True):
+    for size_passes, columns in zip(passes, zip(*(sizes for _, *sizes in kept), strict=True), strict=True):
+        for name, taken in zip(size_passes.signatures, np.mean(columns, axis=0), strict=True):
             if name is not None:
                 seconds[name].append(float(taken))
-    means = {name: statistics.fmean(found) for name, found in seconds.items()}
+    means = {name: statistics.fmean(samples) for name, samples in seconds.items()}
     return _RankProfile(statistics.fmean(look for look, *_ in kept), means)
 
 
@@ -149,7 +152,7 @@ class _RankProfile:
 
 @dataclass(frozen=True)
 class _Round:
-    """One pass of every size."""
+    """A pass of every size, and the seconds of the reference computation."""
 
     reference_s: float
     sizes: tuple[Pass, ...]
@@ -159,7 +162,7 @@ class _Passes:
     """Forwards and backwards of microbatches of one size through a model's few layers.
 
     Args:
-        longest_s: how long the passes of all microbatches in flight may take, unless a single one takes longer.
+        longest_s: maximum seconds of the passes of all microbatches in flight, unless a single one takes longer.
     """
 
     def __init__(
@@ -188,13 +191,13 @@ class _Passes:
 
     @property
     def signatures(self) -> list[str | None]:
-        """Of the operators that a pass times, in order; None where it issues none."""
+        """Signatures of the operators that a pass times, in order; None where none is issued."""
         value = self._stage.value
         nodes = calls_of(self._stage)
         return [None if node is None else signature_of(node, value) for node in nodes]
 
     def step(self) -> Pass:
-        """A forward and backward of every microbatch in flight; what one of them takes in the mean."""
+        """Run a forward and backward of every microbatch in flight; return the mean pass."""
         in_flight = range(self._num_in_flight)
         self._marks.clear()
         forward, backward = [], []
@@ -210,7 +213,7 @@ class _Passes:
 
 
 class _Events:
-    """As `OperatorMarks` on a GPU, by events between operators. It is kept busy until the host has
+    """The equivalent of `OperatorMarks` on a GPU, with events between operators. The GPU is kept busy until the host has
     issued them all, so that it waits for none."""
 
     _BUSY_WIDTH = 4096
@@ -229,7 +232,7 @@ class _Events:
         self._events.clear()
 
     def waited(self) -> float:
-        """A GPU is nobody else's."""
+        """Return 0: a GPU is used by no other program."""
         return 0.0
 
     def __call__(self) -> None:
@@ -240,7 +243,7 @@ class _Events:
         self._events.append(self._accelerator.mark())
 
     def taken(self) -> np.ndarray:
-        """Seconds of each operator since the last call, in order."""
+        """Return the seconds of each operator since the last call, in order."""
         self._host_s = max(self._host_s, time.perf_counter() - self._began)
         self._accelerator.synchronize()
         pairs = zip(self._events[:-1], self._events[1:], strict=True)

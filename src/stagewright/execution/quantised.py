@@ -1,6 +1,6 @@
-"""Weights that are stored in fewer bits than they are trained in: which ways are read, and the refusal of all others.
+"""Quantised weights, stored in fewer bits than they are trained in: supported methods, and rejection of all others.
 
-Read are ``fp8``, with a scale for each block of a weight, as DeepSeek-V3 and Qwen3 are published, and ``mxfp4``, as
+Supported are ``fp8``, with a scale for each block of a weight, as DeepSeek-V3 and Qwen3 are published, and ``mxfp4``, as
 GPT-OSS is. Nothing here imports torch.
 
 Source: ``integrations/finegrained_fp8.py`` and ``integrations/mxfp4.py`` of transformers.
@@ -20,7 +20,7 @@ FP8, MXFP4 = "fp8", "mxfp4"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 _OF_ACTIVATIONS = re.compile(r"\.(activation|input)_scale(_inv)?$")
-# What quantised weights come with: by names no other tensor has, behind the weight's own name, and beside it in its module.
+# Companions of quantised weights: names that no other tensor has, suffixes of the weight's name, and names in its module.
 _LEFTOVER = re.compile(
     r"\.(SCB|weight_format|qweight|qzeros|g_idx|qscale_weight|codebooks)$|weight\.(absmax|quant_map|nested_|quant_state)"
     r"|weight_(scale|packed|zero_point|global_scale|g_idx)(_\w+)?$|_proj_(blocks|scales)$"
@@ -41,46 +41,46 @@ FIX = (
 
 
 def scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `config` says of how its weights are quantised; nothing where they are plain numbers."""
+    """Return the quantisation settings in `config`; empty for plain numbers."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    said = [part[key] for part in parts for key in _KEYS if part.get(key)]
-    found = said[0] if said else {}
-    return found if isinstance(found, Mapping) else {"quant_method": found}
+    sections = [part[key] for part in parts for key in _KEYS if part.get(key)]
+    settings = sections[0] if sections else {}
+    return settings if isinstance(settings, Mapping) else {"quant_method": settings}
 
 
 def method_of(config: Mapping[str, Any], source: str) -> str | None:
-    """How the weights in folder `source` are quantised; None for plain numbers. Raises `InputError` where that way is not
-    read."""
-    said = scheme(config)
-    method = said.get("quant_method")
-    if said and method not in (FP8, MXFP4):
+    """Return the quantisation method of the weights in folder `source`; None for plain numbers. Raises `InputError` where
+    the method is not supported."""
+    settings = scheme(config)
+    method = settings.get("quant_method")
+    if settings and method not in (FP8, MXFP4):
         how = f"by the method '{method}'" if method else "by a method it does not name"
         raise InputError(
-            f"the weights in '{source}' are quantised {how} (quantization_config in its config.json), and of such only "
-            f"{FP8} and {MXFP4} are read: {FIX}"
+            f"the weights in '{source}' are quantised {how} (quantization_config in its config.json), and only {FP8} and "
+            f"{MXFP4} are supported: {FIX}"
         )
     return method
 
 
 def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:
-    """What the names and `types` of stored tensors tell without the model. Raises `InputError` where tensors are quantised
-    in another way than `method`."""
+    """Check the names and `types` of stored tensors, without the model. Raises `InputError` where tensors are quantised by
+    another method than `method`."""
     for name, stored in types.items():
         if _belongs(name, types, method):
             continue
         if _LEFTOVER.search(name):
             raise InputError(
-                f"'{source}' has tensor '{name}', which comes with quantised weights, and its config.json names no method "
-                f"that would read it: {FIX}"
+                f"'{source}' has tensor '{name}', which belongs to quantised weights, but its config.json names no method "
+                f"that reads it: {FIX}"
             )
         if stored.startswith(_SMALL_FLOATS) or (stored in ("I8", "U8") and name.endswith("weight")):
             raise InputError(
-                f"'{source}' has tensor '{name}' as {stored}, without the scales that make weights of such numbers: {FIX}"
+                f"'{source}' has tensor '{name}' as {stored}, without the scales that such weights need: {FIX}"
             )
 
 
 def parts_of(key: str, stored: Collection[str], method: str | None) -> tuple[str, ...]:
-    """Names of the stored tensors that make tensor `key` of the model: itself, with its scales; none if it is not stored.
+    """Return the names of the stored tensors that make tensor `key` of the model: itself, with its scales; or none.
 
     >>> parts_of("a.weight", {"a.weight", "a.weight_scale_inv"}, "fp8")
     ('a.weight', 'a.weight_scale_inv')
@@ -91,8 +91,8 @@ def parts_of(key: str, stored: Collection[str], method: str | None) -> tuple[str
     return packed if method == MXFP4 and all(part in stored for part in packed) else ()
 
 
-def leftovers_of(key: str, stored: Sequence[str], known: Collection[str]) -> list[str]:
-    """Tensors that come with `key` where it is quantised and are none of the model's own, `known`; `stored` is sorted.
+def leftovers_of(key: str, stored: Sequence[str], model_names: Collection[str]) -> list[str]:
+    """Return the stored tensors that accompany a quantised `key` and are not in `model_names`; `stored` is sorted.
 
     >>> leftovers_of("a.weight", ["a.SCB", "a.bias", "a.weight", "a.weight_scale"], {"a.weight", "a.bias"})
     ['a.SCB', 'a.weight_scale']
@@ -100,13 +100,13 @@ def leftovers_of(key: str, stored: Sequence[str], known: Collection[str]) -> lis
     module, dot, _ = key.rpartition(".")
     beside = (f"{module}{dot}{name}" for name in _BESIDE)
     behind = takewhile(lambda name: name.startswith(key), islice(stored, bisect_left(stored, key), None))
-    found = [name for name in beside if _is_in(name, stored)]
-    found += [name for name in behind if _BEHIND.match(name, len(key))]
-    return [name for name in found if name not in known]
+    related = [name for name in beside if _is_in(name, stored)]
+    related += [name for name in behind if _BEHIND.match(name, len(key))]
+    return [name for name in related if name not in model_names]
 
 
 def is_of_activations(name: str) -> bool:
-    """Whether a tensor is a scale of activations, which training in full precision does without."""
+    """Return whether a tensor is a scale of activations, which training in full precision does not need."""
     return _OF_ACTIVATIONS.search(name) is not None
 
 
@@ -116,7 +116,7 @@ def _is_in(name: str, names: Sequence[str]) -> bool:
 
 
 def _belongs(name: str, stored: Collection[str], method: str | None) -> bool:
-    """Whether a tensor is one that `method` reads, or that training does without."""
+    """Return whether `method` reads a tensor, or training does not need it."""
     if method == FP8:
         whole = name.removesuffix(SCALE)
         return (f"{whole}{SCALE}" in stored and whole in stored) or is_of_activations(name)

@@ -1,4 +1,4 @@
-"""Random numbers keyed by (seed, step, microbatch, operator): any schedule draws what the plain run draws."""
+"""Random numbers keyed by (seed, step, microbatch, operator): every schedule draws the same numbers as the plain run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from stagewright.tracing.private import checkpoints_recomputed_by
 
 
 def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
-    """Ready the random state of host and device for one operator."""
+    """Set the random state of host and device for an operator."""
     seed_generators(key(seed, step, microbatch, draw))
 
 
 @contextmanager
 def keyed(seed: int, step: int, microbatch: int) -> Iterator[Keyed]:
-    """Inside, the random operators of a plain model draw the numbers their keys say, in the order of the model. Yields what
-    counts them."""
+    """Let the random operators of a plain model draw the numbers of their keys, in the order of the model. Yields the
+    mode, which counts them."""
     with _keyed_from((seed, step, microbatch), 0) as mode:
         yield mode
 
 
 @contextmanager
 def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[Keyed]:
-    """`keyed` behind so many draws. What `torch.utils.checkpoint` runs again, it runs under the keys of the first time."""
+    """Open `keyed` after `draws` draws. Recomputation by `torch.utils.checkpoint` uses the keys of the first time."""
     mode = Keyed(place, draws)
 
-    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
         start = mode.draws
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -41,12 +41,12 @@ def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[Keyed]:
 
         return run
 
-    with mode, checkpoints_recomputed_by(again):
+    with mode, checkpoints_recomputed_by(recomputed):
         yield mode
 
 
 class Keyed(TorchDispatchMode):
-    """While it is open, each random operator draws the numbers of its place among them; `draws` counts them."""
+    """A dispatch mode in which each random operator draws the numbers of its place among them; `draws` counts them."""
 
     def __init__(self, place: tuple[int, int, int], draws: int) -> None:
         super().__init__()

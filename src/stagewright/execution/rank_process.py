@@ -1,4 +1,4 @@
-"""A process that is one rank of a group: how it joins, what it says when it fails, and how it ends."""
+"""The process of a rank: how it joins its group, reports failures, and ends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 RUN_ERRORS: dict[str, type[StagewrightError]] = {
-    one.__name__: one for one in (InputError, PlanError, TraceError)
+    error.__name__: error for error in (InputError, PlanError, TraceError)
 }
-"""Of a rank's errors those that the launcher passes on as they are, by name: what the user gave cannot be used."""
+"""Errors of a rank that the launcher passes on with their class, by name: they concern the user's input."""
 
 
 def start_process() -> None:
-    """For a process that is nothing but a rank: Ctrl-C is its launcher's to answer, and nothing it prints is on stdout."""
+    """Set up a process that is only a rank: its launcher handles Ctrl-C, and everything it prints goes to stderr."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.showwarning = lambda message, *_: _say(f"warning: rank {os.environ['RANK']}: {message}")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -47,7 +47,7 @@ def _say(text: str) -> None:
 
 
 def end_process(code: int) -> None:
-    """End such a process at once: threads of libraries that still wait would abort an interpreter that takes itself down."""
+    """End such a process at once: waiting threads of libraries would abort an interpreter that shuts down normally."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -57,15 +57,15 @@ def end_process(code: int) -> None:
 def rank_process(
     kind: str, limits: Limits, rank: int | None = None
 ) -> Iterator[tuple[Watchdog, torch.device]]:
-    """Inside, this process is a rank of the group and watched; an error says which rank failed at what.
+    """Make this process a monitored rank of the group during the context; an error names the failed rank and its position.
 
     Args:
-        kind: of device, ``cpu`` or ``cuda``.
-        limits: seconds a rank may take.
-        rank: of this process in the plan; that of the launcher where they are the same.
+        kind: kind of device, ``cpu`` or ``cuda``.
+        limits: seconds that a rank may take.
+        rank: rank of this process in the plan; None takes the launcher's.
 
     Yields:
-        The watch, which is to be told where this rank stands, and the device it computes on.
+        The watchdog, which must be informed of this rank's position, and the device that it computes on.
     """
     launched, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = launched if rank is None else rank
@@ -76,7 +76,7 @@ def rank_process(
     def end(message: str) -> None:
         try:
             watch.failed("RunError", message, is_consequence=True)
-            # A launcher of ours reads the board; where it is gone, the first rank has the last word, and clears up.
+            # Our launcher reads the board; where it is gone, the first rank prints the message and cleans up.
             if meeting is None or (meeting.is_orphaned() and rank == 0):
                 _say(f"stagewright: {printable(message)}")
             _clear_up(meeting)
@@ -96,7 +96,7 @@ def rank_process(
         if meeting is None and world == 1:  # nobody else ends with it, so this process may go on
             _leave(watch)
         raise failure from error
-    # The run ended well, for this rank also if another one is lost now: its launcher says so.
+    # The run succeeded for this rank even if another one is lost now, which its launcher reports.
     import torch.distributed as dist
 
     watch.stop()
@@ -116,13 +116,13 @@ def _leave(watch: Watchdog) -> None:
 
 
 def _clear_up(meeting: Meeting | None) -> None:
-    """Removes the run's folder where its launcher no longer can."""
+    """Remove the run's folder where its launcher no longer can."""
     if meeting is not None and meeting.is_orphaned():
         shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
 def _joined(watch: Watchdog, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
-    """The device of this process, which has joined the group of all ranks."""
+    """Join the group of all ranks and return the device of this process."""
     from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.collectives import backend_of, join
     from stagewright.execution.device import local_device
@@ -132,11 +132,11 @@ def _joined(watch: Watchdog, kind: str, limits: Limits, meeting: Meeting | None)
         keep_freed_memory()
     if watch.rank == 0 and is_unsealed():
         _say(
-            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set it "
-            "to the same secret on every host"
+            "warning: STAGEWRIGHT_TOKEN is not set, so anyone who reaches this run's rendezvous store can end the run: set "
+            "it to the same secret on every host"
         )
     watch.at(JOINING)
-    # The watch says first which rank waits for what; NCCL's own watchdog would end the process with a trace of C++.
+    # Our watchdog reports first which rank waits for what; NCCL's would end the process with a C++ trace.
     timeout = timedelta(seconds=1.5 * limits.action_s + CONNECT_S)
     store = group_store(meeting, watch.num_ranks, limits.action_s)
     join(backend_of(kind), store, watch.rank, watch.num_ranks, timeout)
@@ -145,31 +145,31 @@ def _joined(watch: Watchdog, kind: str, limits: Limits, meeting: Meeting | None)
 
 
 def _failure(error: Exception, rank: int, watch: Watchdog) -> StagewrightError:
-    """What this rank says, to the others too: its own error, or which other rank's end caused it."""
-    own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
+    """Return this rank's failure and post it: its own error, or the end of another rank that caused it."""
+    text = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position
     blamed = watch.blame() if may_be_lost_peer(error) else None
     if blamed is not None:
-        found: StagewrightError = RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
+        failure: StagewrightError = RunError(f"{blamed}; rank {rank} stopped at {position}: {text}")
     else:
         kind = RUN_ERRORS.get(type(error).__name__, RunError)
-        found = kind(f"rank {rank} failed at {position}: {own}")
-    watch.failed(type(found).__name__, str(found), is_consequence=blamed is not None)
-    found.is_told = Meeting.joined() is not None
-    return found
+        failure = kind(f"rank {rank} failed at {position}: {text}")
+    watch.failed(type(failure).__name__, str(failure), is_consequence=blamed is not None)
+    failure.is_told = Meeting.joined() is not None
+    return failure
 
 
 def may_be_lost_peer(error: BaseException | None) -> bool:
-    """Whether a transfer or a collective may be behind `error`: they raise `RuntimeError`.
+    """Return whether a transfer or a collective may have caused `error`: they raise `RuntimeError`.
 
     >>> may_be_lost_peer(ValueError("no such token"))
     False
     """
-    return any(isinstance(each, RuntimeError) for each in causes(error))
+    return any(isinstance(cause, RuntimeError) for cause in causes(error))
 
 
 def exit_code(work: Callable[[], None]) -> int:
-    """Of a rank that does `work`; prints its error unless its launcher does."""
+    """Run `work` and return the rank's exit code; print its error unless its launcher does."""
     try:
         work()
     except StagewrightError as error:

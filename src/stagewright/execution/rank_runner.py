@@ -1,7 +1,7 @@
-"""One rank at work: an interpreter of actions that knows no schedule's name.
+"""The runner of a rank: an interpreter of actions that knows no schedule's name.
 
-It does what each action says, in the order of its rank's part of the lowered program. What an action needs from other
-ranks was posted by an earlier action; what it makes for other stages of the same rank changes hands without a copy.
+It executes the rank's actions of the lowered program in order. Receives of values that an action needs from other ranks
+were posted by earlier actions; values for other stages of the same rank are passed on without a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Channels = dict[tuple[int, int], Channel | None]
 
 @dataclass(frozen=True)
 class Moment:
-    """When an action ran, in seconds of this rank's monotonic clock; from when what it needs had arrived."""
+    """The start and end of an action, in seconds of this rank's monotonic clock; it starts when its inputs have arrived."""
 
     action: Action
     start: float
@@ -43,38 +43,38 @@ class Moment:
 
 @dataclass
 class BatchResult:
-    """Losses of the microbatches this rank computed, unscaled, and marks of when each action started and ended."""
+    """The unscaled losses of the microbatches that this rank computed, and marks of the start and end of each action."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
     timer: ActionTimer = field(default_factory=lambda: ActionTimer(torch.device("cpu")))
 
     def moments(self) -> list[Moment]:
-        """When each action ran; on a GPU to be asked for once its work is done."""
+        """Return the start and end of each action; on a GPU, its work must be done."""
         seconds = self.timer.seconds
         return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
 
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """The place of this process in the pipeline of its replica."""
+    """The position of this process in the pipeline of its replica."""
 
     rank: int
-    """Its pipeline rank."""
+    """Pipeline rank of this process."""
     global_ranks: Sequence[int]
-    """Of every pipeline rank."""
+    """Global rank of every pipeline rank."""
     group_of: GroupOf = lambda lane: None
     """The process group of a lane; None is the default group."""
 
 
 class RankRunner:
-    """Runs one rank's actions of a program.
+    """A runner of one rank's actions of a program.
 
     Args:
         stages: all stages of the pipeline; only those placed on this rank are compiled.
         program: a lowered program (with sends and receives).
-        watch: told the text of every action before it runs.
-        shards: what is sharded over replicas; GATHER, RELEASE and REDUCE are about it.
+        watch: called with the text of every action before it runs.
+        shards: the state sharded over replicas, to which GATHER, RELEASE and REDUCE apply.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RankRunner:
         self.follow(program)
         self.transport = Transport(device)
         self.timer = ActionTimer(device)
-        self._started: Any = None  # mark of when the present action had what it needs
+        self._started: Any = None  # mark of when the inputs of the present action had arrived
         self._current = BatchResult()
         placed = program.placement.rank_of_stage
         self.runners = {
@@ -108,44 +108,44 @@ class RankRunner:
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
     def prepare(self) -> None:
-        """Compile what the program calls, before anything waits for it. Only this rank takes part: no receive may be
-        outstanding, because compilers wait for the whole device."""
+        """Compile the functions that the program calls, before anything waits for them. Only this rank takes part: no
+        receive may be outstanding, because compilers wait for the whole device."""
         for number, runner in self.runners.items():
             runner.prepare({action.kind for action in self.actions if action.stage == number})
 
     def follow(self, program: Program) -> None:
-        """Run batches in the order of another lowered program from now on, of the same stages and microbatches."""
+        """Run batches by another lowered program, of the same stages and microbatches, from now on."""
         self.actions = program.actions(self.rank)
         *self._moves, self._last_moves = flat_operations(self.actions, self.shards.flats)
 
     def scale_loss(self, cotangent: float) -> None:
-        """Start backwards from another cotangent of each microbatch's loss."""
+        """Set the cotangent of each microbatch's loss from which backwards start."""
         for runner in self.runners.values():
             runner.scale_loss(cotangent)
 
     def release(self) -> None:
-        """Until `restore`, hold nothing that can be computed again from the weights."""
+        """Release all values that can be recomputed from the weights, until `restore`."""
         self.transport.release()
         for runner in self.runners.values():
             runner.release()
 
     def restore(self) -> None:
-        """Ready for batches again."""
+        """Recompute released values, ready for batches."""
         for runner in self.runners.values():
             runner.restore()
 
     def boundary(self) -> Iterator[torch.Tensor]:
-        """What is on its way between stages."""
+        """Yield the tensors in transfer between stages."""
         yield from self.transport.buffers()
-        for made in self._waiting.values():
-            yield from made.values()
+        for values in self._waiting.values():
+            yield from values.values()
 
     def channels_between(self, low: int, high: int) -> tuple[Channel, Channel]:
-        """Of values from a stage of this rank to one of another, or the other way round, and of what comes back for them."""
+        """Return the channels of values between a stage of this rank and one of another, and of their cotangents."""
         return _remote(self._forward, (low, high)), _remote(self._backward, (high, low))
 
     def drop(self) -> None:
-        """Forget a batch that cannot be finished."""
+        """Drop a batch that cannot be finished."""
         self._waiting.clear()
         for runner in self.runners.values():
             runner.drop()
@@ -157,8 +157,8 @@ class RankRunner:
         cotangents: Sequence[float] | torch.Tensor | None = None,
     ) -> BatchResult:
         """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. `cotangents` are
-        those of the loss of each microbatch, where they are not all `loss_scale`. Raises `RunError` where an action failed;
-        names the action and what it waited for."""
+        those of the loss of each microbatch, where they are not all `loss_scale`. Raises `RunError` where an action fails;
+        names the action and the transfer that it waited for."""
         result = self._current = BatchResult(timer=self.timer)
         self.timer.begin()
         self.weights.begin_step()
@@ -183,7 +183,7 @@ class RankRunner:
         return result
 
     def device_position(self) -> str:
-        """Return what the device is at in the present batch, which may be far behind the host; empty if it is not behind."""
+        """Return the device's position in the present batch, which may be far behind the host; empty if it is not behind."""
         marks = list(self._current.marks)
         done = next((index for index, (*_, end) in enumerate(marks) if not end.query()), len(marks))
         if done == len(marks):
@@ -196,7 +196,7 @@ class RankRunner:
         return f"{last} ({done} of {len(self.actions)} actions) and {doing}"
 
     def _awaited(self, action: Action) -> str:
-        """Return what an action needs from other ranks, or which earlier transfers it waits for."""
+        """Return the values from other ranks, or the earlier transfers, that an action waits for."""
         match action.kind:
             case Kind.SEND_F | Kind.SEND_B:
                 channels = self._forward if action.kind is Kind.SEND_F else self._backward
@@ -213,7 +213,7 @@ class RankRunner:
         return " and ".join(parts)
 
     def _move(self, before: FlatOperations) -> None:
-        """What an action does with sharded parameters and gradients before it does anything else."""
+        """Do what an action does first: gather and release sharded parameters and reduce gradients."""
         for stage in before.leaves:
             self.runners[stage].drop_parameters()
         self.shards.before(before)
@@ -243,46 +243,48 @@ class RankRunner:
             case Kind.RECV_B:
                 self.transport.post(_remote(self._backward, (_peer(action), stage)), index)
             case Kind.GATHER | Kind.RELEASE | Kind.REDUCE:
-                pass  # their moves are all they do
+                pass  # done by `_move`
             case _:
                 raise RunError(f"this executor does not run {action.kind} actions yet")
 
     def _run_forward(self, stage: int, microbatch: int, inputs: Inputs, result: BatchResult) -> None:
         arrived = self._collect("forward", self._forward, stage, microbatch)
-        made = self.runners[stage].forward(microbatch, arrived, inputs)
-        self._hand_over("forward", stage, microbatch, made, result)
+        computed = self.runners[stage].forward(microbatch, arrived, inputs)
+        self._hand_over("forward", stage, microbatch, computed, result)
 
     def _run_backward(self, kind: Kind, stage: int, microbatch: int, result: BatchResult) -> None:
         cotangents = self._collect("backward", self._backward, stage, microbatch)
         runner = self.runners[stage]
-        made = (runner.backward if kind is Kind.B else runner.input_grad)(microbatch, cotangents)
-        self._hand_over("backward", stage, microbatch, made, result)
+        computed = (runner.backward if kind is Kind.B else runner.input_grad)(microbatch, cotangents)
+        self._hand_over("backward", stage, microbatch, computed, result)
 
     def _collect(self, kind: str, channels: _Channels, stage: int, microbatch: int) -> Tensors:
-        """What other stages made for `stage`: received from other ranks, or handed over on this one."""
-        found: Tensors = {}
+        """Return the values of other stages for `stage`: received from other ranks, or handed over on this one."""
+        values: Tensors = {}
         for (source, target), link in channels.items():
             if target != stage:
                 continue
             if link is None:
-                found.update(self._waiting.pop((kind, source, target, microbatch)))
+                values.update(self._waiting.pop((kind, source, target, microbatch)))
             else:
-                found.update(self.transport.receive(link, microbatch))
+                values.update(self.transport.receive(link, microbatch))
         self._started = self.timer.mark()  # waiting is not part of the action
-        return found
+        return values
 
-    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
-        """Set values aside for the stages that need them, until they are sent or used, and note the loss if it is among
-        what F, or with a late loss B or I, has made."""
-        own = self.runners[stage].stage
-        if own.graph.loss in made:
-            result.losses[microbatch] = made.pop(own.graph.loss)
-        transfers = own.sends if kind == "forward" else own.grad_sends
-        values = {transfer.stage: transfer.values for transfer in transfers}
+    def _hand_over(
+        self, kind: str, stage: int, microbatch: int, values: Tensors, result: BatchResult
+    ) -> None:
+        """Keep values for the stages that need them, until they are sent or used, and record the loss if it is among the
+        results of F, or with a late loss of B or I."""
+        source_stage = self.runners[stage].stage
+        if source_stage.graph.loss in values:
+            result.losses[microbatch] = values.pop(source_stage.graph.loss)
+        transfers = source_stage.sends if kind == "forward" else source_stage.grad_sends
+        by_target = {transfer.stage: transfer.values for transfer in transfers}
         channels = self._forward if kind == "forward" else self._backward
         for source, target in channels:
             if source == stage:
-                kept = {value: made[value] for value in values.get(target, ())}
+                kept = {value: values[value] for value in by_target.get(target, ())}
                 self._waiting[kind, source, target, microbatch] = kept
 
     def _send(self, kind: str, channels: _Channels, edge: tuple[int, int], microbatch: int) -> None:
@@ -293,8 +295,8 @@ class RankRunner:
 def _channels(
     stages: Sequence[Stage], placed: Sequence[int], place: PipelineRank
 ) -> tuple[_Channels, _Channels]:
-    """Between every two stages that exchange values, one of them on this rank: by (source, target), for values and for
-    cotangents; None where both are."""
+    """Return the channels of values and of cotangents, by (source, target), between stages of which at least one is on this
+    rank; None where both are."""
     rank, group_of = place.rank, place.group_of
     forward: _Channels = {}
     backward: _Channels = {}

@@ -1,4 +1,4 @@
-"""The state of one rank by itself, for a loop that goes on from it under the same plan, in memory alone."""
+"""In-memory copies of one rank's state, for a user's loop that continues from it under the same plan."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from stagewright.execution.state import RegionIndex, held, loss_scale_of, named_
 
 
 def copied(session: Session) -> dict[str, Any]:
-    """Copies of all tensors that training changes on this rank, by name and region, and what is no tensor."""
+    """Return copies of all tensors that training changes on this rank, by name and region, and its other state."""
     return {
-        "state": {one.key: one.tensor.detach().clone() for one in held(session)},
+        "state": {entry.key: entry.tensor.detach().clone() for entry in held(session)},
         "loss_scale": loss_scale_of(session),
         "passed_over": session.passed_over,
     }
 
 
 def places_for(session: Session, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of this rank that are to be as `copied` took them. Raises `InputError` where it was of another plan."""
+    """Return this rank's tensors to restore from a state of `copied`. Raises `InputError` where it is of another plan."""
     index = RegionIndex[int]()
     for key, tensor in state["state"].items():
         index.add(*named_by(key, tuple(tensor.shape)), 0)
-    own = {one.key: one.tensor for one in held(session, index)}
-    if own.keys() != state["state"].keys():
+    tensors = {entry.key: entry.tensor for entry in held(session, index)}
+    if tensors.keys() != state["state"].keys():
         raise InputError(
-            "the state is of another plan: write a checkpoint under one, and resume under the other"
+            "the state is of another plan: write a checkpoint under that plan, and resume under this one"
         )
-    return own
+    return tensors
 
 
 def put_back(session: Session, state: Mapping[str, Any], places: Mapping[str, torch.Tensor]) -> None:
-    """This rank is again as `copied` took it; every rank must call this."""
+    """Restore this rank's state from a state of `copied`; every rank must call this."""
     for key, tensor in places.items():
         tensor.copy_(state["state"][key])
     resumed(session, state["loss_scale"])

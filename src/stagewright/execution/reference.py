@@ -1,5 +1,5 @@
-"""How fast a machine is at present: a fixed computation, timed by the probe and again between the steps of a run, and how
-long ranks wait for a processor that other programs have.
+"""The present speed of a machine: a reference computation, timed by the probe and again between the steps of a run, and
+the time for which ranks wait for a processor that other programs have.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 from stagewright.execution.clock import moment, synchronize, undelayed_s
 
 _WIDTHS = {"cpu": 256, "cuda": 2048}
-"""Of the two square matrices in fp32 that are multiplied: less than a millisecond, and 48 MiB on a GPU."""
+"""Width of the two square fp32 matrices that are multiplied, by kind of device: less than a millisecond, 48 MiB on a GPU."""
 
 _CALLS = 4
-"""Timed together at the least, behind one that brings code and operands near."""
+"""Minimum number of calls that are timed together, after one that loads code and operands into the cache."""
 
 _MOST_SHARE = 0.01
-"""Of a run's time that may go into looking."""
+"""Maximum fraction of a run's time spent on the reference computation."""
 
 _MOST_S = 0.05
-"""Of one look."""
+"""Maximum seconds of one measurement."""
 
 
 class Reference:
-    """The product of two matrices, the same on every machine and in every run."""
+    """The reference computation: a matmul that is the same on every machine and in every run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,8 +37,8 @@ class Reference:
         torch.mm(self._left, self._right, out=self._result)
 
     def seconds(self, during_s: float = 0.0) -> float:
-        """Of one product, as the machine is now: the mean over products for about so long, in which the processor was this
-        thread's."""
+        """Return the seconds of one matmul on the machine as it is now: the mean over about `during_s`, without time in
+        which other programs had the processor."""
         self()
         synchronize(self.device)
         began, calls = moment(), 0
@@ -52,11 +52,11 @@ class Reference:
 
 
 class SpeedWatch:
-    """How much longer than when the machine was probed a step takes on it: because the reference does, which is looked at
-    between steps for at most one percent of the time, and because ranks wait for a processor.
+    """A monitor of a machine's slowdown since it was probed: by the reference computation, which takes at most one percent
+    of the time between steps, and by the time for which ranks wait for a processor.
 
     Args:
-        probed_s: what the probe measured; None: nothing to compare with, and nothing is looked at.
+        probed_s: seconds of the reference computation in the probe; None disables the monitor.
     """
 
     def __init__(self, device: torch.device, probed_s: float | None) -> None:
@@ -65,10 +65,10 @@ class SpeedWatch:
         self._next = 0
         self._ratio = 1.0
         self.slowdowns: list[tuple[int, float]] = []
-        """(step of this run, how many times as long as when probed)."""
+        """Steps of this run, each with the ratio of its time to that when probed."""
 
     def after(self, step: int, step_seconds: float, waited: float) -> None:
-        """Step number `step` of this run is done, by all ranks; this one `waited` so many seconds of it for a processor."""
+        """Record step number `step` of this run, of which this rank `waited` some seconds for a processor."""
         if self._reference is None:
             return
         if step >= self._next:
@@ -77,5 +77,5 @@ class SpeedWatch:
             self._ratio = taken / self._probed_s
             every = max((_CALLS + 1) * taken, wanted_s) / (_MOST_SHARE * step_seconds)
             self._next = step + max(1, math.ceil(every))
-        left = max(step_seconds - waited, step_seconds / 100)
-        self.slowdowns.append((step, self._ratio * step_seconds / left))
+        undelayed_seconds = max(step_seconds - waited, step_seconds / 100)
+        self.slowdowns.append((step, self._ratio * step_seconds / undelayed_seconds))

@@ -1,8 +1,8 @@
-"""Where in the whole model's tensors the memory of one rank lies: boxes, whatever the plan that put them there.
+"""Regions: the boxes of the model's whole tensors that one rank's memory holds, independent of the plan.
 
-A rank holds a tensor whole, as its part of a tensor-parallel one, or as a range of elements of a flat buffer that
-replicas share out, of parts of tensors in their turn. All of these are boxes of the whole tensor, each of which lies in one
-range of memory, so that what one plan has written another can read. Nothing here imports torch.
+A rank holds a tensor whole, as its part of a tensor-parallel one, or as a range of elements of a flat buffer that is
+sharded over replicas, which itself may have parts of tensors. All of these are boxes of the whole tensor, each contiguous
+in memory, so that another plan can read what one plan has written. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stagewright.graph.tensor_parallel import TensorShard
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a tensor: the first index along each dimension, and how many there are.
+    """A box of a tensor: the first index and the number of indices along each dimension.
 
     >>> Region((2, 0), (3, 4)).overlap(Region((4, 1), (5, 2)))
     Region(start=(4, 1), shape=(1, 2))
@@ -28,7 +28,7 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
+        """Return the region of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -36,26 +36,26 @@ class Region:
         return math.prod(self.shape)
 
     def overlap(self, other: Region) -> Region | None:
-        """What both have; None where that is nothing."""
+        """Return the intersection, or None where it is empty."""
         if self.start == other.start and self.shape == other.shape:
             return self
         start = tuple(map(max, self.start, other.start))
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
-        stop = (min(one + size, two + length) for one, size, two, length in ends)
+        stop = (min(a + size, b + length) for a, size, b, length in ends)
         shape = tuple(end - first for end, first in zip(stop, start, strict=True))
         return Region(start, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """Where it lies in a tensor that has only `outer`.
+        """Return the slices of this region in a tensor that holds only `outer`.
 
         >>> Region((4, 1), (1, 2)).within(Region((2, 0), (3, 4)))
         (slice(2, 3, None), slice(1, 3, None))
         """
         inside = zip(self.start, outer.start, self.shape, strict=True)
-        return tuple(slice(own - first, own - first + size) for own, first, size in inside)
+        return tuple(slice(start - first, start - first + size) for start, first, size in inside)
 
     def pieces(self, most_elements: int) -> Iterator[Region]:
-        """Boxes of at most so many elements that are together this one.
+        """Divide this box into boxes of at most `most_elements` elements.
 
         >>> [piece.shape for piece in Region((0, 0), (5, 4)).pieces(8)]
         [(2, 4), (2, 4), (1, 4)]
@@ -75,7 +75,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A box that lies in one range of memory, `offset` elements from the first, its dimensions there in `order`."""
+    """A box that is contiguous in memory, `offset` elements from the first, with its dimensions in `order`."""
 
     region: Region
     offset: int
@@ -83,11 +83,10 @@ class Stretch:
 
 
 def stretches(meta: TensorMeta, first: int, stop: int) -> Iterator[Stretch]:
-    """Boxes that make up the elements from `first` to `stop` of a tensor without gaps, as they lie in memory; offsets count
-    from `first`.
+    """Divide the elements from `first` to `stop` of a dense tensor into boxes, in memory order; offsets count from `first`.
 
-    >>> for one in stretches(TensorMeta((3, 4), (4, 1), "float32"), 2, 9):
-    ...     print(one.region.start, one.region.shape, one.offset)
+    >>> for stretch in stretches(TensorMeta((3, 4), (4, 1), "float32"), 2, 9):
+    ...     print(stretch.region.start, stretch.region.shape, stretch.offset)
     (0, 2) (1, 2) 0
     (1, 0) (1, 4) 2
     (2, 0) (1, 1) 6
@@ -103,7 +102,7 @@ def stretches(meta: TensorMeta, first: int, stop: int) -> Iterator[Stretch]:
 
 
 def _boxes(shape: tuple[int, ...], first: int, stop: int) -> Iterator[Region]:
-    """Boxes of a row-major tensor that hold its elements from `first` to `stop`, in their order: the rest of a row, rows,
+    """Divide the elements from `first` to `stop` of a row-major tensor into boxes, in order: the end of a row, whole rows,
     the beginning of a row, and so on along further dimensions."""
     if stop <= first:
         return
@@ -111,16 +110,16 @@ def _boxes(shape: tuple[int, ...], first: int, stop: int) -> Iterator[Region]:
         yield Region((first,), (stop - first,)) if shape else Region((), ())
         return
     row = math.prod(shape[1:])
-    (low, skipped), (high, left) = divmod(first, row), divmod(stop, row)
+    (low, skipped), (high, end) = divmod(first, row), divmod(stop, row)
     if low == high:
-        yield from _in_row(low, _boxes(shape[1:], skipped, left))
+        yield from _in_row(low, _boxes(shape[1:], skipped, end))
         return
     if skipped:
         yield from _in_row(low, _boxes(shape[1:], skipped, row))
         low += 1
     if low < high:
         yield Region((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
-    yield from _in_row(high, _boxes(shape[1:], 0, left))
+    yield from _in_row(high, _boxes(shape[1:], 0, end))
 
 
 def _in_row(row: int, boxes: Iterator[Region]) -> Iterator[Region]:
@@ -128,8 +127,8 @@ def _in_row(row: int, boxes: Iterator[Region]) -> Iterator[Region]:
 
 
 def in_whole(part: Region, shard: TensorShard, num_ranks: int, rank: int) -> Iterator[tuple[Region, Region]]:
-    """For a region of the part that `rank` of `num_ranks` has of a tensor: where in the whole tensor its pieces lie, each
-    beside the piece as a region of the part. What was added to make parts equal is left out.
+    """Map a region of the part of a tensor that `rank` of `num_ranks` holds to the whole tensor: yield each piece as a
+    region of the whole and as a region of the part. Padding is left out.
 
     >>> fused = TensorShard(0, (6, 6))
     >>> for whole, part in in_whole(Region((0,), (6,)), fused, 2, 1):
@@ -141,9 +140,9 @@ def in_whole(part: Region, shard: TensorShard, num_ranks: int, rank: int) -> Ite
     for first, stop in shard.ranges(num_ranks, rank):
         size = min(stop, shard.whole_size) - first
         span = Region(_replaced(part.start, shard.dim, passed), _replaced(part.shape, shard.dim, size))
-        if (own := part.overlap(span)) is not None:
-            moved = own.start[shard.dim] - passed + first
-            yield Region(_replaced(own.start, shard.dim, moved), own.shape), own
+        if (overlapping := part.overlap(span)) is not None:
+            moved = overlapping.start[shard.dim] - passed + first
+            yield Region(_replaced(overlapping.start, shard.dim, moved), overlapping.shape), overlapping
         passed += stop - first
 
 

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet: in a private folder of one machine, or in the store of a launcher on several.
+"""The rendezvous of a run's ranks: in a private folder on one machine, or in the store of a launcher on several.
 
-On one machine nothing listens but gloo's (or NCCL's) own connections, on the loopback interface: addresses are exchanged
-through a file. Under a launcher such as torchrun its store serves; what is posted there is sealed with STAGEWRIGHT_TOKEN.
+On one machine only gloo's (or NCCL's) own connections listen, on the loopback interface: addresses are exchanged through a
+file. Under a launcher such as torchrun, its store is used; posts there are sealed with STAGEWRIGHT_TOKEN.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 TOKEN = "STAGEWRIGHT_TOKEN"
-"""Environment variable: the secret that the ranks of one run share."""
+"""Environment variable with the secret that the ranks of a run share."""
 
 STARTED_HERE, LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of a run on this machine: their private folder, the secret they share and the process that started them."""
+    """The rendezvous of a run on one machine: its private folder, its secret and the process that started the ranks."""
 
     folder: Path
     token: str
@@ -41,19 +41,19 @@ class Meeting:
 
     @classmethod
     def new(cls, folder: Path) -> Meeting:
-        """For ranks that this process starts."""
+        """Return a rendezvous for ranks that this process starts."""
         return cls(folder, secrets.token_hex(), os.getpid())
 
     @classmethod
     def joined(cls) -> Meeting | None:
-        """The one this process was started for; None under a launcher of others."""
+        """Return the rendezvous for which this process was started, or None under a foreign launcher."""
         folder = os.environ.get(STARTED_HERE)
         if folder is None:
             return None
         return cls(Path(folder), os.environ[TOKEN], int(os.environ[LAUNCHER]))
 
     def environment(self) -> Mapping[str, str]:
-        """What a rank finds it by; its connections stay on this machine."""
+        """Return the environment variables by which a rank finds it; connections stay on this machine."""
         loopback = loopback_interface()
         return {
             STARTED_HERE: str(self.folder),
@@ -64,11 +64,11 @@ class Meeting:
         }
 
     def is_orphaned(self) -> bool:
-        """Whether the process that started the ranks, of which this is one, has ended."""
+        """Return whether the process that started this rank has ended."""
         return os.getppid() != self.launcher
 
     def board(self, num_ranks: int) -> FileBoard:
-        """Raises `RunError` where the folder is gone: the launcher was killed, and a rank has cleared up behind it."""
+        """Open the board. Raises `RunError` where the folder is gone: the launcher was killed, and a rank has cleaned up."""
         try:
             return FileBoard(self.folder / "board", places(num_ranks), Seal(self.token))
         except FileNotFoundError:
@@ -76,7 +76,7 @@ class Meeting:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that leads nowhere but to this machine.
+    """Return the name of the loopback interface.
 
     >>> import socket
     >>> loopback_interface() in {name for _, name in socket.if_nameindex()}
@@ -86,19 +86,19 @@ def loopback_interface() -> str:
 
 
 def board_of(meeting: Meeting | None, num_ranks: int, start_s: float) -> Board:
-    """Where this rank posts. Imports torch under a launcher of others, whose store has `start_s` seconds to answer."""
+    """Return the board of this rank. Imports torch under a foreign launcher, whose store has `start_s` seconds to answer."""
     if meeting is not None:
         return meeting.board(num_ranks)
     return StoreBoard(own_store(start_s), own_seal())
 
 
 def own_seal() -> Seal:
-    """Under a launcher of others: of the secret that the user has given to all ranks, if any."""
+    """Return the seal under a foreign launcher: by the secret that the user has given to all ranks, if any."""
     return Seal(os.environ.get(TOKEN, ""))
 
 
 def group_store(meeting: Meeting | None, num_ranks: int, timeout_s: float) -> dist.Store:
-    """A connection through which the process group exchanges addresses."""
+    """Return a store through which the process group exchanges addresses."""
     import torch.distributed as dist
 
     if meeting is None:
@@ -109,13 +109,13 @@ def group_store(meeting: Meeting | None, num_ranks: int, timeout_s: float) -> di
 
 
 def has_own_store() -> bool:
-    """Whether the launcher, like torchrun, hosts the rendezvous store itself."""
+    """Return whether the launcher, like torchrun, hosts the rendezvous store itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def hosted_store(timeout_s: float) -> dist.Store | None:
-    """The rendezvous store, for as long as it is held, where this process has to be the one that hosts it: the first of a
-    launcher that has none of its own. Raises `RunError` where it cannot be reached within `timeout_s`."""
+    """Host the rendezvous store, for as long as the result is held, if this is the first process of a launcher that does
+    not host it; otherwise return None. Raises `RunError` where it cannot be reached within `timeout_s`."""
     import torch.distributed as dist
 
     if has_own_store() or os.environ["RANK"] != "0":
@@ -128,8 +128,8 @@ def hosted_store(timeout_s: float) -> dist.Store | None:
 
 
 def own_store(timeout_s: float = 30.0) -> dist.Store:
-    """A connection to the launcher's store that no other thread of this process uses. Raises `RunError` where the store does
-    not answer in time."""
+    """Return a separate connection to the launcher's store, for one thread of this process. Raises `RunError` where the
+    store does not answer in time."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -145,10 +145,10 @@ def _answering(host: str, port: int, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one
-        said = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"the rendezvous store at {host}:{port} did not answer within {timeout_s:.0f} s ({said}): see that rank 0 was "
-            "started, and that this host reaches its port"
+            f"the rendezvous store at {host}:{port} did not answer within {timeout_s:.0f} s ({reason}): check that rank 0 "
+            "was started, and that this host reaches its port"
         ) from None
 
 
@@ -156,8 +156,8 @@ _ASK_AGAIN_S = 0.5
 
 
 def _wait_for_name(host: str, timeout_s: float) -> None:
-    """Returns once the name of a host has an address, which may come when the host does: torch asks for it far longer than
-    its limit, and prints a trace each time. Raises `RunError` where it has none within `timeout_s`."""
+    """Wait until the name of a host has an address, which may appear only when the host starts: torch would ask for it far
+    longer than its limit, and print a trace each time. Raises `RunError` where it has none within `timeout_s`."""
     has_address, reasons = threading.Event(), ["its name servers do not answer"]
 
     def ask() -> None:
@@ -173,23 +173,23 @@ def _wait_for_name(host: str, timeout_s: float) -> None:
     threading.Thread(target=ask, daemon=True).start()
     if not has_address.wait(timeout_s):
         raise RunError(
-            f"MASTER_ADDR is {host!r}, which had no address within {timeout_s:.0f} s ({reasons[-1]}): name the host of rank "
-            "0 as the others reach it"
+            f"MASTER_ADDR is {host!r}, which had no address within {timeout_s:.0f} s ({reasons[-1]}): set it to the name by "
+            "which the other hosts reach that of rank 0"
         )
 
 
 def _attempt() -> str:
-    """The part of the store that this start of the ranks has to itself: torchrun starts them again with the same store, on
-    which what earlier ones posted still stands, and with fewer of them when a host is gone.
+    """Return the prefix of this start of the ranks in the store: torchrun restarts them with the same store, which still
+    holds the posts of earlier starts, and with fewer of them when a host is gone.
 
-    Source: `torch.distributed.rendezvous`, which goes by the count of restarts too. Ignores: a host that comes back while no
-    rank has failed; then what stands there ends the run, and torchrun counts its restart.
+    Source: `torch.distributed.rendezvous`, which uses the count of restarts too. Ignores: a host that comes back while no
+    rank has failed; then the old posts end the run, and torchrun counts its restart.
     """
     count, size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("WORLD_SIZE", "1")
     return f"{count}/{size}"
 
 
 def is_unsealed() -> bool:
-    """Whether ranks of several machines share no secret."""
+    """Return whether the ranks run on several machines without a shared secret."""
     num_here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     return Meeting.joined() is None and TOKEN not in os.environ and num_here != os.environ["WORLD_SIZE"]

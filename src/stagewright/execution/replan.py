@@ -1,4 +1,4 @@
-"""Plans for what is left of a run's devices, kept beside its checkpoints."""
+"""Replanning for the remaining devices of a run; the new plans are stored with its checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stagewright.units import format_seconds
 
 _LOOK_S = 0.2
 _POSTED = "plan for what is left"
-"""Of the board: the digest of the plan's file."""
+"""Place on the board of the digest of the new plan's file."""
 
 
 @dataclass(frozen=True)
 class PlanToRun:
-    """The plan of a run, its file if it came from one, and whether it was made in place of another for what is left."""
+    """The plan of a run, its file if it has one, and whether it is a replacement for the remaining devices."""
 
     plan: Plan
     path: Path | None
@@ -33,12 +33,12 @@ class PlanToRun:
 
 
 def plan_to_run(options: RunOptions) -> PlanToRun:
-    """Return the plan of the options; with `replan`, and fewer processes of a launcher, or GPUs of this machine, than that
-    has ranks, one for those. The launcher's first rank makes it, and the others wait for it.
+    """Return the plan of the options; with `replan`, and fewer processes of a launcher, or GPUs of this machine, than the
+    plan has ranks, a plan for those. The launcher's first rank makes it, and the others wait for it.
 
     Raises:
         InputError: the plan cannot be read.
-        PlanError: nothing fits the devices that are left.
+        PlanError: no plan fits the remaining devices.
         RunError: the first rank has made no plan within the start timeout.
     """
     source = plan_of(options.plan)
@@ -63,21 +63,21 @@ def plan_to_run(options: RunOptions) -> PlanToRun:
     while not _is_posted(place, board):
         if time.monotonic() - began > wait_s:
             raise RunError(
-                f"the first rank has planned nothing for {num_left} ranks in {wait_s:.0f} s: '{place}' is not what it has "
-                "written; the folder of --checkpoint must be on a file system that all machines share"
+                f"the first rank has written no plan for {num_left} ranks to '{place}' in {wait_s:.0f} s: the folder of "
+                "--checkpoint must be on a file system that all machines share"
             )
         time.sleep(_LOOK_S)
     return PlanToRun(load_plan(place), place, is_replanned=True)
 
 
 def _board(wait_s: float) -> Board | None:
-    """Where the first rank posts the digest of its plan; None where there is no store before the ranks join, whose sessions
-    compare their plans then."""
+    """Return the board on which the first rank posts the digest of its plan; None where there is no store before the ranks
+    join, whose sessions then compare their plans."""
     return StoreBoard(own_store(wait_s), own_seal()) if has_own_store() else None
 
 
 def _is_posted(place: Path, board: Board | None) -> bool:
-    """Whether the file at `place` is the plan that the first rank has written now."""
+    """Return whether the file at `place` is the plan that the first rank has written in this start."""
     if board is None:
         return place.exists()
     posted = board.read(_POSTED)
@@ -85,30 +85,30 @@ def _is_posted(place: Path, board: Board | None) -> bool:
 
 
 def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> PlanToRun:
-    """A plan for the devices of `plan` but some, kept beside the checkpoints; says on stderr what was planned."""
+    """Plan for the devices of `plan` without those `lost`, save the result with the checkpoints, and report it on stderr."""
     from stagewright.planning.replanning import replanned_without
 
     num_left = plan.num_ranks - len(lost)
     if not num_left:
-        raise RunError("no device of the plan is left")
+        raise RunError("no device of the plan remains")
     unused = range(plan.num_ranks, plan.cluster.num_devices)
     began = time.monotonic()
-    found = replanned_without(plan, {*lost, *unused})
+    replacement = replanned_without(plan, {*lost, *unused})
     place = _place(plan, num_left, checkpoints)
-    found.save(place)
+    replacement.save(place)
     print(
-        f"stagewright: {num_left} of {plan.num_ranks} ranks are left: planned again in "
-        f"{format_seconds(time.monotonic() - began)}: {_shape(found)}, a step predicted at "
-        f"{format_seconds(found.predictions.step_seconds)} in place of {format_seconds(plan.predictions.step_seconds)} with "
-        f"{_shape(plan)} ({place})",
+        f"stagewright: {num_left} of {plan.num_ranks} ranks remain: planned again in "
+        f"{format_seconds(time.monotonic() - began)}: {_shape(replacement)}, a step predicted at "
+        f"{format_seconds(replacement.predictions.step_seconds)} instead of "
+        f"{format_seconds(plan.predictions.step_seconds)} with {_shape(plan)} ({place})",
         file=sys.stderr,
         flush=True,
     )
-    return PlanToRun(found, place, is_replanned=True)
+    return PlanToRun(replacement, place, is_replanned=True)
 
 
 def _num_left(plan: Plan, device: str) -> int:
-    """Processes of the launcher, or GPUs of this machine; as many as the plan has ranks where nothing says so."""
+    """Return the number of the launcher's processes, or of GPUs of this machine; if unknown, the plan's number of ranks."""
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     from stagewright.execution.accelerator import num_devices
@@ -118,12 +118,12 @@ def _num_left(plan: Plan, device: str) -> int:
 
 
 def _place(plan: Plan, num_left: int, checkpoints: Path) -> Path:
-    """One for every plan that was before, so that what is left of another run is not taken for it."""
+    """Return the path of the new plan's file, different for every original plan, so that another run's file is not used."""
     from stagewright.execution.checkpoint_folder import digest
 
     return checkpoints.resolve() / f"plan-on-{num_left}-{digest(plan.model_dump(mode='json'))[:8]}.json"
 
 
 def _shape(plan: Plan) -> str:
-    widths = [f"pp {plan.pp}", f"dp {plan.dp}", *([f"tp {plan.tp}"] if plan.tp > 1 else [])]
-    return f"{', '.join(widths)}, {plan.schedule}"
+    degrees = [f"pp {plan.pp}", f"dp {plan.dp}", *([f"tp {plan.tp}"] if plan.tp > 1 else [])]
+    return f"{', '.join(degrees)}, {plan.schedule}"

@@ -1,4 +1,4 @@
-"""The process of one rank that runs a script of the user's, in which a `stagewright.Trainer` joins the others."""
+"""The process of a rank that runs a user's script, in which a `stagewright.Trainer` joins the other ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stagewright.execution.rank_process import end_process, exit_code
 
 
 def main(script: str, arguments: list[str]) -> int:
-    """Run `script` as ``python script *arguments`` would; returns the exit code. What it prints goes to stdout on the first
+    """Run `script` as ``python script *arguments`` would, and return the exit code. Its output goes to stdout on the first
     rank and to stderr on the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the launcher
     if os.environ["RANK"] != "0":
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     warnings.showwarning = _shown
@@ -39,7 +39,7 @@ def main(script: str, arguments: list[str]) -> int:
 
 
 def _shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
-    """A line for what Stagewright says; all else as Python does."""
+    """Print Stagewright's warnings in one line, and others as Python does."""
     if issubclass(category, StagewrightWarning):
         text = f"warning: rank {os.environ['RANK']}: {message}\n"
     else:

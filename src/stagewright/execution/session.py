@@ -1,4 +1,4 @@
-"""A run of a plan on one rank: set up, train, measure."""
+"""The session of a rank: set-up, training steps and measurements of a run of a plan."""
 
 from __future__ import annotations
 
@@ -62,36 +62,38 @@ from stagewright.tracing.models.build import DeferredModel
 
 @dataclass(frozen=True)
 class StepResult:
+    """The figures of a step, the same on all ranks."""
+
     loss: float
     gradient_norm: float
     learning_rate: float = 0.0
     is_skipped: bool = False
-    """Whether it changed no parameter, because the loss or a gradient was not finite."""
+    """Whether it changed no parameter because the loss or a gradient was NaN or Inf."""
     seconds: float = 0.0
     votes: frozenset[str] = frozenset()
-    """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
+    """Names of the questions of `Session.votes` that a rank answered with yes; the same on all ranks."""
     paces: tuple[float, ...] = ()
-    """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
+    """Ratio of each rank's computing time to its planned time, the same on all ranks; zero for metered steps."""
     memory_bytes: int = 0
-    """Of the rank that has taken most from its device so far; on a CPU the most that its process has had."""
+    """Peak bytes reserved on its device by the rank that has reserved most so far; on a CPU, of its process."""
     has_scale: bool = False
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients are finite; with a scaled loss its overflows do not count."""
+        """Whether loss and gradients are finite; overflows of a scaled loss do not count."""
         return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.has_scale)
 
 
 class Session:
-    """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp * tp`` processes.
+    """Everything that a rank needs to train a plan; `dist` must be initialised with ``pp * dp * tp`` processes.
 
-    With a `reader` data is read by it, that of the next step while a step is trained; without, and synthetic data, when a
-    step begins.
+    With a `reader`, data of the next step is read during a step; without one, or with synthetic data, at the start of a
+    step.
 
     Raises:
         InputError: the model is not the one that the plan was made for.
         PlanError: the plan does not fit the model.
-        RunError: other than the plan's number of processes.
+        RunError: the number of processes is not the plan's.
     """
 
     def __init__(
@@ -107,11 +109,11 @@ class Session:
     ) -> None:
         self.plan = plan
         self.passed_over = 0
-        """By how many batches the data is ahead of the steps, because the run went back to a checkpoint."""
+        """Number of batches by which the data is ahead of the steps, because the run went back to a checkpoint."""
         self._reader = None if data is None else reader
         self._wants_number = on_nan != "warn"
         self.votes: dict[str, Callable[[], bool]] = {}
-        """Questions that every rank answers for itself after each step, all with the same ones in the same order."""
+        """Questions that every rank answers after each step; all ranks have the same questions in the same order."""
         self.device = device
         self._report_position = watch
         self.position = "starting"
@@ -120,7 +122,7 @@ class Session:
         if dist.get_world_size() != self.mesh.size:
             raise RunError(
                 f"the plan needs {self.mesh.size} processes (pp {plan.pp} x dp {plan.dp} x tp {plan.tp}), but "
-                f"{dist.get_world_size()} were started: start that many, or plan for as many devices as there are"
+                f"{dist.get_world_size()} were started: start that many, or plan for the number of available devices"
             )
         reference = self.reference = plan.model.resolved()
         job = plan.job
@@ -129,14 +131,14 @@ class Session:
         self._further = (
             {"further_inputs": data.further_inputs} if data is not None and data.further_inputs else {}
         )
-        # As the plan was: the CPU traces for GPUs. A plan for CPUs has the kernels of the device.
+        # As for the plan: the CPU traces for GPUs. A plan for CPUs has the kernels of the device.
         self._tracer = device.type if plan.cluster.kind == "cpu" else "cpu"
         traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
         self.graph = trace(reference, plan.microbatch_size, device=self._tracer, report=report, **traced)
         self.stages = split_graph(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
-        # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
+        # Before there are weights: the device memory of communicators is outside of PyTorch's allocator.
         accelerator = accelerator_of(device)
         free_before, _ = accelerator.free_and_total_bytes() if accelerator.counts_bytes else (0, 0)
         connect_everyone(device, self.watch)
@@ -159,21 +161,21 @@ class Session:
         report("building the weights of this rank")
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
-        self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
-        self._needed = {stage.value(value).name for stage in own for value in stage.inputs}
+        self.own_stages = own_stages = [stage for stage in self.stages if plan.placement[stage.index] == rank]
+        self._needed = {stage.value(value).name for stage in own_stages for value in stage.inputs}
         self.data = _agreed_data(DataIdentity(kind="synthetic") if data is None else data.identity)
         self.batches = None
         if self._needed:
             self.batches = (
                 SyntheticBatches(model.inputs, job.seed) if data is None else open_batches(data, job)
             )
-        takes_labels = {LABELS, "input_ids"} <= self.graph.inputs.keys()  # which a loop of one's own may mask
+        takes_labels = {LABELS, "input_ids"} <= self.graph.inputs.keys()  # which a user's loop may mask
         is_masked = job.documents_apart or takes_labels or (data is not None and data.is_masked)
         self._is_weighted = is_masked and reference.kind == "config"
         shards = self.mesh.num_shards
         copies, dims = plan.dp // shards, job.least_decayed_dims
         every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
-        mine = of_stages(every, (stage.index for stage in own))
+        mine = of_stages(every, (stage.index for stage in own_stages))
         stored = None
         if reference.weights is not None and self.is_from_files:
             stored = StoredWeights(reference.weights, model.module, reference.config or {})
@@ -181,8 +183,8 @@ class Session:
         if reference.lora is not None and reference.lora.folder is not None and not random_weights:
             adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        starting = StartingTensors(model, own, stored, self.part, adapters, self._copied())
-        self.weights = Weights(own, starting, device, accumulate, mine)
+        starting = StartingTensors(model, own_stages, stored, self.part, adapters, self._copied())
+        self.weights = Weights(own_stages, starting, device, accumulate, mine)
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self.groups.replicas, starting, reduce_dtype)
@@ -194,7 +196,11 @@ class Session:
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         if accelerator.is_asynchronous:
-            predicted = [own.offloaded_bytes for own in plan.predictions.ranks if own.rank == rank]
+            predicted = [
+                rank_predictions.offloaded_bytes
+                for rank_predictions in plan.predictions.ranks
+                if rank_predictions.rank == rank
+            ]
             accelerator.arena.reserve(sum(predicted))
         self.optimizer = Optimizer(
             self.weights,
@@ -211,16 +217,16 @@ class Session:
 
     @cached_property
     def base_model(self) -> BaseModelIdentity | None:
-        """Of adapters, the model that they are for, whose files are read for it."""
+        """Identity of the base model of adapters, whose files are read for it."""
         return base_model_of(self.reference, self.plan.job.seed, not self.is_from_files)
 
     def watch(self, position: str, **details: Any) -> None:
-        """This rank is now at `position`; `details` are those of `Watchdog.at`."""
+        """Report that this rank is now at `position`; `details` are those of `Watchdog.at`."""
         self.position = position
         self._report_position(position, **details)
 
     def follow(self, plan: Plan) -> None:
-        """Go on in the order of passes of a plan that differs from the present one in nothing else that counts."""
+        """Continue with the order of passes of `plan`, which must have the same stages as the present plan."""
         self.plan, self.program = plan, stage_program(plan)
         program = self.lowered(self.program, self.stages)
         if is_ordered():
@@ -229,24 +235,24 @@ class Session:
             runner.follow(program)
 
     def close(self) -> None:
-        """Destroy the process groups; every rank must call this, and nothing is trained here any more."""
+        """Destroy the process groups; every rank must call this, and the session cannot train any more."""
         self.groups.all.destroy()
 
     @property
     def runner(self) -> RankRunner:
-        """Runs the batches of the present length."""
+        """Runner of batches of the present sequence length."""
         return self.lengths.now.runner
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a tensor of the whole model."""
-        found = parallelism(self.graph)
-        how = found.shards.get(name) if found else None
+        """Return this rank's part of a tensor of the whole model."""
+        parallel = parallelism(self.graph)
+        how = parallel.shards.get(name) if parallel else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
     def _copied(self) -> set[str]:
-        """Names of this rank's tensors that other ranks start with too."""
+        """Return the names of this rank's tensors that other ranks start with too."""
         copied = self._on_several_pipeline_ranks()
         if self.mesh.dp * self.mesh.tp > 1:
             named = {
@@ -258,7 +264,7 @@ class Session:
         return copied
 
     def _sharded(self) -> set[str]:
-        """Names of the tensors of which every tensor-parallel rank has another part."""
+        """Return the names of the tensors that are sharded over tensor parallel ranks."""
         parallel = parallelism(self.graph)
         return set(parallel.shards) if parallel else set()
 
@@ -270,7 +276,7 @@ class Session:
         return {name for name, where in ranks.items() if len(where) > 1}
 
     def _check_same_weights(self, checksums: Mapping[str, int]) -> None:
-        """See that this rank starts with the same tensors as all ranks that have copies; every rank must call this."""
+        """Check that this rank starts with the same tensors as all ranks that have copies; every rank must call this."""
         mesh, sharded, on_several = self.mesh, self._sharded(), self._on_several_pipeline_ranks()
         named = {
             name: f"part {mesh.tensor_rank} of {name}" if name in sharded else name for name in checksums
@@ -285,12 +291,12 @@ class Session:
 
     @staticmethod
     def lowered(program: Program, stages: Sequence[Stage]) -> Program:
-        """Return a program of these stages with its sends and receives."""
+        """Return `program` with the sends and receives between these stages inserted."""
         return insert_communication(program, stage_edges(stages), ahead=receives_ahead(is_ordered()))
 
     def runner_of(self, stages: Sequence[Stage], program: Program | None = None) -> RankRunner:
-        """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length; compiled if the
-        plan says so, which takes minutes."""
+        """Return a runner of a lowered `program`, by default the plan's, on stages of this model of any sequence length;
+        compiled if the plan says so, which takes minutes."""
         plan = self.plan
         if program is None:
             program = self.lowered(self.program, stages)
@@ -306,49 +312,49 @@ class Session:
         return runner
 
     def _at_length(self, length: int) -> AtLength:
-        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights. Raises `PlanError` where
-        it has other operators than for the longest."""
+        """Trace the model for samples of `length` tokens, cut as the plan says, on this rank's weights. Raises `PlanError`
+        where it has other operators than for the longest."""
         self.watch(f"tracing for {length} tokens")
-        asked = self.plan.at_length(length)
-        traced: dict[str, Any] = asked.traced() | self._further
-        graph = trace(self.reference, asked.microbatch_size, device=self._tracer, **traced)
+        length_plan = self.plan.at_length(length)
+        traced: dict[str, Any] = length_plan.traced() | self._further
+        graph = trace(self.reference, length_plan.microbatch_size, device=self._tracer, **traced)
         check_same_operators(self.graph, graph, length)
-        stages = split_graph(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
+        stages = split_graph(graph, stage_cuts(length_plan, graph), stage_policies(length_plan, graph))
         return AtLength(graph, self.runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:
-        """Parameters that the first of the tensor parallel ranks counts in the norm of the gradient."""
-        found = parallelism(self.graph)
-        if found is None or self.mesh.tensor_rank == 0:
+        """Return the parameters that the first tensor parallel rank counts in the norm of the gradient for this rank."""
+        parallel = parallelism(self.graph)
+        if parallel is None or self.mesh.tensor_rank == 0:
             return set()
         names = {value: name for name, value in self.graph.parameters.items()}
-        return {value for value, name in names.items() if name not in found.shards}
+        return {value for value, name in names.items() if name not in parallel.shards}
 
     # -- training ---------------------------------------------------------------------------------------------------
 
     @property
     def cotangent(self) -> float:
-        """Of the loss of each microbatch, so that gradients are those of the mean loss, or of the scaled one."""
+        """Cotangent of each microbatch's loss, for gradients of the mean loss, or of the scaled mean loss."""
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
     def microbatches(
         self, step: int, graph: OperatorGraph, batches: Batches | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
-        `batches` in place of the data trained on if they are given."""
+        """Return the inputs that this rank's stages need of this replica's microbatches of a step, of the sequence length of
+        `graph`, from `batches` if given, else from the training data."""
         wanted = self._wanted(step, graph, batches)
         if wanted is None:
             return [{} for _ in range(self.plan.num_microbatches)]
         self.watch("reading data")
-        found = wanted.read() if self._reader is None else self._reader.take(wanted)
+        batches_read = wanted.read() if self._reader is None else self._reader.take(wanted)
         to_device = accelerator_of(self.device).to_device
-        return [{name: to_device(tensor) for name, tensor in batch.items()} for batch in found]
+        return [{name: to_device(tensor) for name, tensor in batch.items()} for batch in batches_read]
 
     def _wanted(
         self, step: int, graph: OperatorGraph, batches: Batches | None = None
     ) -> PrefetchRequest | None:
-        """What `microbatches` reads; None where that is nothing."""
+        """Return the request that `microbatches` reads, or None where this rank needs no data."""
         source = self.batches if batches is None else batches
         if source is None or not self._needed:
             return None
@@ -359,7 +365,7 @@ class Session:
         return PrefetchRequest(source, step + ahead, firsts, graph, frozenset(self._needed))
 
     def _read_ahead(self, step: int) -> None:
-        """Begin to read the data of a step, if there is such a step."""
+        """Begin to read the data of a step, unless the run ends before it."""
         if self._reader is None or step >= self.plan.job.num_steps:
             return
         graph = self.lengths.graph_of(self.plan.job.length_of(step))
@@ -369,9 +375,9 @@ class Session:
     def own_part(
         self, batch: Mapping[str, torch.Tensor], length: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        """What this rank reads of its replica's microbatches of a whole batch, by the name of the model's input, of samples
-        as long as the longest or of another `length`. Raises `InputError` where the batch lacks inputs, or has another
-        number of samples."""
+        """Return this rank's inputs of its replica's microbatches of a whole batch, by the name of the model's input, for
+        samples of the longest sequence length or of `length`. Raises `InputError` where the batch lacks inputs, or has
+        another number of samples."""
         plan = self.plan
         graph = self.lengths.turn_to(length or plan.job.sequence_length).graph
         if missing := [name for name in graph.inputs if name not in batch]:
@@ -380,7 +386,7 @@ class Session:
             )
         if unknown := [name for name in batch if name not in graph.inputs]:
             raise InputError(
-                f"the batch has '{unknown[0]}', which the model as it was traced does not take: it takes "
+                f"the batch has '{unknown[0]}', which the traced model does not take: it takes "
                 f"{', '.join(map(repr, graph.inputs))}"
             )
         size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
@@ -408,8 +414,8 @@ class Session:
     def train_step(
         self, step: int, metered: bool = False, inputs: list[dict[str, torch.Tensor]] | None = None
     ) -> StepResult:
-        """One optimizer step, on microbatches `inputs` in place of the data's where they are given; with `metered`, the
-        bytes alive at the worst moment are counted (and the step is slow)."""
+        """Take an optimizer step, on microbatches `inputs` if given, else on the data's; with `metered`, the peak of live
+        bytes is counted (which makes the step slow)."""
         length = self.plan.job.length_of(step)
         graph = self.lengths.turn_to(length).graph
         if inputs is None:
@@ -431,9 +437,9 @@ class Session:
         raise explained(failed, self.position, alive, self.plan, self.mesh.pipeline_rank, length)
 
     def accumulate(self, step: int) -> float:
-        """Add up the gradients of one batch, summed over tied copies and replicas; returns the mean loss.
+        """Accumulate the gradients of a batch, summed over tied copies and replicas, and return the mean loss.
 
-        Nothing is clipped and no parameter changes. `gradients` gives what was added up.
+        Nothing is clipped and no parameter changes. `gradients` returns the sums.
         """
         now = self.lengths.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
@@ -445,16 +451,16 @@ class Session:
         return self._agreed(self._own_loss(batch, shares), None, 0.0, shares is not None).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of this rank's parameters by name, whole; every rank must call this."""
-        found = self.shards.whole_gradients(self.weights)
+        """Return the whole gradients of this rank's parameters by name; every rank must call this."""
+        by_value = self.shards.whole_gradients(self.weights)
         if self.loss_scale is not None:
-            found = {value: gradient / self.loss_scale.value for value, gradient in found.items()}
-        named = {value: stage.value(value).name for stage in self.own for value in stage.parameters}
-        return {named[value]: gradient for value, gradient in found.items()}
+            by_value = {value: gradient / self.loss_scale.value for value, gradient in by_value.items()}
+        named = {value: stage.value(value).name for stage in self.own_stages for value in stage.parameters}
+        return {named[value]: gradient for value, gradient in by_value.items()}
 
     def _begin_together(self) -> None:
-        """Wait for the other ranks of the pipeline, so that the times of a step do not count that one of them reads data. A
-        device that works behind its host is not kept waiting: what the step sends and receives keeps ranks together."""
+        """Wait for the other ranks of the pipeline, so that the times of a step do not include their reading of data. With
+        an asynchronous device there is no wait: the transfers of the step keep ranks together."""
         if not self._is_asynchronous:
             self.watch("waiting for all to begin the step")
             dist.barrier(self.groups.model)
@@ -464,8 +470,8 @@ class Session:
         return accelerator_of(self.device).is_asynchronous
 
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]], metered: bool) -> StepResult:
-        """The host waits for the device once, at the end, when all ranks agree; and before it where the update may be left
-        out."""
+        """Run a step. The host waits for the device once, at the end, when all ranks agree, and also before the update if
+        it may be skipped."""
         start = time.perf_counter()
         shares = self._shares(inputs)
         timer = self.runner.timer
@@ -489,8 +495,8 @@ class Session:
         return replace(agreed, learning_rate=rate, is_skipped=is_skipped, seconds=seconds - start)
 
     def _pace(self, timed: TimedStep, metered: bool) -> float:
-        """How many times as long as planned this rank took to compute; where the device has not done the step yet, it is the
-        pace of the step before. Zero of metered steps."""
+        """Return the ratio of this rank's computing time to the planned time; where the device has not done the step yet,
+        that of the previous step. Zero for metered steps."""
         current = None if metered else timed
         read, self._unread = (self._unread, current) if self._is_asynchronous else (current, None)
         return 0.0 if read is None else pace_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
@@ -507,36 +513,36 @@ class Session:
         ]
 
     def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
-        """Of the tokens that the whole batch is to learn, the part that is in each of this replica's microbatches, where
-        some are not to be learnt; every rank must call this."""
+        """Return the share of the whole batch's counted tokens in each of this replica's microbatches, or None where all
+        tokens count; every rank must call this."""
         if not self._is_weighted:
             return None
         counts = torch.zeros(self.plan.num_microbatches, dtype=torch.float64, device=self.device)
-        if self.stages[-1] in self.own:
+        if self.stages[-1] in self.own_stages:
             is_next = bool(self._further) or self.plan.job.documents_apart
-            counts = torch.stack([counted(one[LABELS], is_next) for one in inputs]).double()
+            counts = torch.stack([counted(microbatch[LABELS], is_next) for microbatch in inputs]).double()
         total = counts.sum() / self.mesh.tp
         dist.all_reduce(total)
         return counts / total.clamp(min=1)
 
     def _cotangents(self, shares: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the loss of each microbatch, where they are not all the same."""
+        """Return the cotangent of each microbatch's loss, or None where all are the same."""
         if shares is None:
             return None
         return shares if self.loss_scale is None else self.loss_scale.value * shares
 
     def _own_loss(self, result: BatchResult, shares: torch.Tensor | None) -> torch.Tensor:
-        """Of all microbatches whose loss this rank has."""
+        """Return the summed loss of all microbatches whose loss this rank has."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for microbatch, loss in result.losses.items():
             if shares is None:
                 total += loss
-            else:  # a mean over no tokens is not a number
+            else:  # a mean over no tokens is NaN
                 total += torch.where(shares[microbatch] > 0, loss * shares[microbatch], 0.0)
         return total
 
     def _num_lost(self, loss: torch.Tensor) -> torch.Tensor:
-        """Ranks with a loss that is not finite; every rank must call this."""
+        """Return the number of ranks whose loss is NaN or Inf; every rank must call this."""
         lost = (~loss.isfinite()).double()
         dist.all_reduce(lost)
         return lost
@@ -544,23 +550,24 @@ class Session:
     def _agreed(
         self, loss: torch.Tensor, norm: torch.Tensor | None, pace: float, is_weighted: bool
     ) -> StepResult:
-        """What every rank knows of a step: the mean loss over all microbatches of all replicas (of all learnt tokens where
-        it `is_weighted`), the norm of the gradient, and what each rank tells. Waits for the device."""
+        """Return the figures of a step that all ranks share: the mean loss over all microbatches of all replicas (over all
+        counted tokens where it `is_weighted`), the norm of the gradient, and each rank's own figures. Waits for the
+        device."""
         num_ranks, votes = dist.get_world_size(), list(self.votes.items())
-        told = torch.zeros(2 + len(votes) + 2 * num_ranks, dtype=torch.float64)
-        told[2 : 2 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
-        of_ranks = told[2 + len(votes) :].view(2, num_ranks)
+        totals = torch.zeros(2 + len(votes) + 2 * num_ranks, dtype=torch.float64)
+        totals[2 : 2 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
+        of_ranks = totals[2 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor(
             [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
         )
-        told = accelerator_of(self.device).to_device(told)
-        told[0] = loss
+        totals = accelerator_of(self.device).to_device(totals)
+        totals[0] = loss
         if norm is not None and self.mesh.rank == 0:
-            told[1] = norm
-        dist.all_reduce(told)
-        loss_sum, norm_value, *others = told.tolist()
-        yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
-        paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
+            totals[1] = norm
+        dist.all_reduce(totals)
+        loss_sum, norm_value, *figures = totals.tolist()
+        yes = frozenset(name for (name, _), count in zip(votes, figures, strict=False) if count)
+        paces, taken = figures[len(votes) : -num_ranks], figures[-num_ranks:]
         num_losses = 1 if is_weighted else self.plan.num_microbatches * self.plan.dp
         return StepResult(
             loss=loss_sum / (num_losses * self.plan.tp),
@@ -574,9 +581,9 @@ class Session:
     # -- record -----------------------------------------------------------------------------------------------------
 
     def rank_record(self, offset: ClockOffset) -> RankRecord:
-        """What this rank measured, its times by the first rank's clock."""
+        """Return this rank's measurements, with times by the first rank's clock."""
         timed = self.metering.timed
-        assert timed is not None, "a record is of one step at least"
+        assert timed is not None, "a record has at least one step"
         moments, began = timed.batch.moments(), timed.began
         return RankRecord(
             rank=self.mesh.rank,
@@ -596,13 +603,13 @@ class Session:
         )
 
 
-def _agreed_data(own: DataIdentity) -> DataIdentity:
-    """What all ranks are trained on; every rank must call this. Raises `InputError` where files of the same path differ
-    between hosts."""
-    told = [DataIdentity(**one) for one in exchange(own.model_dump())]
-    for rank, other in enumerate(told):
-        if not other.is_same(told[0]):
+def _agreed_data(identity: DataIdentity) -> DataIdentity:
+    """Check that all ranks have the same data and return its identity; every rank must call this. Raises `InputError` where
+    files of the same path differ between hosts."""
+    by_rank = [DataIdentity(**document) for document in exchange(identity.model_dump())]
+    for rank, other in enumerate(by_rank):
+        if not other.is_same(by_rank[0]):
             raise InputError(
-                f"rank {rank} has other data than rank 0, {other} and {told[0]}: copy one to all hosts"
+                f"rank {rank} has other data than rank 0, {other} instead of {by_rank[0]}: copy the same files to all hosts"
             )
-    return own
+    return identity

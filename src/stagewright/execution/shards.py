@@ -1,7 +1,7 @@
-"""What is sharded over the replicas of a stage: parameters, gradients and optimizer state in flat buffers.
+"""Shards of parameters, gradients and optimizer state over the replicas of a stage, in flat buffers.
 
 Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
-When a buffer comes and goes is said by `stagewright.estimation.flat_operations`, from which its bytes are predicted.
+`stagewright.estimation.flat_operations`, from which bytes are predicted, determines when buffers are created and dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from stagewright.tracing.arguments import DTYPES
 
 
 class FlatBuffer:
-    """One flat buffer of this rank.
+    """A flat buffer of this rank.
 
     Args:
-        starting: by name, on the host, what sharded parameters start from.
-        reduce_dtype: in which gradients are summed over the replicas; None is that of the gradients.
+        starting: initial values of sharded parameters by name, on the host.
+        reduce_dtype: dtype in which gradients are summed over the replicas; None is that of the gradients.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FlatBuffer:
             self.gradient_shard = self.gradient[self.part] if flat.level >= OPTIMIZER else None
 
     def _fill(self, starting: Mapping[str, torch.Tensor]) -> None:
-        """Take the parameters from `starting` one by one; the device gets what stays there and no more."""
+        """Copy the parameters from `starting` one by one; the device gets only the part that stays there."""
         stays_whole = self.flat.level < PARAMETERS
         device = self.weights.device if stays_whole else torch.device("cpu")
         whole = torch.zeros(self.flat.num_elements, dtype=self.dtype, device=device)
@@ -84,14 +84,14 @@ class FlatBuffer:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Start to make the parameters whole."""
+        """Start to gather the parameters."""
         assert self.shard is not None
         if self.whole is None:
             self.whole = self._empty()
         self._gathering = self.replicas.gather(self.whole, self.shard, f"gathering parameters of {self}")
 
     def gathered(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, once they are there."""
+        """Wait for the gather, if any, and return the whole parameters by name."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -107,13 +107,13 @@ class FlatBuffer:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def open(self) -> torch.Tensor:
-        """Make a whole buffer to add gradients up in."""
+        """Create a whole buffer in which gradients accumulate."""
         self.gradient = self._zeros(self.gradient_dtype)
         self.weights.accumulate_into(self._values(self.gradient))
         return self.gradient
 
     def reduce(self) -> None:
-        """Start to sum the gradients over the replicas; a buffer of sharded gradients takes no more."""
+        """Start to sum the gradients over the replicas; sharded gradients accumulate no further in this buffer."""
         assert self.gradient is not None
         sent, doing = self.gradient.to(self.reduce_dtype), f"summing gradients of {self}"
         if self.flat.level >= GRADIENTS:
@@ -126,7 +126,7 @@ class FlatBuffer:
         self._sums["replicas"] = pending, sent
 
     def _sum(self, over: str) -> torch.Tensor | None:
-        """What was sent, once it is summed; None where no sum was started."""
+        """Wait for a sum and return its buffer, or None where no sum was started."""
         if over not in self._sums:
             return None
         pending, sent = self._sums.pop(over)
@@ -134,7 +134,7 @@ class FlatBuffer:
         return sent
 
     def settle(self) -> None:
-        """Wait for the sum and put it where the optimizer looks."""
+        """Wait for the sum and put it into the buffer that the optimizer reads."""
         if (summed := self._sum("replicas")) is None:
             return
         if self.flat.level >= GRADIENTS:
@@ -147,13 +147,13 @@ class FlatBuffer:
             self._own_sum().copy_(summed[part])
 
     def _own_sum(self) -> torch.Tensor:
-        """What this replica has of the summed gradients."""
-        own = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
-        assert own is not None
-        return own
+        """Return this replica's part of the summed gradients."""
+        gradients = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
+        assert gradients is not None
+        return gradients
 
     def cross(self) -> None:
-        """Start to sum over the copies what this replica has of the sum, if there are any."""
+        """Start to sum this replica's part over its copies, if there are any."""
         if self.replicas.copies is not None:
             sent = self._own_sum().to(self.reduce_dtype)
             pending = self.replicas.sum_copies(sent, f"summing gradients of {self} over copies")
@@ -166,12 +166,12 @@ class FlatBuffer:
             self._own_sum().copy_(summed)
 
     def drop_gradients(self) -> None:
-        """Let go of this replica's part of the sum, if it has a buffer of its own."""
+        """Drop this replica's part of the sum, if it has a separate buffer."""
         if self.flat.level >= GRADIENTS:
             self.gradient_shard = None
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
-        """The summed gradients of all replicas by parameter; every replica must ask."""
+        """Return the whole summed gradients by parameter; every replica must call this."""
         whole, shard = self.gradient, self.gradient_shard
         if shard is not None:
             whole = self._zeros(self.gradient_dtype)
@@ -180,15 +180,15 @@ class FlatBuffer:
         return self._values(whole)
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters of all replicas by name, in memory of their own; every replica must ask."""
+        """Return the whole parameters by name, in separate memory; every replica must call this."""
         assert self.shard is not None
         whole = self._empty()
         self.replicas.gather(whole, self.shard, f"gathering parameters of {self}").wait()
         return self._named(whole)
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
-        """This replica's part of the sum, without parameters that others count: tensor parallel ranks hold some of
-        their parameters whole, each the same ones, beside those they share."""
+        """Return this replica's part of the sum, without parameters that others count: tensor parallel ranks hold some
+        parameters whole, the same on each, besides those that are sharded."""
         assert self.gradient_shard is not None
         if all(is_counted(entry.value) for entry in self.flat.entries):
             return [self.gradient_shard]
@@ -201,7 +201,7 @@ class FlatBuffer:
         return [self.gradient_shard[low - first : high - first] for low, high in spans if low < high]
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """What is there between batches."""
+        """Return the tensors held between batches."""
         return [t for t in (self.whole, self.shard, self.gradient, self.gradient_shard) if t is not None]
 
     def __str__(self) -> str:
@@ -217,11 +217,11 @@ class Shards:
     """All flat buffers of a rank.
 
     Args:
-        flats: those that its stages use; without any, nothing is sharded.
-        weights: the tensors of the rank, without the parameters that are sharded.
-        replicas: None where there is one replica only.
-        starting: by name, on the host, what sharded parameters start from; each is asked for once.
-        reduce_dtype: in which gradients are summed; None is that of the gradients.
+        flats: layouts of the buffers that its stages use; without any, nothing is sharded.
+        weights: tensors of the rank, without the sharded parameters.
+        replicas: group of the replicas; None where there is only one.
+        starting: initial values of sharded parameters by name, on the host; each is read once.
+        reduce_dtype: dtype in which gradients are summed; None is that of the gradients.
     """
 
     def __init__(
@@ -241,16 +241,16 @@ class Shards:
         self.replicas = replicas
 
     def is_gathered(self, stage: int) -> bool:
-        """Whether parameters of `stage` are there between GATHER and RELEASE only."""
+        """Return whether parameters of `stage` exist only between GATHER and RELEASE."""
         return is_gathered(self.flats, stage)
 
     def drop_gradients(self) -> None:
-        """The gradients of the last batch are needed no longer."""
+        """Drop the gradients of the last batch."""
         for buffer in self.buffers.values():
             buffer.drop_gradients()
 
     def before(self, moves: FlatOperations) -> None:
-        """What an action does with the buffers, but for handing parameters to its stage."""
+        """Do the operations on buffers before an action, except passing parameters to its stage."""
         for flats, operation in (
             (moves.settles, FlatBuffer.settle), (moves.crosses, FlatBuffer.cross), (moves.releases, FlatBuffer.release),
             (moves.gathers, FlatBuffer.gather), (moves.opens, FlatBuffer.open), (moves.reduces, FlatBuffer.reduce),
@@ -259,12 +259,12 @@ class Shards:
                 operation(self.buffers[flat])
 
     def parameters(self, stage: int) -> dict[str, torch.Tensor]:
-        """The gathered parameters of `stage` by name, once they are there."""
+        """Wait for the gathered parameters of `stage` and return them by name."""
         flats = (flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages)
         return {name: tensor for flat in flats for name, tensor in self.buffers[flat].gathered().items()}
 
     def end_batch(self, moves: FlatOperations) -> None:
-        """Sum what no REDUCE has summed, and wait for all sums."""
+        """Sum the gradients that no REDUCE has summed, and wait for all sums."""
         self.before(moves)
         for flat in moves.reduces:
             self.buffers[flat].settle()
@@ -273,7 +273,7 @@ class Shards:
             buffer.finish()
 
     def spread(self) -> None:
-        """After an update of the shards: make those parameters whole again that are kept whole."""
+        """Gather, after an update of the shards, the parameters that are kept whole."""
         updated = [
             buffer
             for flat, buffer in self.buffers.items()
@@ -285,7 +285,7 @@ class Shards:
             buffer.gathered()
 
     def parts(self, are_trained: bool = True) -> dict[int, torch.Tensor]:
-        """This rank's shards of parameters, of those that are trained or of the others, by the first of each buffer."""
+        """Return this rank's shards of trained (or of frozen) parameters, by the first parameter of each buffer."""
         return {
             flat.values[0]: buffer.shard
             for flat, buffer in self.buffers.items()
@@ -293,7 +293,7 @@ class Shards:
         }
 
     def spans(self, value: int) -> list[tuple[bool, slice]]:
-        """Of one of `parts`: whether weights decay, and where those lie in it, for each group of its buffer."""
+        """Return, for each group in the buffer of a part, whether it has weight decay, and its slice of the part."""
         flat, buffer = next(item for item in self.buffers.items() if item[0].values[0] == value)
         first = buffer.part.start
         spans = flat.spans(buffer.replicas.index)
@@ -303,17 +303,17 @@ class Shards:
         ]
 
     def flat_of(self, value: int) -> FlatLayout:
-        """The flat buffer that `parts` names by its first parameter."""
+        """Return the layout of the flat buffer whose first parameter is `value`."""
         return next(flat for flat in self.flats if flat.values[0] == value)
 
     def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Sharded parameters, whole and by name, one flat buffer after the other; every replica must ask."""
+        """Yield sharded parameters, whole and by name, one flat buffer after another; every replica must call this."""
         for flat, buffer in self.buffers.items():
             if flat.level >= PARAMETERS:
                 yield buffer.whole_parameters()
 
     def gradient_parts(self) -> dict[int, torch.Tensor]:
-        """The gradients of `parts`, once a batch has summed them."""
+        """Return the gradients of `parts`, complete at the end of a batch."""
         return {
             flat.values[0]: buffer.gradient_shard
             for flat, buffer in self.buffers.items()
@@ -321,27 +321,27 @@ class Shards:
         }
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> list[torch.Tensor]:
-        """What `gradient_parts` hold of the parameters that this rank counts in a norm over the whole model."""
+        """Return the parts of gradients that this rank counts in a norm over the whole model."""
         buffers = (buffer for buffer in self.buffers.values() if buffer.gradient_shard is not None)
         return [part for buffer in buffers for part in buffer.counted_gradients(is_counted)]
 
     def is_sharded(self, parameter: int) -> bool:
-        """Whether each replica updates a part of `parameter` only."""
+        """Return whether each replica updates only a part of `parameter`."""
         return any(flat.level >= OPTIMIZER and parameter in flat.values for flat in self.flats)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of a number over the replicas."""
+        """Return the sum of a number over the replicas."""
         assert self.replicas is not None
         return self.replicas.total(part)
 
     def whole_gradients(self, weights: Weights) -> Mapping[int, torch.Tensor]:
-        """Every gradient of this rank as a whole, by parameter; every replica must ask."""
-        found = dict(weights.gradients)
+        """Return all whole gradients of this rank by parameter; every replica must call this."""
+        gradients = dict(weights.gradients)
         for buffer in self.buffers.values():
             if buffer.flat.is_trained:
-                found.update(buffer.whole_gradients())
-        return {value: found[value] for value in weights.trained}
+                gradients.update(buffer.whole_gradients())
+        return {value: gradients[value] for value in weights.trained}
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is there between batches."""
+        """Return the tensors held between batches."""
         return [tensor for buffer in self.buffers.values() for tensor in buffer.tensors()]

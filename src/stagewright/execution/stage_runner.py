@@ -1,4 +1,4 @@
-"""A stage at work: its tensors, its functions and what it keeps for each microbatch in flight."""
+"""The runner of a stage: its tensors, its functions and the values saved for each microbatch in flight."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ Tensors = dict[int, torch.Tensor]
 _FUNCTIONS = {
     Kind.F: "forward", Kind.R: "rebuild", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward",
 }  # fmt: skip
-"""What an action runs of its stage, in an order in which each has what it takes from those before."""
+"""Functions of a stage by the kind of action that runs them, in an order in which inputs come from earlier ones."""
 
 _SMALL = 0.1
-"""Standard deviation of random numbers in the place of activations and parameters."""
+"""Standard deviation of random stand-ins for activations and parameters."""
 
 _BACKWARD = ("input_grad", "weight_grad", "backward")
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How the stages of a rank compute."""
+    """Options of the computation of a rank's stages."""
 
     loss_scale: float
     """Cotangent of each microbatch's loss."""
     seed: int = 0
-    """Of the random numbers that stages draw."""
+    """Seed of the random numbers that stages draw."""
     first_microbatch: int = 0
-    """Number in the whole batch of this replica's first microbatch, for random numbers."""
+    """Number of this replica's first microbatch in the whole batch, for random numbers."""
     is_compiled: bool = False
-    """Whether the functions of each microbatch go through TorchInductor."""
+    """Whether to compile the functions of each microbatch with TorchInductor."""
 
 
 class StageRunner:
-    """Runs the functions of one stage.
+    """A runner of the functions of a stage.
 
     Args:
-        weights: the tensors of the rank; parameters and buffers are updated in place.
-        is_gathered: parameters are missing until `put_parameters` is called.
-        mark: called in front of the first operator of each function and after every operator.
+        weights: tensors of the rank; parameters and buffers are updated in place.
+        is_gathered: whether parameters are missing until `put_parameters` is called.
+        mark: called before the first operator of each function and after every operator.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class StageRunner:
         self._static = self._runnable(static, sources, "static")
         self._run_resident(self._static)
         seeded = _following(stage.static, stage.graph.seed)
-        made = {output for node in seeded for output in node.outputs if output is not None}
+        seeded_values = {output for node in seeded for output in node.outputs if output is not None}
         self._seeded = self._runnable(
-            Function(seeded, (), tuple(sorted(made & used))), sources | lasting, "seeded"
+            Function(seeded, (), tuple(sorted(seeded_values & used))), sources | lasting, "seeded"
         )
-        self._has_seed = not used.isdisjoint({stage.graph.seed, *made})
+        self._has_seed = not used.isdisjoint({stage.graph.seed, *seeded_values})
         derive = Function(stage.derived, (), tuple(sorted(derived & used)))
         self._derive = self._runnable(derive, sources | lasting, "derived")
         resident = sources | lasting | derived
@@ -133,12 +133,12 @@ class StageRunner:
 
     def _run_resident(self, runnable: Runnable) -> None:
         with torch.no_grad():
-            made = runnable.call([], self.resident, self.weights.accumulate, self._reseed)
-        self.resident.update(zip(runnable.outputs, made, strict=True))
+            values = runnable.call([], self.resident, self.weights.accumulate, self._reseed)
+        self.resident.update(zip(runnable.outputs, values, strict=True))
 
     def prepare(self, kinds: Collection[Kind]) -> None:
-        """Compile what actions of these kinds call, and compare it with the operators, on a microbatch of random numbers
-        that leaves nothing behind. Sharded parameters, which are not here yet, are random too."""
+        """Compile the functions of actions of these kinds, and compare them with the operators, on a microbatch of random
+        numbers whose results are dropped. Sharded parameters, which are not gathered yet, are random too."""
         if not self.is_compiled:
             return
         generator = torch.Generator(self.device).manual_seed(self.seed)
@@ -161,13 +161,13 @@ class StageRunner:
             values = {number: tensor for number, tensor in values.items() if number in later}
             with torch.no_grad():
                 outputs = runnable.call(inputs, resident, _drop, self._reseed)
-            values.update((n, made) for n, made in zip(runnable.outputs, outputs, strict=True) if n in later)
+            values.update((n, t) for n, t in zip(runnable.outputs, outputs, strict=True) if n in later)
             del outputs
         values.clear()
         accelerator_of(self.device).empty_cache()
 
     def _random(self, value: int, generator: torch.Generator) -> torch.Tensor:
-        """A tensor of a value's layout: small normal numbers, true, or zeros, which are valid as indices."""
+        """Return a tensor of a value's layout: small normal numbers, true, or zeros, which are valid indices."""
         meta = self.stage.value(value).meta
         dtype, size = DTYPES[meta.dtype], (meta.extent,)
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
@@ -179,25 +179,25 @@ class StageRunner:
     # -- actions ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, cotangents: Sequence[float] | torch.Tensor | None = None) -> None:
-        """Ready for the first action of a batch: parameters may have changed since the last. `cotangents` are those of the
-        loss of each microbatch, where they differ."""
+        """Prepare for the first action of a batch: parameters may have changed since the last one. `cotangents` are those
+        of the loss of each microbatch, where they differ."""
         self.step = step
         self._cotangents = cotangents
         if not self.is_gathered:
             self._run_resident(self._derive)
 
     def scale_loss(self, cotangent: float) -> None:
-        """Start backwards from another cotangent of each microbatch's loss."""
+        """Set the cotangent of each microbatch's loss from which backwards start."""
         self.resident[self.stage.graph.seed].fill_(cotangent)
         self._run_resident(self._static)
 
     def release(self) -> None:
-        """Let go of what is computed from constants and parameters."""
+        """Release the values computed from constants and parameters."""
         for value in (*self._static.outputs, *self._derive.outputs):
             self.resident.pop(value, None)
 
     def restore(self) -> None:
-        """Ready for batches again; what is derived from parameters is made as each batch begins."""
+        """Recompute the values computed from constants; those computed from parameters follow as each batch begins."""
         self._run_resident(self._static)
 
     def put_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -207,14 +207,14 @@ class StageRunner:
         self._run_resident(self._derive)
 
     def drop_parameters(self) -> None:
-        """Let go of gathered parameters and of what was derived from any."""
+        """Release gathered parameters and all values computed from parameters."""
         for value in (*self.stage.parameters, *self._derive.outputs):
             if value not in self.weights.tensors:
                 self.resident.pop(value, None)
 
     def forward(self, microbatch: int, arrived: Tensors, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-        """F. Takes what arrived from other stages and the user inputs; returns what other stages need and the loss (which
-        I and B return where it is late)."""
+        """Run F on values from other stages and the user's inputs; return the values for other stages and the loss (a late
+        loss is returned by I and B)."""
         stage = self.stage
         for value in stage.inputs:
             arrived[value] = inputs[stage.value(value).name]
@@ -225,25 +225,25 @@ class StageRunner:
         return self._sent(stage.sends, outputs)
 
     def _sent(self, transfers: Iterable[Transfer], outputs: Tensors) -> Tensors:
-        """What goes to other stages, and the loss where it is among `outputs`."""
+        """Return the values for other stages, and the loss where it is among `outputs`."""
         sent = {value: outputs[value] for transfer in transfers for value in transfer.values}
         loss = self.stage.graph.loss
         return sent | ({loss: outputs[loss]} if loss in outputs else {})
 
     @property
     def held(self) -> Mapping[int, Tensors]:
-        """What is kept on the device for the backward of each microbatch."""
+        """Values saved on the device for the backward of each microbatch."""
         return {
             microbatch: {value: kept for value, kept in held.items() if isinstance(kept, torch.Tensor)}
             for microbatch, held in self._held.items()
         }
 
     def drop(self) -> None:
-        """Forget every microbatch."""
+        """Drop the saved values of all microbatches."""
         self._held.clear()
 
     def recompute(self, microbatch: int) -> None:
-        """R. Recomputes and fetches what the backward needs first; what was kept for R alone goes."""
+        """Run R: recompute and fetch values that the backward needs first, and drop values saved for R alone."""
         held = self._held[microbatch]
         given = {value: held[value] for value in self.functions["rebuild"].inputs}
         later = self._for_backward
@@ -252,7 +252,7 @@ class StageRunner:
         kept.update(self._call("rebuild", microbatch, given))
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
-        """I. Takes cotangents from later stages; returns cotangents for earlier ones, and a late loss."""
+        """Run I on cotangents from later stages; return cotangents for earlier ones, and a late loss."""
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
@@ -265,17 +265,17 @@ class StageRunner:
         return self._sent(self.stage.grad_sends, outputs)
 
     def weight_grad(self, microbatch: int) -> None:
-        """W. Adds the weight gradients of one microbatch to the gradient buffers."""
+        """Run W: add the weight gradients of a microbatch to the gradient buffers."""
         self._call("weight_grad", microbatch, self._held.pop(microbatch))
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
-        """B: I and W in one, freeing saved values as it goes; a late loss is among what it returns."""
+        """Run B, which is I and W in one, freeing saved values as it goes; a late loss is among the results."""
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()
         return self._call("backward", microbatch, inputs)
 
-    # -- inner ------------------------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, microbatch: int, given: Tensors) -> Tensors:
         """Run a function on values taken out of `given`, so that each is freed at its last use."""
@@ -295,14 +295,14 @@ class StageRunner:
 
 
 def _drop(parameter: int, gradient: torch.Tensor) -> None:
-    """In the place of a gradient buffer."""
+    """Drop a gradient, in place of accumulating it."""
 
 
 def _following(nodes: Sequence[Node], value: int) -> tuple[Node, ...]:
-    """Those of `nodes` that depend on a value."""
-    reached, found = {value}, []
+    """Return those of `nodes` that depend on a value."""
+    reached, dependent = {value}, []
     for node in nodes:
         if not reached.isdisjoint(node.inputs):
             reached.update(output for output in node.outputs if output is not None)
-            found.append(node)
-    return tuple(found)
+            dependent.append(node)
+    return tuple(dependent)

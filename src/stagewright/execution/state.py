@@ -1,4 +1,4 @@
-"""What training changes on one rank, as regions of the whole model's tensors: what a checkpoint is made of."""
+"""The state of a rank that training changes, as regions of the whole model's tensors; the contents of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
 OF_REPLICA = "#"
-"""In names of what every replica has of its own: in front of its number and the pipeline rank's."""
+"""Separator, in names of state that differs between replicas, before the numbers of replica and pipeline rank."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A region of something that training changes: its name in the whole model, the rank that writes it (this one or another
-    with the same), and where this rank has it."""
+    """A region of state that training changes: its name in the whole model, the rank that writes it (this one or another
+    with the same region), and this rank's tensor of it."""
 
     name: str
     region: Region
@@ -32,12 +32,12 @@ class Held:
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
+        """Key of the region in a file."""
         return key_of(self.name, self.region)
 
 
 def key_of(name: str, region: Region) -> str:
-    """Under which name a file has a region of tensor `name`.
+    """Return the key of a region of tensor `name` in a file.
 
     >>> key_of("weight:exp_avg", Region((4, 0), (2, 8)))
     'weight:exp_avg@4,0'
@@ -46,7 +46,7 @@ def key_of(name: str, region: Region) -> str:
 
 
 def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
-    """Which region of which tensor the entry `key` of a file is. Raises `ValueError` where it is none.
+    """Return the tensor's name and the region of the entry `key` of a file. Raises `ValueError` where it is not a region.
 
     >>> named_by("weight:step@", ())
     ('weight:step', Region(start=(), shape=()))
@@ -59,14 +59,14 @@ def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
 
 
 LossScaleState = tuple[float, int]
-"""The loss scale, and the steps since it last changed."""
+"""The loss scale, and the number of steps since it last changed."""
 
 Source = TypeVar("Source", str, int)
 
 
 class RegionIndex(Generic[Source]):
-    """Who has which regions of which tensors: files of a checkpoint, or ranks; `has_optimizer_state` where it is not weights
-    alone."""
+    """An index of the sources (files of a checkpoint, or ranks) of regions of tensors; `has_optimizer_state` unless it has
+    only weights."""
 
     def __init__(self, has_optimizer_state: bool = True) -> None:
         self.has_optimizer_state = has_optimizer_state
@@ -74,60 +74,63 @@ class RegionIndex(Generic[Source]):
         self._with_state: set[str] | None = None
 
     def add(self, name: str, region: Region, source: Source) -> None:
-        """`source` has this region; who was added before goes first."""
+        """Add `source` for a region, unless an earlier source has it."""
         self._where.setdefault(name, {}).setdefault(region, source)
 
     def sources(self, name: str, wanted: Region) -> list[tuple[Source, Region]]:
-        """Who has which regions of what is `wanted` of a tensor. Raises `InputError` where nobody has some of it."""
+        """Return the sources of a tensor's regions that overlap `wanted`. Raises `InputError` where a part of it has no
+        source."""
         stored = self._where.get(self.known_as(name), {})
         if wanted in stored:
             return [(stored[wanted], wanted)]
-        found = [(source, region) for region, source in stored.items() if wanted.overlap(region) is not None]
-        if sum(overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
+        overlapping = [
+            (source, region) for region, source in stored.items() if wanted.overlap(region) is not None
+        ]
+        if sum(overlap(wanted, region).num_elements for _, region in overlapping) != wanted.num_elements:
             raise InputError(
                 f"it does not have all of '{name}', so it is of another model, or was written by another version of "
                 "stagewright"
             )
-        return found
+        return overlapping
 
     def regions(self, name: str) -> dict[Region, Source]:
-        """Of a tensor, who has each."""
+        """Return the regions of a tensor, each with its source."""
         return self._where[name]
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._where)
 
     def has_state(self, parameter: str) -> bool:
-        """Whether there is more of a parameter than its weight."""
+        """Return whether there is state of a parameter besides its weight."""
         if self._with_state is None:
             parts = (name.rpartition(":") for name in self._where)
             self._with_state = {name for name, _, part in parts if part != "weight"}
         return parameter in self._with_state
 
     def known_as(self, name: str) -> str:
-        """Under which name it is there: of statistics that each replica has of its own, where there were fewer of them, the
-        first replica's."""
+        """Return the stored name of a tensor: for statistics that differ between replicas, the first replica's if there
+        were fewer replicas."""
         if name in self._where or OF_REPLICA not in name:
             return name
         prefix = name.rpartition(OF_REPLICA)[0] + OF_REPLICA
-        return min((one for one in self._where if one.startswith(prefix)), default=name)
+        return min((stored for stored in self._where if stored.startswith(prefix)), default=name)
 
 
-def overlap(one: Region, other: Region) -> Region:
-    """What two regions have in common that were chosen because they overlap."""
-    found = one.overlap(other)
-    assert found is not None
-    return found
+def overlap(region: Region, other: Region) -> Region:
+    """Return the intersection of two regions, which must overlap."""
+    common = region.overlap(other)
+    assert common is not None
+    return common
 
 
 def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[Held]:
-    """All that training changes and that this rank has; where it is to be read from what `index` has, with room for state
-    of the optimizer that only its first step makes."""
+    """Yield all state of this rank that training changes; with an `index` to read it from, including optimizer state that
+    otherwise only the first step creates."""
     mesh, weights, names = session.mesh, session.weights, session.weights.names
-    shared = parallelism(session.graph)
-    shards = shared.shards if shared else {}
+    parallel = parallelism(session.graph)
+    shards = parallel.shards if parallel else {}
     holders: dict[int, int] = {}
     for stage in session.stages:
         for value in stage.parameters:
@@ -135,27 +138,27 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
             holders[value] = min(here, holders.get(value, here))
 
     def writer(value: int, replica: int) -> int:
-        """Of those that hold the same, the first."""
+        """Return the first of the ranks that hold the same part of a parameter."""
         tensor_rank = mesh.tensor_rank if names[value] in shards else 0
         return mesh.global_rank(holders[value], replica, tensor_rank)
 
     def placed(value: int, part: str, region: Region, replica: int, tensor: torch.Tensor) -> Iterator[Held]:
-        """A region of what this rank has of a parameter, as those of the whole one."""
+        """Yield a region of this rank's part of a parameter as regions of the whole parameter."""
         name = names[value]
         pieces = (
             in_whole(region, shards[name], mesh.tp, mesh.tensor_rank)
             if name in shards and region.shape
             else ((region, region),)
         )
-        for whole, own in pieces:
+        for whole, piece in pieces:
             yield Held(
                 f"{name}:{part}",
                 whole,
                 writer(value, replica),
-                tensor[own.within(region)] if own.shape else tensor,
+                tensor[piece.within(region)] if piece.shape else tensor,
             )
 
-    sharer = mesh.replica % mesh.num_shards
+    shard_index = mesh.replica % mesh.num_shards
     for target, state in session.optimizer.updater.states(
         lambda value: index is not None and index.has_state(names[value])
     ):
@@ -169,13 +172,13 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
                 continue
             group, span = next(
                 (group, span)
-                for group, span in zip(flat.groups, flat.spans(sharer), strict=True)
+                for group, span in zip(flat.groups, flat.spans(shard_index), strict=True)
                 if group.is_decayed == target.span.is_decayed
             )
-            for own, region, piece in _of_flat(group.entries, span, tensor):
-                yield from placed(own, part, region, sharer, piece)
+            for parameter, region, piece in _of_flat(group.entries, span, tensor):
+                yield from placed(parameter, part, region, shard_index, piece)
     if session.model_files.is_adapter:
-        frozen, parts = {}, {}  # are those that the run started from
+        frozen, parts = {}, {}  # unchanged since the run started
     else:
         frozen, parts = weights.parameters, session.shards.parts(are_trained=False)
     for value, tensor in frozen.items():
@@ -183,39 +186,39 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
             yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
     for value, tensor in parts.items():
         flat = session.shards.flat_of(value)
-        for own, region, piece in _of_flat(flat.entries, flat.shard(sharer), tensor):
-            yield from placed(own, "weight", region, sharer, piece)
+        for parameter, region, piece in _of_flat(flat.entries, flat.shard(shard_index), tensor):
+            yield from placed(parameter, "weight", region, shard_index, piece)
     first = mesh.global_rank(mesh.pipeline_rank, mesh.replica, 0)
-    for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
+    for value in dict.fromkeys(buffer for stage in session.own_stages for buffer, _ in stage.mutations):
         tensor = weights.tensors[value]
-        own = f"{names[value]}{OF_REPLICA}{mesh.replica}.{mesh.pipeline_rank}"
-        yield Held(own, Region.whole(tensor.shape), first, tensor)
+        name = f"{names[value]}{OF_REPLICA}{mesh.replica}.{mesh.pipeline_rank}"
+        yield Held(name, Region.whole(tensor.shape), first, tensor)
 
 
 def loss_scale_of(session: Session) -> LossScaleState | None:
-    """The loss scale, where there is one."""
+    """Return the state of the loss scale, or None where there is none."""
     scale = session.loss_scale
     return None if scale is None else (scale.value, scale.num_good)
 
 
 def resumed(session: Session, loss_scale: LossScaleState | None) -> None:
-    """Everything that follows from what `held` gives, which was filled, and from the loss scale is as these are now; every
-    rank must call this."""
+    """Update everything that depends on the loss scale and on the tensors of `held`, which were filled; every rank must
+    call this."""
     session.optimizer.updater.restored()
     session.shards.spread()
     if session.loss_scale is not None:
         if loss_scale is not None:
             session.loss_scale.value, session.loss_scale.num_good = loss_scale
         session.lengths.scale_loss(session.cotangent)
-    session.runner.release()  # what was computed from parameters that have changed
+    session.runner.release()  # values computed from parameters, which have changed
     session.runner.restore()
 
 
 def _of_flat(
     entries: Sequence[Entry], part: slice, shard: torch.Tensor
 ) -> Iterator[tuple[int, Region, torch.Tensor]]:
-    """What `shard`, which is `part` of a flat buffer, or a number that belongs to it, is of each parameter of `entries`:
-    regions and where they are."""
+    """Yield the regions of each parameter of `entries` in `shard`, which is `part` of a flat buffer or a number that belongs
+    to it, each with its tensor."""
     for entry in entries:
         if not shard.dim():
             yield entry.value, Region.whole(()), shard

@@ -1,10 +1,10 @@
-"""Folders of `torch.distributed.checkpoint`: read without running what a stranger put there, and written tensor by tensor.
+"""Folders of `torch.distributed.checkpoint`: read without running untrusted code, and written tensor by tensor.
 
-Such a folder describes itself in a pickle. It is read here as plain data, from which the objects that torch reads by are
-made anew; files of tensors are read as torch reads them with ``weights_only``.
+Such a folder describes itself in a pickle. It is read here as plain data, from which the objects that torch needs are
+built; files of tensors are read as torch reads them with ``weights_only``.
 
 Source: ``metadata.py``, ``filesystem.py`` and ``default_planner.py`` of `torch.distributed.checkpoint` (torch 2.13).
-Ignores: what is no tensor, such as the numbers of an optimizer's parameter groups.
+Ignores: entries that are not tensors, such as the numbers of an optimizer's parameter groups.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _NAMES = {
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath", "Path")),
     "collections.OrderedDict",
 }  # fmt: skip
-"""The names that a description needs."""
+"""Names that a description may contain."""
 
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a chunk lies: a file of the folder, with offset and length in bytes, and how torch encoded it."""
+    """The location of a chunk: a file of the folder, with offset and length in bytes, and torch's encoding."""
 
     relative_path: str
     offset: int
@@ -71,45 +71,45 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Loads tensors alone: torch's own planner unpickles whatever else there is."""
+    """A planner that loads only tensors: torch's planner unpickles all other entries."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise ValueError(f"'{read_item.dest_index.fqn}' is no tensor")
+        raise ValueError(f"'{read_item.dest_index.fqn}' is not a tensor")
 
 
 class StateDictFolder:
     """The tensors that `torch.distributed.checkpoint` saved to a folder: `shapes` by their names in the flat state dict.
 
     Raises:
-        InputError: it is no such folder, or its description names something else than what describes tensors.
+        InputError: it is not such a folder, or its description contains other names than those that describe tensors.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metadata = _described(folder)
         self._types = {
-            name: (tuple(one.size), one.properties.dtype)
-            for name, one in self._metadata.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: (tuple(storage.size), storage.properties.dtype)
+            for name, storage in self._metadata.state_dict_metadata.items()
+            if isinstance(storage, TensorStorageMetadata)
         }
         self.shapes = {name: shape for name, (shape, _) in self._types.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, whole and as it is stored. Raises `InputError` where it cannot be read."""
+        """Read a whole tensor in its stored dtype. Raises `InputError` where it cannot be read."""
         shape, dtype = self._types[name]
         try:
             tensor = torch.empty(shape, dtype=dtype)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # says that there is one process
+                warnings.simplefilter("ignore")  # about there being only one process
                 reader = _Reader(self.folder, self._metadata)
                 dcp.load({name: tensor}, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
         except (
             Exception,
             dcp.CheckpointException,
-        ) as error:  # torch raises many types, and one that is no `Exception`
+        ) as error:  # torch raises many types, and one that is not an `Exception`
             raise InputError(
                 f"tensor '{name}' in '{self.folder}' cannot be read ({' '.join(str(error).split())[:200]}): copy the folder "
-                "again, or save it anew"
+                "again, or save it again"
             ) from None
         return tensor
 
@@ -118,21 +118,21 @@ def _described(folder: Path) -> Metadata:
     path = inside(folder, DESCRIPTION)
     try:
         if not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("it is not a file")
         with path.open("rb") as file:
             metadata = _metadata(read_plain(file, _NAMES))
-    except Exception as error:  # damaged bytes lead to whatever they lead to
+    except Exception as error:  # damaged bytes may raise anything
         raise InputError(
             f"'{path}' cannot be read ({error}): name a folder that torch.distributed.checkpoint has written"
         ) from None
     for name in {location.relative_path for location in metadata.storage_data.values()}:
         if not inside(folder, name).is_file():
-            raise InputError(f"'{path}' names file '{name}', which is not there: copy the folder again")
+            raise InputError(f"'{path}' names file '{name}', which is missing: copy the folder again")
     return metadata
 
 
 def _metadata(data: Any) -> Metadata:
-    """The description of the tensors in `data`, made of new objects. Raises `ValueError` where it is none."""
+    """Build a description of the tensors in `data` from new objects. Raises `ValueError` where it is not a description."""
     fields = _fields(data, "Metadata")
     tensors = {
         _checked(name, str): _tensor(stored)
@@ -153,7 +153,7 @@ def _tensor(data: Any) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(_size(part["offsets"]), _size(part["sizes"])) for part in parts]
     size = _size(fields["size"])
     if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
-        raise ValueError("the chunks of a tensor are not the whole of it")
+        raise ValueError("the chunks of a tensor do not add up to its size")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -180,7 +180,7 @@ def _location(data: Any) -> _Location:
 
 def _size(data: Any) -> torch.Size:
     if not isinstance(data, PickledObject) or data.name != "torch.Size" or len(data.arguments) != 1:
-        raise ValueError("a shape is no torch.Size")
+        raise ValueError("a shape is not a torch.Size")
     return torch.Size([_checked(extent, int) for extent in _checked(data.arguments[0], tuple | list)])
 
 
@@ -190,53 +190,55 @@ def _is(data: Any, name: str) -> bool:
 
 def _fields(data: Any, name: str) -> dict[str, Any]:
     if not _is(data, name):
-        raise ValueError(f"it has no {name} where one must be")
+        raise ValueError(f"it lacks a {name} where one is required")
     return data.fields
 
 
 def _checked(value: Any, kind: Any) -> Any:
-    """`value`, which must be of `kind`. Raises `ValueError` otherwise."""
+    """Return `value`, which must be of `kind`. Raises `ValueError` otherwise."""
     if not isinstance(value, kind):
-        raise ValueError(f"it has a {type(value).__name__} where a {getattr(kind, '__name__', kind)} must be")
+        raise ValueError(
+            f"it has a {type(value).__name__} where a {getattr(kind, '__name__', kind)} is required"
+        )
     return value
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Makes each tensor when it is written."""
+    """A planner that makes each tensor when it is written."""
 
-    def __init__(self, made: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, tensor_of: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
-        self._made = made
+        self._tensor_of = tensor_of
 
     def lookup_object(self, index: Any) -> torch.Tensor:
-        return self._made(index.fqn)
+        return self._tensor_of(index.fqn)
 
 
 def write_state_dict(
-    folder: Path, layouts: Mapping[str, torch.Tensor], made: Callable[[str], torch.Tensor]
+    folder: Path, layouts: Mapping[str, torch.Tensor], tensor_of: Callable[[str], torch.Tensor]
 ) -> None:
-    """A folder that `torch.distributed.checkpoint.load` reads: a file per tensor, of which one at a time is in memory.
+    """Write a folder that `torch.distributed.checkpoint.load` reads: a file per tensor, with one tensor at a time in memory.
 
     Args:
         layouts: tensors on the device ``meta``, by name in the state dict.
-        made: the tensor of a name.
+        tensor_of: returns the tensor of a name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(layouts), storage_writer=writer, planner=_Planner(made), no_dist=True)
+        dcp.save(dict(layouts), storage_writer=writer, planner=_Planner(tensor_of), no_dist=True)
 
 
-def same_names(known: Iterable[str], stored: Iterable[str]) -> str | None:
-    """What is in front of the `known` names among those `stored`, such as ``model.`` where a state dict was one of several;
-    None where they are not there.
+def same_names(expected: Iterable[str], stored: Iterable[str]) -> str | None:
+    """Return the prefix of the `expected` names among those `stored`, such as ``model.`` where a state dict was one of
+    several; None where they are missing.
 
     >>> same_names(["0.weight"], ["model.0.weight", "optimizer.state.0.weight.exp_avg"])
     'model.'
     """
-    first, every = next(iter(known)), set(stored)
-    found = (name.removesuffix(first) for name in sorted(every, key=len) if name.endswith(first))
-    return next((one for one in found if one == "" or one.endswith(".")), None)
+    first, every = next(iter(expected)), set(stored)
+    prefixes = (name.removesuffix(first) for name in sorted(every, key=len) if name.endswith(first))
+    return next((prefix for prefix in prefixes if prefix == "" or prefix.endswith(".")), None)

@@ -1,4 +1,4 @@
-"""Which ranks compute slower than planned beside the others, seen while a run goes on."""
+"""Detection, during a run, of stragglers: ranks that compute slower than planned, relative to the others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from stagewright.planning.plan import Plan
 from stagewright.schedule.action import COMPUTE
 
 _SLOW, _AS_FAST = 1.3, 1.15
-"""Times the pace of the middle rank from which on one counts as slow, and below which no longer."""
+"""Multiples of the median rank's pace above which a rank becomes slow, and below which it is no longer slow."""
 
 _STEPS, _SECONDS = 5, 3.0
-"""One after the other that take so long at the least, before a word is said: of short steps any few may be slow."""
+"""Minimum number of consecutive steps, and of their seconds, before a message: a few short steps may be slow by chance."""
 
 
 def pace_of(batch: BatchResult, plan: Plan, pipeline_rank: int, length: int) -> float:
-    """How many times as long as planned the computations of a batch took on this rank; zero where nothing is planned."""
+    """Return the ratio of the time of a batch's computations on this rank to the planned time; zero if none is planned."""
     predicted = plan.by_length.get(length, plan.predictions).ranks
     if not predicted or not predicted[pipeline_rank].busy_seconds:
         return 0.0
@@ -27,20 +27,20 @@ def pace_of(batch: BatchResult, plan: Plan, pipeline_rank: int, length: int) -> 
 
 
 class StragglerWatch:
-    """Hears after every step how every rank did, and says when one stays slow beside the others, or no longer."""
+    """A monitor of all ranks' paces that reports when a rank stays slow relative to the others, and when it recovers."""
 
     def __init__(self) -> None:
         self._streaks: dict[int, tuple[int, float]] = {}
-        """Of every rank, steps in which it is not as it was told, and what they took."""
+        """Number and seconds of the consecutive steps in which a rank differs from its reported state, by rank."""
         self._slow: set[int] = set()
 
     def after(self, step: int, paces: Sequence[float], seconds: float) -> list[str]:
-        """Messages about step number `step`, which took `seconds` and of which each rank took `paces` times as long as
-        planned to compute; zero where that was not looked at."""
+        """Return messages about step number `step`, which took `seconds`, and in which each rank computed for `paces` times
+        as long as planned; zero where that was not measured."""
         if not paces or not all(paces):
             return []
         middle = statistics.median_low(paces)
-        said = []
+        messages = []
         for rank, pace in enumerate(paces):
             was_slow = rank in self._slow
             changes = pace < _AS_FAST * middle if was_slow else pace > _SLOW * middle
@@ -50,10 +50,10 @@ class StragglerWatch:
                 continue
             self._streaks[rank] = 0, 0.0
             self._slow ^= {rank}
-            said.append(
+            messages.append(
                 f"rank {rank} is as fast as the others again since step {step - count + 2}"
                 if was_slow
-                else f"rank {rank} takes {pace / middle:.1f} times as long as the others, beside what is planned for each, "
-                f"since step {step - count + 2}, and all wait for it: look at its device, or plan again with --record"
+                else f"rank {rank} takes {pace / middle:.1f} times as long as the others, relative to the plan, since step "
+                f"{step - count + 2}, and all wait for it: check its device, or plan again with --record"
             )
-        return said
+        return messages

@@ -1,4 +1,4 @@
-"""Files of tensors of a checkpoint: written with their digests, and read by regions, whichever rank wrote them."""
+"""Tensor files of a checkpoint: written with digests, and read by regions, whichever rank wrote them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stagewright.execution.regions import Region
 from stagewright.execution.state import Held, RegionIndex, key_of, named_by, overlap
 
 RANK = "rank-"
-"""How the name of a file of a rank's state begins."""
+"""Prefix of the names of files with a rank's state."""
 
 Sources = list[tuple[str, Region]]
-"""Names of files, and the regions that they have."""
+"""Names of files, each with a region that it has."""
 
 
 def rank_file(rank: int) -> str:
@@ -29,25 +29,25 @@ def rank_file(rank: int) -> str:
 
 
 class Stored:
-    """What the files of all ranks of a checkpoint hold: regions by the names of tensors.
+    """The contents of the files of all ranks of a checkpoint: regions by the names of tensors.
 
     Raises:
-        InputError: a file is none of ours.
+        InputError: a file cannot be read, or was not written by stagewright.
     """
 
-    def __init__(self, found: Checkpoint) -> None:
-        self.path = found.path
-        self.index = RegionIndex[str](found.manifest.has_optimizer_state)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        self.index = RegionIndex[str](checkpoint.manifest.has_optimizer_state)
         self._readers: dict[str, safe_open] = {}
-        for file in sorted(name for name in found.manifest.files if name.startswith(RANK)):
-            for name, region in _regions(found.path, file):
+        for file in sorted(name for name in checkpoint.manifest.files if name.startswith(RANK)):
+            for name, region in _regions(checkpoint.path, file):
                 self.index.add(name, region, file)
 
     def sources(self, name: str, wanted: Region) -> Sources:
-        """Which files have which regions of what is `wanted` of a tensor.
+        """Return the files and regions that contain the region `wanted` of a tensor.
 
         Raises:
-            InputError: some of it is in none.
+            InputError: a part of it is in none.
         """
         try:
             return self.index.sources(name, wanted)
@@ -55,7 +55,7 @@ class Stored:
             raise InputError(f"checkpoint '{self.path}': {error}") from None
 
     def read(self, held: Held, sources: Sources) -> None:
-        """Fill what a rank holds."""
+        """Fill the tensor of `held` from the files."""
         name = self.index.known_as(held.name)
         try:
             for file, region in sources:
@@ -70,27 +70,27 @@ class Stored:
                         f"the checkpoint has '{name}' as {read.dtype}, this run as {held.tensor.dtype}: resume with the "
                         "version of stagewright that wrote it"
                     )
-                own = held.tensor[both.within(held.region)] if both.shape else held.tensor
-                own.copy_(read)
+                target = held.tensor[both.within(held.region)] if both.shape else held.tensor
+                target.copy_(read)
         except (OSError, SafetensorError) as error:
             raise RunError(
                 f"checkpoint '{self.path}' cannot be read: {error}; {folders.instead_of(self.path)}"
             ) from None
 
     def layout(self, name: str) -> torch.Tensor:
-        """A whole tensor without contents."""
+        """Return a whole tensor without contents."""
         regions = self.index.regions(name)
-        ends = [[first + size for first, size in zip(one.start, one.shape, strict=True)] for one in regions]
+        ends = [[first + size for first, size in zip(box.start, box.shape, strict=True)] for box in regions]
         region, file = next(iter(regions.items()))
         dtype = _DTYPES[self._reader(file).get_slice(key_of(name, region)).get_dtype()]
         return torch.empty(tuple(map(max, *ends)) if len(ends) > 1 else ends[0], dtype=dtype, device="meta")
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor. Raises as `sources` and `read`."""
-        found = torch.empty_like(self.layout(name), device="cpu")
-        wanted = Region.whole(found.shape)
-        self.read(Held(name, wanted, 0, found), self.sources(name, wanted))
-        return found
+        """Read a whole tensor. Raises as `sources` and `read`."""
+        tensor = torch.empty_like(self.layout(name), device="cpu")
+        wanted = Region.whole(tensor.shape)
+        self.read(Held(name, wanted, 0, tensor), self.sources(name, wanted))
+        return tensor
 
     def _reader(self, file: str) -> safe_open:
         if file not in self._readers:
@@ -99,7 +99,7 @@ class Stored:
 
 
 def _regions(folder: Path, file: str) -> list[tuple[str, Region]]:
-    """What a file has. Raises `InputError` where that cannot be read."""
+    """Return the names and regions in a file. Raises `InputError` where it cannot be read."""
     try:
         with safe_open(str(folder / file), framework="pt") as reader:
             keys = list(reader.keys())
@@ -132,28 +132,28 @@ _FILE_BYTES = 4 * 2**30
 
 
 def in_files(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names of tensors, whose bytes are their `sizes`, in files of up to 4 GiB.
+    """Group the names of tensors, by their `sizes` in bytes, into files of up to 4 GiB.
 
     >>> in_files({"a": 3 * 2**30, "b": 2**30, "c": 1})
     [['a', 'b'], ['c']]
     """
-    found: list[list[str]] = [[]]
+    files: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
-        if found[-1] and held + size > _FILE_BYTES:
-            found.append([])
+        if files[-1] and held + size > _FILE_BYTES:
+            files.append([])
             held = 0
-        found[-1].append(name)
+        files[-1].append(name)
         held += size
-    return found
+    return files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """A file of `tensors`, which may lie on any device; on the disk when this returns.
+    """Write a file of `tensors`, which may be on any device, and flush it to the disk.
 
     Raises:
-        OSError: it cannot be written.
-        RunError: a tensor is of a type that such files do not have.
+        OSError: the file cannot be written.
+        RunError: a tensor has a dtype that such files do not support.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
@@ -168,12 +168,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    # So that all are aligned.
+    # Sorted by element size, so that all are aligned.
     offset, order = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in _TYPES:
-            raise RunError(f"tensor '{name}' is of type {tensor.dtype}, which safetensors files do not have")
+            raise RunError(
+                f"tensor '{name}' is of type {tensor.dtype}, which safetensors files do not support"
+            )
         end = offset + tensor.numel() * tensor.element_size()
         shape, dtype = list(tensor.shape), _TYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}

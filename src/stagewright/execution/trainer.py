@@ -1,4 +1,4 @@
-"""Training a plan on one rank: steps, checkpoints, what is said of them, and what is left at the end."""
+"""The trainer of a plan on one rank: steps, checkpoints, logs and the record."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from stagewright.execution.session import StepResult
 
 _STOP, _WRITING, _RECORD, _ADAPT, _LINKS = "stop", "writing", "record", "adapt", "links"
-"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due, is another plan
-worth changing to, should links be timed?"""
+"""Questions of `Session.votes`: was the run asked to stop, is a checkpoint being written, is a record due, is another plan
+worth a change, should links be timed?"""
 
 _RECORD_EVERY_S = 60.0
 _MOST_ROLLBACKS = 3
-"""In one run: NaN or Inf in as many other batches does not come from the data."""
+"""Maximum number of rollbacks in a run: NaN or Inf in that many other batches does not come from the data."""
 
 
 class Trainer:
-    """Trains a plan, in the process of each rank: all of it with `fit`, or a step at a time in a loop of your own.
+    """A trainer of a plan in the process of each rank: for the whole run with `fit`, or step by step in a user's loop.
 
-    Made in a script that torchrun or ``stagewright launch`` starts, with as many processes as the plan has ranks; a plan
-    for one rank needs neither. All ranks call the same methods in the same order.
+    It is created in a script that torchrun or ``stagewright launch`` starts, with as many processes as the plan has ranks; a
+    plan for one rank needs neither. All ranks call the same methods in the same order.
 
     >>> trainer = Trainer("plan.json", "text.txt", steps=100)  # doctest: +SKIP
     >>> record = trainer.fit()  # doctest: +SKIP
 
     Args:
-        options: the fields of a `RunOptions`, as arguments of their own.
+        options: the fields of a `RunOptions`, as keyword arguments.
 
     Raises:
-        InputError: the plan is one that is predicted only, or something that was given cannot be used.
-        TraceError: the traced graph is not the model; names what differs.
-        RunError: other than the plan's number of processes, or a rank is lost.
+        InputError: the plan can only be predicted, or an argument cannot be used.
+        TraceError: the traced graph differs from the model; names the differences.
+        RunError: the number of processes is not the plan's, or a rank is lost.
     """
 
     @options_as_keywords.method
@@ -70,8 +70,8 @@ class Trainer:
         self._path = options.plan if isinstance(options.plan, Path) else None
         self.num_steps = plan.job.num_steps
         self._stack = ExitStack()
-        self._behind = self._stack.enter_context(ExitStack())
-        """What may take its time, once the others know how this rank ended."""
+        self._slow_exits = self._stack.enter_context(ExitStack())
+        """Exits that may take long, run once the other ranks know how this rank ended."""
         self._is_open = True
         data = ready(options.data, plan)
         self._held_out = ready_beside(options.held_out, data, plan)
@@ -88,12 +88,12 @@ class Trainer:
         )
         self.rank, self.num_ranks = self._watch.rank, self._watch.num_ranks
         self.is_first = self._place == 0
-        """Whether this process writes what a run leaves."""
+        """Whether this process writes the run's files."""
         with self._at_work():
             self._set_up(data)
 
     def _check(self, data: PreparedData | None) -> None:
-        """Check what `stagewright.run` does before it starts processes."""
+        """Make the checks that `stagewright.run` makes before it starts processes."""
         self._stack.enter_context(launched(self.plan))
         self._stack.enter_context(in_use(self.options.checkpoint, "checkpoint"))
         check_start(self.options, self.plan, None if data is None else data.identity)
@@ -119,23 +119,23 @@ class Trainer:
         options, watch, reader = self.options, self._watch, Prefetcher()
         if options.compare and self.is_first:  # the others wait for it
             compare_once(self.plan, watch.at, apart=self.device.type == "cpu")
-        self._behind.callback(reader.close)
+        self._slow_exits.callback(reader.close)
         self._new_session = lambda plan: Session(
             plan, self.device, data, options.random_weights, watch.at, watch.at, options.on_nan, reader
         )
         began = time.monotonic()
         self.session = self._new_session(self.plan)
         watch.device_position = lambda: self.session.runner.device_position()
-        set_up_s = time.monotonic() - began  # and so it is for other cuts, in processes that are there
+        set_up_s = time.monotonic() - began  # also the cost of a change to other cuts, in running processes
         self._saving = Checkpointer(options, self.session)
         self.step_number = watch.num_steps = first = (
             self._saving.restore(self.session) if options.resume else 0
         )
-        """Steps that are done."""
+        """Number of steps done."""
         metered = metered_steps(self.plan.job, self.num_steps, first)
         self._history = History(first, self.num_steps, metered)
         self.is_stopping = False
-        """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
+        """Whether the run was asked to end after the last step, by Ctrl-C or SIGTERM; the same on all ranks."""
         self._recorded = time.monotonic()
         self._adaptation: Adaptation | None = None
         if options.adapt and self.is_first:
@@ -144,7 +144,9 @@ class Trainer:
         self._ask_ranks()
         self._speed = SpeedWatch(self.device, probed_reference(self.plan, self._place, self.device.type))
         self._paces = StragglerWatch()
-        if self._held_out is not None:  # what cannot be evaluated is said now, and not behind the last step
+        if (
+            self._held_out is not None
+        ):  # so that errors of the evaluation come now and not after the last step
             evaluated(self.session.graph)
             _ = open_batches(self._held_out, self.plan.job, is_once=True).num_samples
         self._evaluator: Evaluator | None = None
@@ -156,7 +158,7 @@ class Trainer:
             self._callbacks = [self._log, *options.callbacks, *sent]
 
     def _ask_ranks(self) -> None:
-        """What every rank says after each step."""
+        """Set the questions that every rank answers after each step."""
         self.session.votes = {
             _STOP: lambda: self._watch.stop_asked is not None,
             _WRITING: lambda: not self._saving.is_written,
@@ -168,9 +170,9 @@ class Trainer:
     # -- training ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> Record | None:
-        """Train up to the number of steps, with checkpoints as asked for; returns the record on the first rank.
+        """Train up to the number of steps, with checkpoints by the options; return the record on the first rank.
 
-        Ctrl-C and SIGTERM end it behind the present step.
+        Ctrl-C and SIGTERM end training after the present step.
         """
         record = None
         while self.step_number < self.num_steps:
@@ -190,9 +192,9 @@ class Trainer:
             if is_last:  # before an evaluation, which may fail
                 record = self._finish()
             if self._held_out is not None and self._is_due(is_last):
-                found = self.evaluate()
+                evaluation = self.evaluate()
                 if self._log is not None:
-                    self._log.evaluated(self.step_number, found.loss, found.num_tokens)
+                    self._log.evaluated(self.step_number, evaluation.loss, evaluation.num_tokens)
             if is_last:
                 break
         else:
@@ -201,7 +203,7 @@ class Trainer:
         return record
 
     def _finish(self) -> Record | None:
-        """The last checkpoint is whole and the record written."""
+        """Complete the last checkpoint, and write and return the record."""
         with self._at_work():
             if not self._history.results:
                 self._saving.finish()
@@ -211,20 +213,20 @@ class Trainer:
 
     @property
     def first_step(self) -> int:
-        """Steps that were done before, by the runs that this one goes on from."""
+        """Number of steps done before, by the runs that this one continues."""
         return self._history.first_step
 
     def _is_due(self, is_last: bool) -> bool:
-        """Whether held-out data is evaluated behind this step."""
+        """Return whether to evaluate held-out data after this step."""
         every = self.options.evaluate_every
         return is_last or (every is not None and self.step_number % every == 0)
 
     def step(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
-        """One optimizer step.
+        """Take an optimizer step.
 
         Args:
             batch: samples of the whole batch by the name of the model's input, ``[global_batch, ...]``, of which this
-                rank takes its own; None takes the next ones of the data.
+                rank uses its part; None takes the next samples of the data.
         """
         from stagewright.execution.clock import waited_s
 
@@ -241,27 +243,27 @@ class Trainer:
                 return result
             self._speed.after(number - history.first_step, result.seconds, waited_s() - waited)
             if self.is_first:
-                done = history.told(self.plan, number, result)
+                done = history.log_entry(self.plan, number, result)
                 for callback in self._callbacks:
                     callback(done)
-                said = self._paces.after(number, result.paces, result.seconds)
+                messages = self._paces.after(number, result.paces, result.seconds)
                 if self._adaptation is not None:
-                    left = self.num_steps - self.step_number
-                    said += self._adaptation.after(number, result.paces, result.seconds, left)
-                for message in said:
+                    num_left = self.num_steps - self.step_number
+                    messages += self._adaptation.after(number, result.paces, result.seconds, num_left)
+                for message in messages:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
 
     def _go_back(self, number: int, result: StepResult) -> None:
-        """Step `number`, counted from 0, was left out: on from the newest checkpoint with data behind this step's, if that
-        is wanted; raises `RunError` where it is not, or was done too often."""
+        """Handle the skipped step `number`, counted from 0: continue from the newest checkpoint with later data, if the
+        options say so. Raises `RunError` otherwise, or after too many rollbacks."""
         history, count = self._history, len(self._history.returns)
         self._saving.finish()
         if self.options.on_nan == "stop" or count == _MOST_ROLLBACKS or not self._saving.can_go_back:
             raise _nan_error(number, result.loss, result.gradient_norm, self._saving.saver, count)
         if self.is_first:
             for callback in self._callbacks:
-                callback(history.told(self.plan, number, result))
+                callback(history.log_entry(self.plan, number, result))
         so_far = self.session.passed_over
         self._renew(self.plan)
         done = self._saving.restore(self.session)
@@ -271,8 +273,9 @@ class Trainer:
         history.went_back(number, done)
         if self.is_first:
             warnings.warn(
-                f"step {number + 1} has loss {result.loss:g} and gradient norm {result.gradient_norm:g}: back to the "
-                f"checkpoint after step {done}, and on with later data ({count + 1} of at most {_MOST_ROLLBACKS} times)",
+                f"step {number + 1} has loss {result.loss:g} and gradient norm {result.gradient_norm:g}: going back to the "
+                f"checkpoint after step {done} and continuing with later data (rollback {count + 1} of at most "
+                f"{_MOST_ROLLBACKS})",
                 StagewrightWarning,
                 stacklevel=1,
             )
@@ -283,18 +286,18 @@ class Trainer:
         wants_tokens: bool = False,
         most_samples: int | None = None,
     ) -> Evaluation:
-        """The loss as ``module.eval()`` computes it; nothing is trained.
+        """Evaluate the loss as under ``module.eval()``, without training.
 
         Args:
-            batches: whole batches, as `step` takes them; None takes every sample of the data that is held out, once.
-            wants_tokens: whether log-probabilities of all tokens are wanted too.
-            most_samples: of held-out data, take the first so many.
+            batches: whole batches, as for `step`; None takes every sample of the held-out data once.
+            wants_tokens: whether to return log-probabilities of all tokens too.
+            most_samples: maximum number of samples of the held-out data, taken from its start.
         """
         from stagewright.execution.data.batches import open_batches
         from stagewright.execution.evaluation import Evaluator
 
         if batches is None and self._held_out is None:
-            raise InputError("evaluate() needs batches, or the trainer data that is held out")
+            raise InputError("evaluate() needs batches, or a trainer with held-out data: give one of them")
         with self._at_work():
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
@@ -304,16 +307,16 @@ class Trainer:
             return self._evaluator.over(once, wants_tokens, most_samples)
 
     def adopt(self, plan: Plan) -> None:
-        """Go on under another plan of the same model for as many ranks: state moves between ranks directly. What is to come
-        is what would have come, but for the order of sums.
+        """Continue under another plan of the same model for the same number of ranks; state moves directly between ranks.
+        Later results are the same except for the order of sums.
 
         Raises:
-            InputError: the plan is of another model, another number of ranks, or other samples in each step.
+            InputError: the plan has another model, another number of ranks, or other samples in each step.
         """
         from stagewright.execution.handover import give, take
 
         if differing := list(changed_state(self.plan, plan)):
-            raise InputError(f"a run cannot go on under this plan: {'; '.join(differing)}")
+            raise InputError(f"a run cannot continue under this plan: {'; '.join(differing)}")
         plan = plan.model_copy(update={"job": self.plan.job})
         with self._at_work():
             self._saving.finish()
@@ -329,7 +332,7 @@ class Trainer:
             self._history.metered.add(self.step_number)
 
     def _renew(self, plan: Plan) -> None:
-        """A session for `plan`, as at the start of a run, in place of the present one."""
+        """Replace the present session by one for `plan`, as at the start of a run."""
         from stagewright.execution.accelerator import accelerator_of
 
         metering, ahead = self.session.metering, self.session.passed_over
@@ -337,7 +340,7 @@ class Trainer:
         self._saving.leave()
         self._evaluator = None
         del self.session
-        gc.collect()  # so that there is room for the other
+        gc.collect()  # frees memory for the new session
         accelerator_of(self.device).empty_cache()
         self.plan = plan
         self.session = self._new_session(plan)
@@ -346,7 +349,7 @@ class Trainer:
         self._saving.enter(self.session)
 
     def _time_links(self) -> None:
-        """Look how long what ranks send to each other is on its way now."""
+        """Time the present transfers between ranks."""
         from stagewright.execution.link_times import link_times
 
         times = link_times(self.session)
@@ -356,7 +359,7 @@ class Trainer:
                 warnings.warn(message, StagewrightWarning, stacklevel=1)
 
     def _change(self) -> None:
-        """Go on under the plan that the first rank proposes."""
+        """Continue under the plan that the first rank proposes."""
         from stagewright.execution.collectives import from_first
 
         ours, began = self._adaptation, time.monotonic()
@@ -373,35 +376,37 @@ class Trainer:
             try:
                 plan.save(path)
                 self._path = path
-            except InputError as error:  # the run goes on without a copy of its plan
+            except InputError as error:  # the run continues without a copy of its plan
                 warnings.warn(str(error), StagewrightWarning, stacklevel=1)
             ours.changed(self.step_number, plan, seconds)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is there."""
+        """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is complete."""
         if folder is None and self.options.checkpoint is None:
-            raise InputError("save() needs a folder: give one, or the trainer its checkpoint folder")
+            raise InputError(
+                "save() needs a folder: give one, or create the trainer with a checkpoint folder"
+            )
         with self._at_work():
             return self._saving.write(
                 self.session, self.step_number, None if folder is None else Path(folder)
             )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's parameters and lasting buffers as they are now, by its own names, whole and on the CPU, on the first
-        rank; nothing on the others. Of a model with adapters these alone, by peft's names."""
+        """Return the model's present parameters and lasting buffers by its own names, whole and on the CPU, on the first
+        rank; empty on other ranks. For a model with adapters, return only these, by peft's names."""
         with self._at_work():
             return self.session.model_files.whole(self.session)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""
+        """Return copies of this rank's state, and the number of steps, for continuing under the same plan."""
         from stagewright.execution.rank_state import copied
 
         return {"step": self.step_number, **copied(self.session)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Raises `InputError` where it is of another plan."""
+        """Continue from a state of `state_dict`. Raises `InputError` where it is of another plan."""
         from stagewright.execution.rank_state import places_for, put_back
 
         places = places_for(self.session, state)
@@ -412,7 +417,7 @@ class Trainer:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the group of ranks; every rank must, unless `fit` has."""
+        """Leave the group of ranks; every rank must call this, unless `fit` has done so."""
         if self._is_open:
             self._is_open = False
             self._stack.close()
@@ -428,17 +433,17 @@ class Trainer:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """An error inside ends this rank's part in the run, and the others hear why."""
+        """End this rank's part in the run at an error in the context, and report the error to the other ranks."""
         try:
             yield
         except Exception as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    # -- what is said and left ----------------------------------------------------------------------------------------
+    # -- record -------------------------------------------------------------------------------------------------------
 
     def _record(self, is_going_on: bool = False) -> Record | None:
-        """Write what was measured so far; every rank must call this."""
+        """Write the record of the measurements so far, and return it on the first rank; every rank must call this."""
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.collectives import exchange
 
@@ -446,14 +451,14 @@ class Trainer:
         self._recorded = time.monotonic()
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, self.options.timeout)
-        own = self.session.rank_record(offset).model_copy(
+        rank_record = self.session.rank_record(offset).model_copy(
             update={
                 "slowdowns": tuple(self._speed.slowdowns),
                 "device": self._place,
                 "pace": measured_pace(plan, self._place, history.paces(watch.rank)),
             }
         )
-        ranks = exchange(own.model_dump(mode="json"))
+        ranks = exchange(rank_record.model_dump(mode="json"))
         if not self.is_first:
             return None
         watch.at("writing the record")
@@ -464,16 +469,16 @@ class Trainer:
 
 
 def _nan_error(step: int, loss: float, norm: float, saver: Saver | None, num_returns: int = 0) -> RunError:
-    """Return why a run ends at `step`, counted from 0, whose update was skipped, after `num_returns` rollbacks. Every rank
-    must call this; it completes a checkpoint that is being written."""
-    remedy = "no checkpoint was asked for (--checkpoint), so nothing is kept to go on from"
+    """Return the error that ends a run at `step`, counted from 0, whose update was skipped, after `num_returns` rollbacks.
+    Every rank must call this; it completes a checkpoint that is being written."""
+    remedy = "there is no checkpoint to resume from: give --checkpoint FOLDER"
     if saver is not None:
         saver.finish()
         newest = next((path.name for path in steps_of(saver.folder)), None)
         remedy = (
             f"no checkpoint was written to '{saver.folder}' before it"
             if newest is None
-            else f"the last good checkpoint is {newest} in '{saver.folder}': go on from it with --resume, with a lower "
+            else f"the last good checkpoint is {newest} in '{saver.folder}': continue from it with --resume, with a lower "
             "--learning-rate or other data"
         )
     before = f", after going back to checkpoints {num_returns} times" if num_returns else ""
@@ -481,9 +486,9 @@ def _nan_error(step: int, loss: float, norm: float, saver: Saver | None, num_ret
 
 
 def batches_to_skip(step: int, so_far: int, back_to: int, num_lengths: int) -> int:
-    """Return by how many batches the data is ahead of the steps after a rollback from `step`, counted from 0, to the
-    checkpoint after `back_to` steps: all that the run has seen, in whole turns if batches have `num_lengths` lengths in
-    turn.
+    """Return the number of batches by which the data is ahead of the steps after a rollback from `step`, counted from 0, to
+    the checkpoint after `back_to` steps: all that the run has seen, in whole cycles if batches cycle through `num_lengths`
+    sequence lengths.
 
     Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311), section 5.1.
 

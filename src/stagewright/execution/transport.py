@@ -1,13 +1,13 @@
-"""Transport: values between ranks, asynchronous, in the order the lowered program says.
+"""Transport of values between ranks: asynchronous, in the order of the lowered program.
 
-Every transfer of the program is a group of messages with a tag of its own. A channel joins two stages, one way; the channels
-of one kind from one rank to another share a lane (`stagewright.schedule.lanes`), on which NCCL, which knows no tags, matches
-messages by their order. The buffers of a transfer are kept until `SENDS_IN_FLIGHT` more of the same channel were sent, or
-the batch ends: what is alive when is decided by the program, not by timing.
+Every transfer of the program is a group of messages with distinct tags. A channel connects two stages in one direction; the
+channels of one kind from one rank to another share a lane (`stagewright.schedule.lanes`), on which NCCL, which has no tags,
+matches messages by their order. The buffers of a transfer are kept until `SENDS_IN_FLIGHT` more of the same channel were
+sent, or the batch ends: the program, not timing, decides which buffers are alive.
 
-Where messages match by order, transfers have slots: buffers that stay. Torch's NCCL backend tells the allocator of every
-tensor that it sends or receives, which frees it only once an event of the lane's stream has happened. The host is a batch
-ahead of the device, so that memory would grow by every boundary of the batch; a copy on the device costs less.
+Where messages match by order, transfers have slots: permanent buffers. Torch's NCCL backend registers every tensor that it
+sends or receives with the allocator, which frees it only once an event of the lane's stream has happened. The host is a
+batch ahead of the device, so that memory would grow by every boundary of the batch; a copy on the device costs less.
 
 Source: `ProcessGroupNCCL::pointToPoint`, which calls `recordStream` (pytorch issue 132292).
 """
@@ -30,12 +30,12 @@ from stagewright.tracing.arguments import DTYPES
 
 _TAG_SPACE = 1 << 30
 _Transfer = list[tuple[Pending, torch.Tensor]]
-"""Its messages in flight, and their buffers."""
+"""A transfer's messages in flight, and their buffers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Channel:
-    """One direction between two stages: who is at the other end and what travels, the same on both sides."""
+    """One direction between two stages: the peer and the messages, the same on both sides."""
 
     name: str  # such as "0>1", from stage 0 to stage 1
     peer: int  # global rank at the other end
@@ -47,7 +47,7 @@ class Channel:
 
 
 class Transport:
-    """Sends and receives what one rank exchanges with others."""
+    """The transfers between a rank and its peers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class Transport:
             posted.append((Pending(work, doing, f"rank {channel.peer}"), buffer))
 
     def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
-        """Wait for a posted transfer; its values by id."""
+        """Wait for a posted transfer and return its values by id."""
         arrived: dict[int, torch.Tensor] = {}
         posted = self._posted.pop((channel.name, microbatch), None)
         if posted is None:
@@ -84,7 +84,7 @@ class Transport:
         return arrived
 
     def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
-        """Begin to send; waits until fewer than `SENDS_IN_FLIGHT` others of the same channel are on their way."""
+        """Begin to send, after waiting until fewer than `SENDS_IN_FLIGHT` transfers of the same channel are in flight."""
         if len(self._sending[channel]) == SENDS_IN_FLIGHT:
             self._settle(channel)
         sending = []
@@ -99,7 +99,7 @@ class Transport:
         self._sending[channel].append(sending)
 
     def _settle(self, channel: Channel) -> None:
-        """Wait for the oldest transfer on a channel and let go of its buffers."""
+        """Wait for the oldest transfer on a channel and release its buffers."""
         for index, (pending, buffer) in enumerate(self._sending[channel].popleft()):
             pending.wait()
             self._free(channel, index, buffer)
@@ -112,16 +112,17 @@ class Transport:
         return torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
 
     def _free(self, channel: Channel, index: int, buffer: torch.Tensor) -> None:
-        """What uses `buffer` next runs after what uses it now: a lane waits for the computations issued before."""
+        """Return `buffer` to the idle slots: its next use runs after the present one, as a lane waits for the computations
+        issued before."""
         if self._has_slots:
             self._idle[channel.name, index].append(buffer)
 
     def release(self) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         self._idle.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """What is received into and sent from, and idle slots."""
+        """Yield the buffers of transfers in flight, and idle slots."""
         for idle in self._idle.values():
             yield from idle
         sent = (sending for waiting in self._sending.values() for sending in waiting)
@@ -146,7 +147,7 @@ def blank_values(channel: Channel, device: torch.device) -> dict[int, torch.Tens
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor: every element type travels, also those the backend does not know."""
+    """Return the bytes of a flat tensor, so that dtypes that the backend does not support can be sent too."""
     return tensor.view(torch.uint8)
 
 

@@ -1,9 +1,9 @@
-"""`verify`: does a plan train the user's model as plain PyTorch would? Tried on a reduced copy of that model.
+"""`verify`: the comparison of a plan's training with plain PyTorch, on a reduced copy of the user's model.
 
-The copy has fewer layers and shorter samples, and float64 parameters where its operators have such kernels. One batch
-is trained plainly in this process and then, with the plan's schedule, placement and number of stages, by one process
-per pipeline rank (and by two replicas where the plan has more than one), each of which compares the gradients it holds.
-Both train on the same kind of device; on GPUs with deterministic kernels where there are any.
+The copy has fewer layers and shorter samples, and float64 parameters where its operators have such kernels. A batch is
+trained plainly in this process and then, with the plan's schedule, placement and number of stages, by one process per
+pipeline rank (and by two replicas where the plan has more than one), each of which compares its gradients. Both train on
+the same kind of device; on GPUs with deterministic kernels where these exist.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from stagewright.tracing.models.overrides import DROPOUT, of_text
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4}
-"""Largest difference relative to the largest element that rounding explains: sums over replicas, tied parameters and tensor
-parallel ranks add in another order."""
+"""Largest difference, relative to the largest element, that rounding explains: sums over replicas, tied parameters and
+tensor parallel ranks add in another order."""
 
 PLAIN = "plain.safetensors"
 OUTCOME = "outcome.json"
@@ -54,35 +54,35 @@ OUTCOME = "outcome.json"
 
 @dataclass(frozen=True)
 class Verification:
-    """How far a pipelined batch is from the plain one."""
+    """The result of comparing a pipelined batch with the plain one."""
 
     model: str
     num_layers: int | None
-    """Of the copy; None where the model could not be reduced."""
+    """Number of layers of the copy; None where the model could not be reduced."""
     num_parameters: int
     sequence_length: int
     dtype: str
     schedule: str
     num_ranks: int
-    """Of one replica."""
+    """Number of ranks of one replica."""
     num_replicas: int
     num_stages: int
     loss: float
     loss_difference: float
-    """Relative."""
+    """Relative difference of the loss."""
     num_gradients: int
     num_equal_gradients: int
-    """To the last bit."""
+    """Number of gradients that are equal to the last bit."""
     gradient_difference: float
-    """The largest of an element, relative to the largest element of its gradient, which is that of `worst_parameter`."""
+    """Largest difference of an element relative to the largest element of its gradient, which is `worst_parameter`'s."""
     worst_parameter: str
     tolerance: float
     device: str = "cpu"
-    """Kind of device that both trained on."""
+    """Kind of device on which both trained."""
 
     @property
     def holds(self) -> bool:
-        """Whether loss and every gradient are within the tolerance (a NaN is not)."""
+        """Whether the loss and all gradients are within the tolerance (NaN is not)."""
         return self.loss_difference <= self.tolerance and self.gradient_difference <= self.tolerance
 
 
@@ -94,22 +94,22 @@ def verify(
     device: str = "auto",
     compare: bool = True,
 ) -> Verification:
-    """Train one batch of a reduced copy of `model` pipelined as `plan` says and plainly, and compare.
+    """Train a batch of a reduced copy of `model`, pipelined by `plan` and plainly, and compare.
 
     Args:
         model: reference of the model that the plan was made for.
-        plan: at most two replicas of it are run.
-        num_layers: of the copy; default one per stage, and at least two.
-        report: told what is being done.
+        plan: the plan, of which at most two replicas are run.
+        num_layers: number of layers of the copy; default one per stage, and at least two.
+        report: called with each phase.
         device: ``cpu``, ``cuda`` (NCCL, one GPU per rank) or ``auto``: CUDA where the plan is for GPUs and this machine has
-            as many.
-        compare: compare the traced graph with the model first, as the first run of it does.
+            enough of them.
+        compare: whether to compare the traced graph with the model first, as before a first run.
 
     Raises:
-        TraceError: the traced graph is not the model; names what differs.
-        InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
-            GPUs than ranks.
-        ScheduleError: the program is for GPUs and would hang there; names the circle.
+        TraceError: the traced graph differs from the model; names the differences.
+        InputError: the plan is for another model or can only be predicted, the number of layers does not fit, or there are
+            fewer GPUs than ranks.
+        ScheduleError: the program is for GPUs and would deadlock there; names the cycle.
         RunError: a rank failed, or the model cannot be trained plainly.
     """
     refuse_what_is_not_run(plan, "the plan")
@@ -128,7 +128,7 @@ def verify(
             original, plan, num_layers, folder, report, kind
         )
         if reduced.cluster.kind == "cuda":
-            report("checking that its transfers cannot hang on GPUs")
+            report("checking that its transfers cannot deadlock on GPUs")
             edges = tuple(stage_edges(split_graph(graph, stage_cuts(reduced, graph))))
             check_transfers(stage_program(reduced), edges, on_lanes=True)
         reduced.save(folder / "plan.json")
@@ -137,11 +137,11 @@ def verify(
         start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     dtype = reduced.job.torch_name
-    found = _worst_of_each(outcome["differences"])
+    by_name = _worst_of_each(outcome["differences"])
     values = (graph.values[value] for value in graph.gradients)
-    if missing := sorted({value.name for value in values if value.origin == "parameter"} - found.keys()):
+    if missing := sorted({value.name for value in values if value.origin == "parameter"} - by_name.keys()):
         raise RunError(f"no rank holds the gradient of '{missing[0]}'")
-    worst = max(found, key=lambda name: _order(found[name]))
+    worst = max(by_name, key=lambda name: _order(by_name[name]))
     return Verification(
         model=reduced.model.name,
         num_layers=layers_of(reduced.model.reference()),
@@ -154,9 +154,9 @@ def verify(
         schedule=reduced.schedule,
         loss=loss,
         loss_difference=abs(outcome["loss"] - loss) / max(abs(loss), 1e-30),
-        num_gradients=len(found),
-        num_equal_gradients=sum(difference == 0.0 for difference in found.values()),
-        gradient_difference=found[worst],
+        num_gradients=len(by_name),
+        num_equal_gradients=sum(difference == 0.0 for difference in by_name.values()),
+        gradient_difference=by_name[worst],
         worst_parameter=worst,
         tolerance=TOLERANCES[dtype],
         device=kind,
@@ -164,7 +164,7 @@ def verify(
 
 
 def _kind(device: str, plan: Plan, report: Report) -> str:
-    """The kind of device to verify on; with ``auto`` the CPU where there are fewer GPUs than ranks."""
+    """Return the kind of device to verify on; with ``auto``, the CPU where there are fewer GPUs than ranks."""
     num_ranks = plan.pp * plan.tp * min(plan.dp, MAX_REPLICAS)
     try:
         return kind_of(device, plan, num_ranks)
@@ -177,7 +177,7 @@ def _kind(device: str, plan: Plan, report: Report) -> str:
 
 @contextmanager
 def deterministic(kind: str) -> Iterator[None]:
-    """Take deterministic kernels inside, where a GPU has them, and no TF32."""
+    """Use deterministic kernels where a GPU has them, and no TF32, during the context."""
     if kind == "cpu":
         yield
         return
@@ -197,7 +197,7 @@ def deterministic(kind: str) -> Iterator[None]:
 
 
 def _worst_of_each(differences: list[tuple[str, float]]) -> dict[str, float]:
-    """By parameter; several ranks may hold a tied one.
+    """Return the worst difference of each parameter; several ranks may hold a tied one.
 
     >>> _worst_of_each([("a", 0.0), ("b", 0.5), ("a", float("nan")), ("a", 1.0)])
     {'a': nan, 'b': 0.5}
@@ -209,15 +209,15 @@ def _worst_of_each(differences: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def _order(difference: float) -> float:
-    """NaN is the worst of all."""
+    """Return a sort key that makes NaN the largest difference."""
     return float("inf") if difference != difference else difference
 
 
 def _train_plainly(
     original: ModelReference, plan: Plan, num_layers: int | None, folder: Path, report: Report, kind: str
 ) -> tuple[Plan, OperatorGraph, float, int]:
-    """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
-    where an operator lacks float64."""
+    """Train the reduced model plainly, in float64 or, where an operator lacks float64, in float32; return the reduced plan,
+    its graph, the loss and the number of trained parameters."""
     reference = reduced_model(original, plan.num_stages, num_layers)
     if reference.lora is not None:
         reference = with_drawn_adapters(reference)
@@ -231,7 +231,7 @@ def _train_plainly(
                 return reduced, graph, *_plain(reduced, reference, graph, folder, report, kind)
         except (StagewrightError, RuntimeError) as error:
             if dtype != dtypes[-1]:
-                continue  # an operator without a float64 kernel; whatever else it is comes again
+                continue  # an operator without a float64 kernel; any other error recurs
             if isinstance(error, StagewrightError):
                 raise
             raise RunError(f"model '{reference.name}' cannot be trained plainly: {error}") from error
@@ -241,7 +241,8 @@ def _train_plainly(
 def _plain(
     plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report, kind: str
 ) -> tuple[float, int]:
-    """Train one batch under autograd, microbatch after microbatch, and write the gradients under every name they have."""
+    """Train a batch under autograd, microbatch after microbatch, and write the gradients by name; return the loss and the
+    number of parameters."""
     job, count = plan.job, plan.num_microbatches * plan.dp
     built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     num_parameters = sum(parameter.numel() for parameter in built.module.parameters())
@@ -261,12 +262,13 @@ def _plain(
     return total, num_parameters
 
 
-def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float = 1e-30) -> float:
-    """The largest difference of two elements over the largest of `wanted` (at least `least`); NaN where either has one."""
-    if torch.equal(found, wanted):
+def largest_difference(gradient: torch.Tensor, wanted: torch.Tensor, least: float = 1e-30) -> float:
+    """Return the largest difference of two elements over the largest of `wanted` (at least `least`); NaN where there is a
+    NaN."""
+    if torch.equal(gradient, wanted):
         return 0.0
     scale = max(float(wanted.abs().max()), least)
-    return float((found - wanted).abs().max()) / scale
+    return float((gradient - wanted).abs().max()) / scale
 
 
 MAX_SEQUENCE_LENGTH, MAX_MICROBATCH_SIZE, MAX_REPLICAS = 64, 2, 2
@@ -276,13 +278,13 @@ Report = Callable[[str], None]
 
 
 def reduced_model(original: ModelReference, num_stages: int, num_layers: int | None) -> ModelReference:
-    """The model with as many layers as there are stages, and at least two (or `num_layers`); a factory as it is. Raises
-    `InputError` where a factory is asked for another number of layers, or more layers are wanted than there are."""
+    """Return the model with `num_layers` layers, by default as many as stages and at least two; a factory is unchanged.
+    Raises `InputError` where `num_layers` is given for a factory, or exceeds the model's layers."""
     have = layers_of(original)
     if have is None:
         if num_layers is not None:
             raise InputError(
-                f"--layers {num_layers}: '{original.text}' is no configuration with a number of layers; "
+                f"--layers {num_layers}: '{original.text}' is not a configuration with a number of layers; "
                 "leave --layers out to verify the model as it is"
             )
         return original
@@ -297,7 +299,7 @@ def reduced_model(original: ModelReference, num_stages: int, num_layers: int | N
 
 
 def without_dropout(reference: ModelReference) -> ModelReference:
-    """The model without dropout, which draws other numbers for what ranks share; a factory as it is."""
+    """Return the model without dropout, whose draws differ for sharded tensors; a factory is unchanged."""
     if reference.config is None:
         return reference
     lora = reference.lora and reference.lora.model_copy(update={"dropout": 0.0})
@@ -305,23 +307,23 @@ def without_dropout(reference: ModelReference) -> ModelReference:
 
 
 def with_drawn_adapters(reference: ModelReference) -> ModelReference:
-    """The model with adapters of which no part is zero, nor its gradient."""
+    """Return the model with randomly drawn adapters, so that no part of them and of their gradients is zero."""
     lora = reference.lora and reference.lora.model_copy(update={"is_drawn": True})
     return resolve(reference.text, reference.overrides).adapted(lora)
 
 
 def layers_of(reference: ModelReference) -> int | None:
-    """None where the model's configuration says no number of layers."""
+    """Return the model's number of layers, or None where its configuration does not have it."""
     config = of_text(reference.config or {})
-    found = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
-    return next((layers for layers in found if isinstance(layers, int)), None)
+    counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    return next((layers for layers in counts if isinstance(layers, int)), None)
 
 
 def reduced_plan(
     plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
 ) -> tuple[Plan, OperatorGraph]:
-    """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
-    Raises `PlanError` where the reduced model cannot be cut into as many stages."""
+    """Return `plan` for at most two replicas of the reduced model, with microbatches of at most two samples, and the model's
+    graph. Raises `PlanError` where the reduced model cannot be cut into as many stages."""
     microbatch_size = min(plan.microbatch_size, MAX_MICROBATCH_SIZE)
     dp = min(plan.dp, MAX_REPLICAS)
     job = Job(
@@ -341,7 +343,7 @@ def reduced_plan(
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
     else:
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
-        # Policies that name no operators: a stage that recomputes some values recomputes all between its layers.
+        # Policies without operator names: a stage that recomputes some values recomputes all between its layers.
         policies = (
             policy if isinstance(policy, str) else "layers" if policy.recompute else "keep"
             for policy in plan.memory_policy
@@ -353,7 +355,7 @@ def reduced_plan(
 
 
 def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan:
-    """`plan` with parameters gathered for the weight gradients of the stages of another model."""
+    """Return `plan` with the gathers of parameters that the weight gradients of another model's stages need."""
     program = stage_program(plan)
     levels = [level if plan.dp > 1 else 0 for level in plan.sharding]
     if not any(level >= PARAMETERS for level in levels):
@@ -365,7 +367,7 @@ def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan
 
 
 def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[float]:
-    """Where the plan cuts, as shares of the operators."""
+    """Return the plan's cuts as fractions of the operators."""
     stages = plan.predictions.stages
     if stages:
         return [stage.start / stages[-1].stop for stage in stages[1:]]
@@ -374,19 +376,19 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
 
 
 def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
-    """Legal, increasing cut indices of `graph`, each as near as can be to its fraction of the operators. Raises `PlanError`
-    where there are fewer legal cuts."""
-    size, found = len(graph.forward_ids), [0]
+    """Return legal, increasing cut indices of `graph`, each as near as possible to its fraction of the operators. Raises
+    `PlanError` where there are too few legal cuts."""
+    size, cuts = len(graph.forward_ids), [0]
     for index, fraction in enumerate(fractions):
-        last = size - (len(fractions) - index)  # leaves a place for each cut to come
-        places = sorted(range(found[-1] + 1, last + 1), key=lambda place: abs(place - fraction * size))
+        last = size - (len(fractions) - index)  # leaves a place for each later cut
+        places = sorted(range(cuts[-1] + 1, last + 1), key=lambda place: abs(place - fraction * size))
         chosen = next((place for place in places if _is_legal(graph, place)), None)
         if chosen is None:
             raise PlanError(
                 f"the reduced model cannot be cut into {len(fractions) + 1} stages: verify with more --layers"
             )
-        found.append(chosen)
-    return found[1:]
+        cuts.append(chosen)
+    return cuts[1:]
 
 
 def _is_legal(graph: OperatorGraph, cut: int) -> bool:

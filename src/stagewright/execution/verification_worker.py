@@ -1,4 +1,4 @@
-"""One rank of a verification: trains one batch pipelined and compares its gradients with those of the plain run."""
+"""The process of a rank of `verify`, which trains a batch pipelined and compares its gradients with the plain run's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
 _ROUNDING = 1e-4
-"""A gradient so many times smaller than the largest is judged by how that one rounds, with tensor parallelism."""
+"""Fraction of the largest gradient below which, with tensor parallelism, gradients are compared relative to that fraction
+of it."""
 
 
 def work(plan: str, folder: Path, kind: str) -> None:
-    """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
+    """Train and compare on this rank; rank 0 writes the outcome to `folder`: the loss, and the name and difference of every
+    gradient of every rank."""
     with rank_process(kind, Limits()) as (watch, device):
         from stagewright.execution.collectives import exchange
         from stagewright.execution.session import Session
@@ -45,7 +47,7 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
         wanted = {name: session.part(name, reader.get_tensor(name)) for name in gradients}
     least = 1e-30
     if session.mesh.tp > 1:
-        # Sums over ranks round otherwise, and some gradients (of a key's bias) are rounding only.
+        # Sums over ranks round differently, and some gradients (of a key's bias) are rounding errors only.
         largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
         least = max(least, largest * _ROUNDING)
     return [(name, largest_difference(gradient, wanted[name], least)) for name, gradient in gradients.items()]

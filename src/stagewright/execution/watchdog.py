@@ -1,7 +1,7 @@
-"""Watching over a run: where every rank stands, and what to say when one of them is gone.
+"""The watchdog of a rank: it posts the rank's position, and detects and reports ranks that are gone.
 
-Every rank posts its position a few times a second. A rank whose post no longer changes is dead or frozen; the others say
-so, with its last action and their own, and stop. Nothing here imports torch: the watch begins before that.
+Every rank posts its position a few times a second. A rank whose post no longer changes is dead or frozen; the others report
+that, with its last action and their own, and stop. Nothing here imports torch: the watchdog starts before that.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from stagewright.execution.heartbeat import (
 INTERVAL_S = 0.25
 """Seconds between two posts of a rank."""
 IMPORT_SILENCE_S = 30.0
-"""While libraries are loaded no thread of Python may run for long; `Limits.start_s` counts where it is more."""
+"""Seconds for which loading libraries may block all Python threads; `Limits.start_s` applies where it is larger."""
 JOINING = "joining the group"
 CONNECT_S = 60.0
-"""Seconds in which ranks that are all there must have connected."""
+"""Seconds within which ranks that have all arrived must connect."""
 _LOOK_EVERY_S = 5.0
 Report = Callable[..., None]
-"""Takes the arguments of `Watchdog.at`."""
+"""A callable with the arguments of `Watchdog.at`."""
 _SETTLE_S = 1.5
 _BLAME_WITHIN_S = 8.0
 _NUM_NEIGHBOURS = 8
-"""Ranks that each watches all the time; all are looked at when something has gone wrong."""
+"""Number of ranks that each rank monitors permanently; all are examined when something has gone wrong."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that a rank may take: for one action once it trains, and until all ranks have joined the group. What is done
+    """Time limits of a rank in seconds: for one action once it trains, and until all ranks have joined the group. Work
     before the first step, such as tracing, may take the larger of the two."""
 
     action_s: float = 1800.0
@@ -53,7 +53,7 @@ class Limits:
 
 @contextmanager
 def connecting(ranks: Sequence[int], watch: Report) -> Iterator[None]:
-    """Inside, the backend connects `ranks`; an error names them."""
+    """Report that the backend connects `ranks` during the context, and name them in an error."""
     watch(f"connecting {ranks_text(ranks)}", meets=ranks)
     try:
         yield
@@ -65,7 +65,7 @@ def connecting(ranks: Sequence[int], watch: Report) -> Iterator[None]:
 
 
 CONNECTION_REMEDY = (
-    "see that the interface that NCCL_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) names joins their hosts, that no firewall is "
+    "check that the interface named by NCCL_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) connects their hosts, that no firewall is "
     "between them, and what NCCL_DEBUG=INFO prints"
 )
 
@@ -77,17 +77,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """
     if len(ranks) > _NUM_NEIGHBOURS:
         return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    *first_ranks, last = map(str, ranks)
+    return f"ranks {', '.join(first_ranks)} and {last}" if first_ranks else f"rank {last}"
 
 
 class Watchdog:
-    """Posts this rank's position and watches those of the others, in a thread of its own.
+    """A thread that posts this rank's position and monitors those of the others.
 
     Args:
-        limits: a rank that takes longer ends the run.
+        limits: limits beyond which a rank ends the run.
         on_failure: called with the message when this process has to end.
-        launcher: process that started this one and without which it ends; None under a launcher of others.
+        launcher: id of the process that started this one and without which it ends; None under a foreign launcher.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Watchdog:
         self.num_ranks = num_ranks
         self.num_steps: int | None = None
         self.stop_asked: str | None = None
-        """The signal by which the run is asked to stop behind the present step."""
+        """Name of the signal by which the run was asked to stop after the present step."""
         self._board = board
         self._limits = limits
         self._on_failure = on_failure
@@ -113,7 +113,7 @@ class Watchdog:
         self._meets: Sequence[int] = ()
         self._looked_s = self._all_there_s = 0.0
         self.device_position: Callable[[], str] = lambda: ""
-        """What the device is at, for a device that works behind its host."""
+        """Position of an asynchronous device, which may be behind its host's."""
         self._beat = 0
         self._failure: Failure | None = None
         self._restore: Callable[[], None] = lambda: None
@@ -128,30 +128,30 @@ class Watchdog:
         self._thread.start()
 
     def at(self, position: str, silence_s: float = SILENCE_S, meets: Sequence[int] = ()) -> None:
-        """This rank is now at `position` (the text of an action), where it may give no sign of life for `silence_s`. All
-        ranks that it `meets` there connect, and must go on together within `CONNECT_S`."""
+        """Set this rank's `position` (the text of an action), where it may be silent for `silence_s`. All ranks that it
+        `meets` there connect, and must proceed together within `CONNECT_S`."""
         self.position, self._silence_s, self._meets = position, silence_s, meets
         self._since = time.monotonic()
         self._looked_s = self._all_there_s = 0.0
 
     def stop(self) -> None:
-        """The run ended well: positions no longer matter."""
+        """Stop monitoring after a successful run: positions no longer matter."""
         self.position = FINISHED
         self._stopped.set()
         self._restore()
         self._restore = lambda: None
         if (
             self._thread.is_alive()
-        ):  # in a call of the store when the interpreter ends, it would abort the process
+        ):  # a thread inside a call of the store at the end of the interpreter would abort the process
             self._thread.join(SILENCE_S)
         self._post()
 
     def listen_for_signals(self, *signals: signal.Signals) -> None:
-        """Answer `signals` until `stop`, even while blocked in a transfer: with a report where another rank is gone, else by
-        stopping behind the present step. A second one ends the process at once.
+        """Handle `signals` until `stop`, even while blocked in a transfer: report another rank that is gone, or else stop
+        after the present step. A second signal ends the process at once.
 
-        Whichever thread the system interrupts, also one that a library has started before, writes the signal's number to a
-        pipe. Outside the main thread nothing is answered: Python has handlers there only.
+        The thread that the system interrupts, whichever it is, writes the signal's number to a pipe. Outside the main thread
+        this does nothing: Python allows handlers only there.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -164,8 +164,8 @@ class Watchdog:
             received = os.read(read, 1)
             if received:
                 threading.Thread(target=self._judge, args=(signal.Signals(received[0]),), daemon=True).start()
-                if again := os.read(read, 1):
-                    os._exit(128 + again[0])
+                if second := os.read(read, 1):
+                    os._exit(128 + second[0])
             os.close(read)
 
         thread = threading.Thread(target=wait, daemon=True, name="stagewright-signals")
@@ -181,41 +181,41 @@ class Watchdog:
         self._restore = restore
 
     def stopped_by(self) -> str:
-        """The signal that asked the run to stop, where a rank was asked, this one or another."""
+        """Return the name of the signal that asked this rank or another to stop the run."""
         self._look_for_launcher()
         return self.stop_asked or signal.SIGTERM.name
 
     def failed(self, kind: str, message: str, is_consequence: bool = False) -> None:
-        """This rank is about to end with an error: tell the others and the launcher. What was told first stays: the others
-        end too, and must not be taken for the cause of that."""
+        """Post the error with which this rank is about to end, for the others and the launcher. The first error stays: later
+        ones are consequences of the others' ends and must not count as the cause."""
         if self._failure is None:
             self._failure = Failure(kind, message, time.time(), is_consequence)
             self._post()
 
     def blame(self) -> str | None:
-        """Which rank is gone and where it stood; None once all others have shown signs of life, in a few seconds."""
+        """Return which rank is gone, and its position, within a few seconds; None once all others have shown to be alive."""
         liveness = Liveness(self._board, INTERVAL_S)
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        liveness.look(others)
+        peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        liveness.look(peers)
         before = {rank: post.beat for rank, post in liveness.posts.items()}
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while time.monotonic() < deadline:
             time.sleep(INTERVAL_S)
-            deadline += liveness.look(others)
+            deadline += liveness.look(peers)
             if problem := liveness.problem(_SETTLE_S):
                 return problem
             for rank, post in liveness.posts.items():
                 before.setdefault(rank, post.beat)
-            # One later beat may have been on its way when its rank died; a second was sent by a living one.
-            if len(before) == len(others) and all(
+            # One later beat may have been in flight when its rank died; a second was sent by a living one.
+            if len(before) == len(peers) and all(
                 liveness.posts[rank].beat >= beat + 2 or liveness.posts[rank].position == FINISHED
                 for rank, beat in before.items()
             ):
                 return None
-        unseen = [rank for rank in others if rank not in before]
+        unseen = [rank for rank in peers if rank not in before]
         return f"rank {unseen[0]} died or froze at the start (it gave no sign of life)" if unseen else None
 
-    # -- inner ------------------------------------------------------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         neighbours = [
@@ -266,15 +266,15 @@ class Watchdog:
             )
         if self.num_steps is None and waited > max(self._limits.action_s, self._limits.start_s):
             return (
-                f"this rank has been at {self.position} for {waited:.0f} s before its first step: the machine is too busy, "
-                "or give it longer with --start-timeout"
+                f"this rank has been at {self.position} for {waited:.0f} s before its first step: the machine is too busy; "
+                "allow more time with --start-timeout"
             )
         if self.num_steps is not None and waited > self._limits.action_s:
             return f"this rank has been at {self.position} for {waited:.0f} s, longer than the limit of an action"
         return None
 
     def _cannot_connect(self, waited: float) -> bool:
-        """Whether all ranks that this one meets have been at its position for too long; the lowest of them looks."""
+        """Return whether all ranks that this one meets have been at its position for too long; only the lowest checks."""
         if self.rank != min(self._meets) or waited - self._looked_s < _LOOK_EVERY_S:
             return False
         self._looked_s = waited
@@ -286,7 +286,7 @@ class Watchdog:
         return waited - self._all_there_s > CONNECT_S
 
     def _judge(self, received: signal.Signals) -> None:
-        """A launcher asks this rank to end: because another one died, or because somebody wants the run to stop."""
+        """Handle a launcher's request to end, because another rank died or the user wants the run to stop."""
         ends = self._stopped.is_set() or self.num_steps is None
         if not ends:
             self.stop_asked = signal.Signals(received).name
@@ -298,7 +298,7 @@ class Watchdog:
     def _fail(self, problem: str) -> None:
         if self._failure is not None or not self._failing.acquire(blocking=False):
             return
-        others = self._liveness.others(problem)
+        last_seen = self._liveness.others(problem)
         if at_device := self.device_position():
             problem = f"{problem}; its device {at_device}"
-        self._on_failure(f"rank {self.rank} stops at {self.position}: {problem}{others}")
+        self._on_failure(f"rank {self.rank} stops at {self.position}: {problem}{last_seen}")

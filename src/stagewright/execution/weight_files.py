@@ -1,6 +1,6 @@
-"""The files that the weights of a model lie in: all there, inside their folder, and of numbers that can be read.
+"""The files of a model's weights, with checks that they are complete, inside their folder and of a supported format.
 
-`check_weights` finds out before a process is started; nothing here imports torch.
+`check_weights` makes the checks before a process is started; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SEED = "run with --random-weights to start from the seed"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a model folder: `where` has the file of each tensor, as the index or the files say.
+    """The safetensors files of a model folder: `where` has the file of each tensor, by the index or the files themselves.
 
-    Where a run wrote them with a checkpoint, `manifest` has their digests.
+    If a run wrote them with a checkpoint, `manifest` has their digests.
     """
 
     folder: Path
@@ -46,8 +46,8 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
-        """Those in `folder`. Raises `InputError` where files are missing, lie elsewhere or cannot be read, or two of them
-        have the same tensor."""
+        """Return the files in `folder`. Raises `InputError` where files are missing, outside the folder or cannot be read,
+        or two of them have the same tensor."""
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         index = folder / INDEX
         if manifest is not None:
@@ -66,49 +66,50 @@ class WeightFiles:
         files = cls(folder, where, manifest)
         if absent := [name for name in files.names if not files.path(name).exists()]:
             raise InputError(
-                f"'{index}' names files that are not there: {some_of(absent)}; copy or download them, or {_SEED}"
+                f"'{index}' names files that are missing: {some_of(absent)}; copy or download them, or {_SEED}"
             )
         return files
 
     @property
     def names(self) -> list[str]:
-        """Of the files, sorted."""
+        """Sorted names of the files."""
         return sorted(set(self.where.values()))
 
     def path(self, name: str) -> Path:
-        """Of a file, which no link leads out of the folder; those of the hub's cache stay within their model's folder."""
+        """Return the path of a file, which may not be a link out of the folder; links in the hub's cache must stay within
+        their model's folder."""
         return _path(self.folder, name)
 
     def verified(self, name: str) -> Path:
-        """Of a file, which is to the last bit as it was written, where its digest is known. Raises `InputError` where it is
-        not."""
+        """Return the path of a file after comparing it with its digest, if that is known. Raises `InputError` where it has
+        changed."""
         if self.manifest is not None:
             _compare(self.folder, self.manifest, [name])
         return self.path(name)
 
     def types(self) -> dict[str, str]:
-        """How each tensor is stored: ``F32``, ``BF16``, ``I8``. Raises `InputError` where a file cannot be read, or lacks
-        tensors that the index says it has."""
-        found: dict[str, str] = {}
+        """Return the type of each stored tensor, such as ``F32``, ``BF16`` or ``I8``. Raises `InputError` where a file
+        cannot be read, or lacks tensors of the index."""
+        types: dict[str, str] = {}
         for name in self.names:
             path = self.path(name)
             reader = open_weights(path, "np")
             wanted = [tensor for tensor, file in self.where.items() if file == name]
             if lacking := sorted(set(wanted) - set(reader.keys())):
                 raise InputError(
-                    f"'{INDEX}' says that '{path}' has {some_of(lacking)}, which it has not: they do not belong together; "
+                    f"'{INDEX}' lists {some_of(lacking)} in '{path}', which lacks them: the files do not belong together; "
                     "copy or download all of them again"
                 )
-            found |= {tensor: reader.get_slice(tensor).get_dtype() for tensor in wanted}
-        return found
+            types |= {tensor: reader.get_slice(tensor).get_dtype() for tensor in wanted}
+        return types
 
 
 def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
-    """Before any process is started: whether a run can start from the weights of its model, if there are any.
+    """Check, before any process is started, that a run can start from the weights of its model, if there are any.
 
-    Where there are none and nothing was said of random ones, the first rank or launcher says on stderr that they are drawn.
-    Raises `InputError` where the model has changed, or files are missing, damaged, outside the folder, or of numbers in a
-    form that is not read."""
+    If there are none and random weights were not requested, the first rank or launcher prints on stderr that they are drawn.
+    Raises `InputError` where the model has changed, or files are missing, damaged, outside the folder, or in an unsupported
+    format."""
     reference = plan.model.resolved()
     if random_weights or reference.kind == "factory":
         return
@@ -117,7 +118,7 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     if reference.weights is None:
         if not is_resumed and os.environ.get("RANK", "0") == "0":
             say(
-                f"no weights lie beside the config of '{reference.text}': they are drawn from seed {plan.job.seed}"
+                f"there are no weights next to the config of '{reference.text}': they are drawn from seed {plan.job.seed}"
             )
         return
     folder = str(reference.weights)
@@ -126,68 +127,70 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
 
 
 def adapter_file(folder: Path) -> Path:
-    """Of the adapters in a folder that peft, or a run as a checkpoint, has written; then it is to the last bit as it was.
-    Raises `InputError` where it is not, or not there."""
+    """Return the path of the adapters in a folder that peft, or a run as a checkpoint, has written; a checkpoint's are
+    compared with their digests. Raises `InputError` where they are missing or changed."""
     if not (folder / ADAPTER).is_file():
-        others = sorted(path.name for path in folder.glob("adapter_model*"))
-        has = f"has {some_of(others)}, and only safetensors files are read" if others else "is not there"
+        unreadable = sorted(path.name for path in folder.glob("adapter_model*"))
+        fault = "is missing"
+        if unreadable:
+            fault += f"; the folder has {some_of(unreadable)}, and only safetensors files are supported"
         raise InputError(
-            f"'{folder / ADAPTER}' {has}: give --lora-from a folder that save_pretrained() of peft has written"
+            f"'{folder / ADAPTER}' {fault}: give --lora-from a folder that save_pretrained() of peft has written"
         )
     check_adapter_contents(folder)
     return folder / ADAPTER
 
 
 def check_adapter_contents(folder: Path) -> None:
-    """Raises `InputError` where adapters and their config, of a run's checkpoint, are not what was written."""
+    """Raise `InputError` where adapters or their config in a run's checkpoint have changed."""
     if (folder / MANIFEST).exists():
         _compare(folder, read_manifest(folder), [ADAPTER, ADAPTER_CONFIG])
 
 
 def _check_adapters(folder: Path, reference: ModelReference, seed: int) -> None:
-    """Before any process is started: whether adapters in `folder` can be gone on with. Raises `InputError` where they cannot
-    be read, or are of a checkpoint beside other weights."""
+    """Check, before any process is started, the adapters in `folder` to start from. Raises `InputError` where they cannot
+    be read, or are of a checkpoint for other base weights."""
     open_weights(adapter_file(folder), "np")
     was = read_manifest(folder).base if (folder / MANIFEST).exists() else None
     now = base_model_of(reference, seed, False)
     if was is not None and now is not None and not was.is_same(now):
         raise InputError(
             f"the adapters in '{folder}' are for {was}, and this plan's model starts from {now}, which has other weights: "
-            "plan for those that they were trained with"
+            "plan for the weights that the adapters were trained with"
         )
 
 
 def base_model_of(reference: ModelReference, seed: int, random_weights: bool) -> BaseModelIdentity | None:
-    """Of the frozen model under adapters; None where all of the model is trained. `seed` is what it is drawn from where it
-    has no files, or `random_weights` are asked for. Raises `InputError` where a file cannot be read."""
+    """Return the identity of the frozen model under adapters, or None where the whole model is trained. It is drawn from
+    `seed` if it has no files or with `random_weights`. Raises `InputError` where a file cannot be read."""
     if reference.lora is None:
         return None
     if reference.weights is None or random_weights:
         return BaseModelIdentity(text=lasting_text(reference), seed=seed)
     files = WeightFiles.of(reference.weights)
     try:
-        found = {name: BaseFile.of(files.path(name)) for name in files.names}
+        base_files = {name: BaseFile.of(files.path(name)) for name in files.names}
     except OSError as error:
         raise InputError(
             f"weights in '{reference.weights}' cannot be read: {error.strerror or error}"
         ) from None
     return BaseModelIdentity(
-        text=lasting_text(reference), folder=str(reference.weights.resolve()), files=found
+        text=lasting_text(reference), folder=str(reference.weights.resolve()), files=base_files
     )
 
 
 def lasting_text(reference: ModelReference) -> str:
-    """A model's name as it is called from every folder."""
+    """Return a model's name in a form that is valid from every folder."""
     path = Path(reference.text).expanduser()
     is_path = reference.text not in bundled_names() and path.exists()
     return str(path.resolve()) if is_path else reference.text
 
 
 def open_weights(path: Path, framework: str) -> safe_open:
-    """A reader of a safetensors file, for `framework` (``np``, ``pt``). Raises `InputError` where there is no such file, or
-    it is no safetensors file."""
+    """Open a safetensors file for `framework` (``np``, ``pt``). Raises `InputError` where it does not exist or is not a
+    safetensors file."""
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        what = "is a folder, not a file" if path.is_dir() else "is missing"
         raise InputError(f"weights '{path}' {what}: copy or download the file again, or {_SEED}")
     with reading(path):
         return safe_open(str(path), framework=framework)
@@ -195,7 +198,7 @@ def open_weights(path: Path, framework: str) -> safe_open:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises `InputError` for what goes wrong inside with the safetensors file `path`."""
+    """Raise `InputError` for errors in the context when reading the safetensors file `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -208,7 +211,7 @@ def _compare(folder: Path, manifest: Manifest, names: list[str]) -> None:
     try:
         check_contents(folder, manifest, names)
     except InputError as error:
-        raise InputError(f"{error}; if that was changed on purpose, remove '{MANIFEST}' there") from None
+        raise InputError(f"{error}; if it was changed on purpose, remove '{MANIFEST}' there") from None
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -219,21 +222,21 @@ def _read_index(index: Path) -> dict[str, str]:
     for tensor, name in where.items():
         if not isinstance(name, str) or not name:
             raise InputError(
-                f"'{index}' gives {name!r} as the file of tensor '{tensor}': a name is wanted; download it again"
+                f"'{index}' gives {name!r} as the file of tensor '{tensor}', which is not a name: download it again"
             )
     return where
 
 
 def _listed(folder: Path, names: list[str]) -> dict[str, str]:
-    """The tensors of files that no index describes."""
+    """Return the files of all tensors, where there is no index."""
     where: dict[str, str] = {}
     for name in names:
         tensors = open_weights(_path(folder, name), "np").keys()
         for tensor in tensors:
             if tensor in where:
                 raise InputError(
-                    f"'{folder}' has tensor '{tensor}' in '{where[tensor]}' and in '{name}', and no '{INDEX}' that says "
-                    "which counts: move one away"
+                    f"'{folder}' has tensor '{tensor}' in '{where[tensor]}' and in '{name}', and no '{INDEX}' to decide "
+                    "between them: move one away"
                 )
             where[tensor] = name
     return where
@@ -247,12 +250,13 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _refuse_incomplete(folder: Path, names: list[str]) -> None:
-    """Of numbered files, all must be there; and of some format that is read."""
+    """Raise `InputError` where numbered files are missing, or no file has a supported format."""
     if not names:
-        others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
+        unsupported = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
         raise InputError(
-            f"the weights in '{folder}' are in {some_of(others)}, and only safetensors files are read: convert them once "
-            f"with transformers (AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(...)), or {_SEED}"
+            f"the weights in '{folder}' are in {some_of(unsupported)}, and only safetensors files are supported: convert "
+            f"them once with transformers (AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(...)), or "
+            f"{_SEED}"
         )
     parts = [part for name in names if (part := _PART.fullmatch(name))]
     wanted = {
@@ -268,7 +272,7 @@ def _refuse_incomplete(folder: Path, names: list[str]) -> None:
 
 
 def some_of(names: list[str]) -> str:
-    """The first few of many.
+    """Return the first few names, and the number of further ones.
 
     >>> some_of(["a", "b"]), some_of(list("abcdef"))
     ("'a', 'b'", "'a', 'b', 'c', 'd' and 2 more")

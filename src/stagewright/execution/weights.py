@@ -1,4 +1,4 @@
-"""Weights: the parameters a rank holds, the buffers their gradients are added up in, and who else holds them."""
+"""Weights: the parameters of a rank, their gradient buffers, and tied parameters that several ranks hold."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Weights:
     A parameter that two stages of the rank share is one tensor with one gradient buffer.
 
     Args:
-        tensors: tensors by name, each asked for once; moved to `device` without a copy where they are there already.
-        accumulate_dtype: element type of the gradient buffers; default that of the parameter.
-        flats: flat buffers that have the gradients of all their parameters, and where they are sharded the parameters too,
-            which are not asked for here.
+        tensors: tensors by name, each read once; moved to `device` without a copy if they are already there.
+        accumulate_dtype: dtype of the gradient buffers; default that of the parameter.
+        flats: flat buffers with the gradients of all their parameters and, where they are sharded, the parameters too, which
+            are not read from `tensors`.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class Weights:
         self._untouched = set(self.trained)
 
     def put(self, parameter: int, tensor: torch.Tensor) -> None:
-        """Keep a parameter in `tensor` from now on."""
+        """Store a parameter in `tensor` from now on."""
         self.tensors[parameter] = self.parameters[parameter] = tensor
 
     def accumulate_into(self, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Add up the gradients of some parameters in fresh buffers."""
+        """Accumulate the gradients of some parameters in new buffers."""
         self.gradients.update(buffers)
         self._untouched.update(buffers)
 
     def close(self, parameters: Iterable[int]) -> None:
-        """Let go of the gradient buffers of some parameters."""
+        """Release the gradient buffers of some parameters."""
         for parameter in parameters:
             del self.gradients[parameter]
 
     def begin_step(self) -> None:
-        """The next gradient of each parameter replaces what its buffer holds."""
+        """Let the next gradient of each parameter replace the contents of its buffer."""
         self._untouched = set(self.trained)
 
     def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Weights:
 def starting_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, meta: TensorMeta, origin: Origin = Origin.PARAMETER
 ) -> torch.Tensor:
-    """Return tensor `name` of `tensors`, which is to be as `meta` says. Raises `RunError` where it is not."""
+    """Return tensor `name` of `tensors`. Raises `RunError` where it is missing or does not have the layout `meta`."""
     if name not in tensors:
         raise RunError(f"{origin} '{name}' was not given: trace the model again")
     tensor = tensors[name].detach()
@@ -114,7 +114,7 @@ class TiedGroups:
     Args:
         stages: all stages of the pipeline.
         replicas: for each data-parallel replica, the global rank of each pipeline rank.
-        process_groups: where the groups are created.
+        process_groups: the process groups of the run, to which the new groups are added.
     """
 
     def __init__(
@@ -138,19 +138,19 @@ class TiedGroups:
         self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
 
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
-        """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""
+        """Exclude `parameters` from this rank's share of a norm: another rank has the same gradients."""
         self._owned_elsewhere.update(parameters)
 
     def reduce(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""
         for value, group in self._shared:
-            if value in gradients:  # of those in one flat buffer, one stands for all
+            if value in gradients:  # of those in one flat buffer, the first stands for all
                 dist.all_reduce(gradients[value], group=group)
 
     def counted(self, gradients: Mapping[int, torch.Tensor]) -> Iterable[torch.Tensor]:
-        """Gradients this rank counts in a norm over the whole model: each tied parameter on one rank only."""
+        """Return the gradients that this rank counts in a norm over the whole model: each tied parameter on one rank."""
         return [gradient for value, gradient in gradients.items() if self.is_counted(value)]
 
     def is_counted(self, parameter: int) -> bool:
-        """Whether this rank counts `parameter` in a norm over the whole model."""
+        """Return whether this rank counts `parameter` in a norm over the whole model."""
         return parameter not in self._owned_elsewhere

@@ -1,6 +1,6 @@
-"""The process of one rank: joins the group that torchrun's environment describes, trains, reports.
+"""The training process of a rank: it joins the group that torchrun's environment describes, trains and reports.
 
-Run by `stagewright.execution.launch` with one argument, the `RunOptions` as JSON.
+`stagewright.execution.launch` runs it with one argument, the `RunOptions` as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stagewright.execution.rank_process import end_process, exit_code, start_pro
 
 
 def main(options: str) -> int:
-    """Run one rank; returns the exit code. `options` is the JSON of a `RunOptions`."""
+    """Run a rank and return the exit code. `options` is the JSON of a `RunOptions`."""
     return exit_code(lambda: work(RunOptions.from_json(options)))
 
 
@@ -21,7 +21,7 @@ def work(options: RunOptions) -> None:
 
     Raises:
         InputError: the record cannot be written.
-        RunError: the run failed; names the rank, the action and what it waited for.
+        RunError: the run failed; names the rank, the action and the transfer that it waited for.
     """
     from stagewright.execution.trainer import Trainer
 

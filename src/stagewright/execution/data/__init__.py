@@ -1,1 +1,1 @@
-"""What a run is trained on: documents, tokenizers, token stores, and the order in which samples come."""
+"""Training data: documents, tokenizers, token stores, and the order of samples."""

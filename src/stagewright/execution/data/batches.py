@@ -1,4 +1,4 @@
-"""Microbatches: sample `index` of `step` is the same whatever the plan, and made by each rank that needs it."""
+"""Microbatches of data: sample `index` of `step` is the same under every plan, and made by each rank that needs it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Batches:
     """Samples of one or several sources, mixed by weight.
 
     Args:
-        sources: of each the samples of a length.
-        weights: of the sources.
-        job: says seed, batch and lengths of steps.
-        is_once: take every sample once, in the order of the sources, whatever their weights: for evaluation.
+        sources: for each source, a function that returns its samples of a length.
+        weights: weights of the sources.
+        job: the job with seed, batch size and sequence lengths of steps.
+        is_once: whether to take every sample once, in the order of the sources, ignoring weights: for evaluation.
     """
 
     def __init__(
@@ -44,16 +44,17 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Of all sources, as long as the job's longest. Raises `InputError` where only reading them all would tell."""
+        """Number of samples of all sources, at the job's longest sequence length. Raises `InputError` where a source has no
+        known size."""
         sizes = [samples(self._job.sequence_length).size for samples in self._sources]
         if any(size is None for size in sizes):
-            raise InputError("evaluation needs data that says how much it is: give its dataset a __len__")
+            raise InputError("evaluation needs data of known size: give its dataset a __len__")
         return sum(size for size in sizes if size is not None)
 
     def microbatch(
         self, step: int, first: int, graph: OperatorGraph, names: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Those of the inputs that are named, or all, from sample `first` of the step on."""
+        """Return the inputs with these `names`, or all inputs, from sample `first` of the step on."""
         metas = {name: graph.values[value].meta for name, value in graph.inputs.items()}
         wanted = [name for name in metas if names is None or name in names]
         rows = metas[wanted[0]].shape[0] if wanted else 0
@@ -61,7 +62,7 @@ class Batches:
         return {name: torch.stack([row_of(sample, name, metas) for sample in samples]) for name in wanted}
 
     def open(self, step: int) -> tuple[list[Samples], SampleOrder | OnceThrough]:
-        """The samples of each source for the length of a step, and their order; made when they are first asked for."""
+        """Return the samples of each source for the length of a step, and their order; both are made at first use."""
         length = self._job.length_of(step)
         if length not in self._of_length:
             of_length = [samples(length) for samples in self._sources]
@@ -78,7 +79,7 @@ class Batches:
 
 
 def row_of(sample: Sample | UserSample, name: str, metas: Mapping[str, TensorMeta]) -> torch.Tensor:
-    """What a sample has for one of the model's inputs, whose layouts in a microbatch are `metas`."""
+    """Return a sample's row of the model's input `name`; `metas` are the layouts of all inputs in a microbatch."""
     if isinstance(sample, UserSample):
         return sample.row(name, list(metas), metas[name])
     return torch.from_numpy(_row(name, sample)).to(DTYPES[metas[name].dtype])
@@ -93,20 +94,20 @@ def _row(name: str, sample: Sample) -> np.ndarray:
 
 
 def counted(labels: torch.Tensor, is_next: bool) -> torch.Tensor:
-    """How many of `labels` (batch, sequence) a loss counts: all that are given, or, where each place predicts the next,
-    those behind the first."""
+    """Return the number of `labels` (batch, sequence) that a loss counts: all that are not masked, or, where each position
+    predicts the next, those after the first position."""
     return ((labels[:, 1:] if is_next else labels) != IGNORED).sum()
 
 
 def open_batches(data: PreparedData, job: Job, is_once: bool = False) -> Batches:
     """Return the microbatches of a job, or with `is_once` every sample once, for evaluation. Raises `InputError` where
-    prepared data is not there any more."""
+    prepared data no longer exists."""
     samples = [_samples_of(source, data.is_apart, job.seed) for source in data.sources]
     return Batches(samples, [source.weight for source in data.sources], job, is_once)
 
 
 def _samples_of(source: PreparedSource, is_apart: bool, seed: int) -> Callable[[int], Samples]:
-    """Return samples by their length. Documents with prompts are kept whole; all others are cut where samples end."""
+    """Return a function from length to samples. Documents with prompts are kept whole; others are cut where samples end."""
     if source.kind == "factory":
         return lambda length: user_samples(source.path, length, seed)
     if source.kind == "tokens":

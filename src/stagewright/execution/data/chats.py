@@ -1,4 +1,4 @@
-"""Chats as a tokenizer's template writes them, and which characters of them the assistant has said."""
+"""Rendering of chats by a tokenizer's template, with the spans of the assistant's text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stagewright.execution.data.messages import Chat
 
 _SPEAKER = "assistant"
 _MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""What a template has around the assistant's words, if its author says which these are."""
+"""Marker that a template may have around the assistant's text."""
 _MOST_SECONDS = 10.0
-"""CPU time of this process for a chat: templates take milliseconds, unless they have no end."""
+"""Maximum CPU seconds for rendering a chat: templates take milliseconds, unless they never end."""
 
 Messages = Sequence[Mapping[str, Any]]
 Contents = Literal["texts", "parts", "any"]
@@ -28,7 +28,7 @@ Contents = Literal["texts", "parts", "any"]
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a chat, and `spans` of characters that are to be learnt: (from, to)."""
+    """The text of a chat, and the spans (start, end) of characters that count in the loss."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -36,17 +36,17 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of a transformers `tokenizer`, which `name` names."""
+    """The chat template of a transformers `tokenizer`, called `name` in messages."""
 
     tokenizer: Any
     name: str
 
     @cached_property
     def contents(self) -> Contents:
-        """What contents the template writes as they are, seen in a chat of two words.
+        """The forms of content that the template supports, found with a chat of two words.
 
-        Templates for text alone write a list of parts as Python would, and templates for images leave out a content that is
-        a text; neither raises an error.
+        Templates for text alone write a list of parts as Python would, and templates for images omit a content that is a
+        text; neither raises an error.
         """
         words = {"user": "sunflower", _SPEAKER: "moonlight"}
         texts = [{"role": role, "content": word} for role, word in words.items()]
@@ -63,14 +63,14 @@ class ChatTemplate:
         return "parts" if as_text is None else "texts"
 
     def render(self, chat: Chat) -> Rendered:
-        """The text of a chat, and what of it is to be learnt.
+        """Return the text of a chat, and the spans of it that count in the loss.
 
-        What the assistant says is what the template marks as such (``{% generation %}``), or else what it adds in each turn
-        after the prompt for that turn, with the mark that ends it. Of a turn that is written otherwise once others follow
-        (without its reasoning, say) that is what is still shown, if it is the end of what the turn was by itself.
+        The assistant's text is what the template marks as such (``{% generation %}``), or else what it adds in each turn
+        after the prompt for that turn, with the mark that ends it. For a turn that is rendered differently once others
+        follow (without its reasoning, say), it is the part that is still shown, if the turn alone ends with that part.
 
         Raises:
-            InputError: the template refuses the chat, or has no end, or does not show what is the assistant's; names the
+            InputError: the template rejects the chat, never ends, or does not show which text is the assistant's; names the
                 place of the chat.
         """
         with _limited(f"{_place(chat)}the chat template of {self.name}"):
@@ -81,20 +81,20 @@ class ChatTemplate:
             return Rendered(whole, tuple(self._turns(chat, messages, whole)))
 
     def text(self, chat: Chat, messages: Messages, is_prompt: bool = False) -> str:
-        """`messages` of a chat as text; with what opens the next turn of the assistant if they are a prompt."""
+        """Render `messages` of a chat; if they are a prompt, with the opening of the assistant's next turn."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=chat.tools, tokenize=False, add_generation_prompt=is_prompt
             )
         except _EndlessTemplate:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{_place(chat)}the chat template of {self.name} refuses it: {reason}") from None
+            raise InputError(f"{_place(chat)}the chat template of {self.name} rejects it: {reason}") from None
 
     def _accepted(self, chat: Chat) -> Messages:
-        """The messages in the first form that the template takes: arguments of calls as objects or, in older templates, as
-        the text of them, and turns of calls alone without a content or with an empty one."""
+        """Return the messages in the first form that the template accepts: arguments of calls as objects or, in older
+        templates, as JSON text, and turns that only have calls without a content or with an empty one."""
         if self.contents == "parts":
             messages = _in_parts(chat.messages)
         else:
@@ -109,14 +109,14 @@ class ChatTemplate:
                 refusal = refusal or error
                 continue
             if not any(arguments and str(arguments) in whole for arguments in _argument_objects(form)):
-                return form  # and not as Python writes objects
+                return form  # arguments are not written as Python objects
         raise refusal or InputError(
             f"{_place(chat)}the chat template of {self.name} writes arguments of tool calls as Python does, not as JSON: "
             "correct the template"
         )
 
     def _marked(self, chat: Chat, messages: Messages) -> tuple[tuple[int, int], ...]:
-        """The characters of every token that the template itself marks as the assistant's."""
+        """Return the character span of every token that the template marks as the assistant's."""
         with refusing(f"{_place(chat)}{self.name}"):
             encoding = self.tokenizer.apply_chat_template(
                 list(messages),
@@ -130,7 +130,7 @@ class ChatTemplate:
         return tuple((start, end) for (start, end), is_marked in pairs if is_marked)
 
     def _turns(self, chat: Chat, messages: Messages, whole: str) -> Iterator[tuple[int, int]]:
-        """Where each turn of the assistant is in `whole`."""
+        """Yield the span in `whole` of each turn of the assistant."""
         place, before = 0, ""
         for turn, message in enumerate(messages):
             if message.get("role") != _SPEAKER:
@@ -139,7 +139,7 @@ class ChatTemplate:
             until = self.text(chat, messages[: turn + 1])
             begin = len(prompt)
             if not until.startswith(prompt):
-                # What opens a turn of the assistant may end with what only a new answer has, such as <think>.
+                # The opening of an assistant's turn may end with text that only a new answer has, such as <think>.
                 earlier = self.text(chat, messages[:turn])
                 begin = sum(
                     1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, until, strict=False))
@@ -149,16 +149,16 @@ class ChatTemplate:
             if span is None:
                 raise InputError(
                     f"{_place(chat)}the chat template of {self.name} does not show which text is the assistant's (message "
-                    f"{turn + 1} is written otherwise once others follow): use a template that marks it with "
-                    "{% generation %}, or that writes turns one after the other"
+                    f"{turn + 1} is rendered differently once others follow): use a template that marks it with "
+                    "{% generation %}, or that renders turns one after another"
                 )
             yield span
             place, before = span[1], until
 
 
 def _shown(whole: str, until: str, begin: int, before: str, place: int) -> tuple[int, int] | None:
-    """What `whole` shows of a turn that ends `until`, where its words begin at `begin`. `before` is what ends with the turn
-    before it, which ends at `place` of `whole`.
+    """Return the span in `whole` of a turn that ends the text `until`, in which the turn's words begin at `begin`; None if
+    it is not shown. `before` is the text up to the end of the previous turn, which ends at `place` of `whole`.
 
     >>> _shown("Q:a A:b; Q:c A:d;", "Q:a A:<t>b;", 6, "", 0)
     (6, 8)
@@ -233,8 +233,8 @@ def _place(chat: Chat) -> str:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raises `InputError` about the tokenizer `what` for all that its library raises, also for a panic, which is no
-    `Exception`."""
+    """Raise `InputError` about the tokenizer `what` for everything that its library raises in the context, including panics,
+    which are not `Exception`s."""
     try:
         yield
     except (StagewrightError, KeyboardInterrupt, SystemExit, _EndlessTemplate):
@@ -246,18 +246,18 @@ def refusing(what: str) -> Iterator[None]:
         ) from None
 
 
-# -- templates without end ----------------------------------------------------------------------------------------------
+# -- endless templates --------------------------------------------------------------------------------------------------
 
 
 class _EndlessTemplate(Exception):
-    """Raised inside a template that has taken its time."""
+    """Raised inside a template that has exceeded its time limit."""
 
 
 @contextmanager
 def _limited(what: str) -> Iterator[None]:
-    """Inside, Python code has `_MOST_SECONDS` of CPU time; raises `InputError` about `what` then.
+    """Limit Python code in the context to `_MOST_SECONDS` of CPU time; raise `InputError` about `what` beyond that.
 
-    Ignores: threads other than the first, which get no signals.
+    Ignores: threads other than the main thread, which get no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -272,7 +272,7 @@ def _limited(what: str) -> Iterator[None]:
         yield
     except _EndlessTemplate:
         raise InputError(
-            f"{what} has taken {_MOST_SECONDS:g} s for one chat: it may have no end, correct it"
+            f"{what} has taken {_MOST_SECONDS:g} s for one chat: correct the template, which may never end"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

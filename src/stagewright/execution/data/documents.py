@@ -1,6 +1,6 @@
-"""The documents of files: texts, records of a prompt and its completion, and chats.
+"""Documents from files: texts, records of a prompt and its completion, and chats.
 
-Read from text, JSON and JSON Lines, Parquet, folders that `datasets` has saved, and folders of such files. Nothing here
+Supported are text, JSON and JSON Lines, Parquet, folders that `datasets` has saved, and folders of such files. Nothing here
 imports torch.
 """
 
@@ -23,25 +23,25 @@ from stagewright.files import check_regular, inside
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _RECORDS = (*_LINES, ".json", ".parquet", ".arrow")
 _PACKED = (".zst", ".bz2", ".xz", ".lz4", ".json.gz", ".txt.gz", ".zip")
-"""Endings of archives that are not read."""
+"""Endings of unsupported archives."""
 _PIECE_CHARACTERS = 2**20
 MOST_LINE_BYTES = 2**26
-"""Of a line of records: tokenising takes 30 bytes of memory for each of its characters."""
+"""Maximum bytes of a line of records: tokenising takes 30 bytes of memory for each of its characters."""
 MOST_LIST_BYTES = 2**30
-"""Of a JSON list of records, which is read as a whole."""
+"""Maximum bytes of a JSON list of records, which is read as a whole."""
 _ROWS = 1024
-"""Rows of an Arrow table that are in memory at once."""
+"""Number of rows of an Arrow table that are in memory at once."""
 _NO_TEXT = (
     ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".bin", ".pt", ".pth", ".safetensors", ".npz", ".pkl",
     ".pdf", ".csv", ".tsv", ".png", ".jpg", ".jpeg", ".webp", ".h5", ".tfrecord",
 )  # fmt: skip
 _SAVED = ("state.json", "dataset_dict.json")
-"""One of them is in a folder that `datasets` has saved: of one dataset, or of several splits."""
+"""Files of which one is in every folder that `datasets` has saved: for one dataset, or for several splits."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or a piece of one; the next piece follows unless `is_end`. `place` names file and line for messages."""
+    """A text, or a piece of one, which another piece follows unless `is_end`. `place` names file and line for messages."""
 
     text: str
     is_start: bool = True
@@ -51,7 +51,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what is to be learnt to follow it."""
+    """A prompt and its completion, which alone counts in the loss."""
 
     prompt: str
     completion: str
@@ -62,12 +62,12 @@ Document = Text | Completion | Chat
 
 
 def has_records(path: Path) -> bool:
-    """Whether a file or folder holds records, or files of them, rather than one text or array."""
+    """Return whether a file or folder holds records, or files of them, rather than one text or array."""
     return path.is_dir() or path.name.lower().endswith(_RECORDS)
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that `documents_of` reads, in order. Raises `InputError` where there is none of a kind it knows."""
+    """Return the files that `documents_of` reads, in order. Raises `InputError` where there is none of a supported kind."""
     if not path.is_dir():
         check_regular(path, "data file")
         return [path]
@@ -91,20 +91,20 @@ def data_files(path: Path) -> list[Path]:
     packed = [file for file in files if file.name.lower().endswith(_PACKED)]
     if packed:
         raise InputError(
-            f"data folder '{path}' holds '{packed[0].relative_to(path)}', an archive that is not read: unpack it, pack "
+            f"data folder '{path}' holds '{packed[0].relative_to(path)}', an unsupported archive: unpack it, pack "
             "JSON Lines as .jsonl.gz, or move it elsewhere"
         )
     texts = records or [file for file in files if file.name.endswith(".txt")]
     if not texts:
         raise InputError(
-            f"data folder '{path}' holds nothing to train on: name one of .jsonl, .parquet or .txt files, one that "
+            f"data folder '{path}' holds nothing to train on: name a folder of .jsonl, .parquet or .txt files, one that "
             "datasets has saved (save_to_disk), or one that stagewright tokenize has written"
         )
     return texts
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The files of a dataset that `datasets` has saved."""
+    """Return the files of a dataset that `datasets` has saved."""
     listed = _object(folder / "state.json").get("_data_files")
     entries = listed if isinstance(listed, list) else [None]
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
@@ -120,8 +120,8 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def documents_of(path: Path, field: str | None = None) -> Iterator[Document]:
-    """All documents of a file; the text of each record is in its `field`, or where its keys say. Raises `InputError` where
-    something is no document; says where."""
+    """Yield all documents of a file; the text of a record is in its `field`, or found by its keys. Raises `InputError` where
+    something is not a document; names the place."""
     check_regular(path, "data file")
     try:
         if path.name.lower().endswith(_RECORDS):
@@ -138,12 +138,12 @@ def documents_of(path: Path, field: str | None = None) -> Iterator[Document]:
 
 
 def refuse_no_text(path: Path) -> None:
-    """Raises `InputError` for what is no text by its name, or is records by another name: its bytes would teach a model
-    nothing that was meant."""
+    """Raise `InputError` for a file that is not text by its name, or has records under another name: training on its bytes
+    would not be intended."""
     if path.name.lower().endswith(_NO_TEXT):
         packed = path.name.lower().endswith((*_PACKED, ".gz"))
         raise InputError(
-            f"data file '{path}' is {'an archive that is not read: unpack it, or' if packed else 'no text:'} give text, "
+            f"data file '{path}' is {'an unsupported archive: unpack it, or' if packed else 'not text:'} give text, "
             "JSON Lines (.jsonl, .jsonl.gz), Parquet, token ids as .npy, or a dataset as package.module:factory"
         )
     with path.open("rb") as file:
@@ -165,7 +165,7 @@ def refuse_no_text(path: Path) -> None:
 
 def _document(record: Any, place: str, field: str | None) -> Document:
     if not isinstance(record, Mapping):
-        raise InputError(f'{place} is no record: give JSON objects such as {{"text": "..."}}')
+        raise InputError(f'{place} is not a record: give JSON objects such as {{"text": "..."}}')
     if field is not None:
         if field not in record:
             hint = nearest(field, map(str, record))
@@ -183,7 +183,7 @@ def _document(record: Any, place: str, field: str | None) -> Document:
     if "text" in record:
         return Text(_text(record["text"], f"'text' of {place}"), place=place)
     raise InputError(
-        f"{place} has {_keys(record)}, and neither text, nor prompt and completion, nor messages: name the field of the "
+        f"{place} has {_keys(record)}, but neither text, nor prompt and completion, nor messages: name the field of the "
         "text with --text-field, or rename the field of a chat to messages, with roles and contents"
     )
 
@@ -212,9 +212,9 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 f"data file '{path}' holds one JSON {type(content).__name__}, not a list of records: give a list, or a "
                 "record per line as .jsonl"
             )
-        yield from ((f"record {number} of '{path}'", one) for number, one in enumerate(content, 1))
+        yield from ((f"record {number} of '{path}'", record) for number, record in enumerate(content, 1))
     else:
-        yield from ((f"row {number} of '{path}'", one) for number, one in enumerate(_rows(path), 1))
+        yield from ((f"row {number} of '{path}'", record) for number, record in enumerate(_rows(path), 1))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -234,14 +234,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 return
             if len(line) > MOST_LINE_BYTES:
                 raise InputError(
-                    f"{place} has more than {MOST_LINE_BYTES:,} bytes, the most of a record: divide it into several"
+                    f"{place} has more than {MOST_LINE_BYTES:,} bytes, the maximum of a record: divide it into several"
                 )
             if line.strip():
                 yield place, _value(line, place, is_first=number == 1)
 
 
 def _value(content: bytes, what: str, is_first: bool = True) -> Any:
-    """The value of JSON text, of which the first line may have a byte order mark."""
+    """Return the value of JSON text, whose first line may have a byte order mark."""
     try:
         text = content.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
@@ -251,22 +251,22 @@ def _value(content: bytes, what: str, is_first: bool = True) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = "its values are nested too deep" if isinstance(error, RecursionError) else error
+        reason = "its values are nested too deeply" if isinstance(error, RecursionError) else error
         raise InputError(f"{what} is not JSON ({reason}): correct it or leave it out") from None
     if "\\u" in text and (half := half_character(value)) is not None:
         raise InputError(
-            f"{what} has half a character ({half}), which no text has: correct it or leave it out"
+            f"{what} has half a character ({half}), which is not valid text: correct it or leave it out"
         )
     return value
 
 
 def _rows(path: Path) -> Iterator[Any]:
-    """The records of an Arrow table, in which a key that a record lacks is null."""
+    """Yield the records of an Arrow table, in which missing keys are null."""
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise InputError(f"reading '{path}' takes pyarrow: pip install pyarrow") from None
+        raise InputError(f"reading '{path}' needs pyarrow: pip install pyarrow") from None
     try:
         if path.name.lower().endswith(".parquet"):
             with parquet.ParquetFile(path) as file:
@@ -282,7 +282,7 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Keys whose value is null left out at every depth: Arrow gives every record the keys of all others."""
+    """Return `value` without keys whose value is null, at every depth: Arrow gives every record the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -301,7 +301,7 @@ def _json(path: Path) -> Any:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that describes a dataset."""
+    """Read the JSON object in a file that describes a dataset."""
     content = read_json(path, "description of a dataset", "save it again with save_to_disk()")
     if not isinstance(content, dict):
         raise InputError(
@@ -314,9 +314,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _pieces(path: Path) -> Iterator[Text]:
-    """A text in pieces of whole lines, so that a long one need not be in memory at once.
+    """Yield a text in pieces of whole lines, so that a long text need not be in memory at once.
 
-    Ignores: that a tokenizer might join characters on both sides of the end of a line, or of a piece of a longer one.
+    Ignores: that a tokenizer might join characters across the end of a line, or of a piece of a longer line.
     """
     refuse_no_text(path)
     is_start, waiting, size, number = True, [], 0, 0

@@ -1,4 +1,4 @@
-"""Documents as token ids, with a mark on those that are to be learnt."""
+"""Encoding of documents as token ids, with a mask of the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stagewright.execution.data.documents import Completion, Document, Text
 from stagewright.execution.data.tokenizers import Encoding, Tokenizer
 
 _AT_ONCE = 256
-"""Documents given to a tokenizer together, which spreads them over its threads."""
+"""Number of documents given to a tokenizer at once, which spreads them over its threads."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a document or a piece of one, and which of them are learnt; None where all are."""
+    """Token ids of a document or a piece of one, and a mask of those that count in the loss; None where all do."""
 
     ids: np.ndarray
     learnt: np.ndarray | None
@@ -26,26 +26,26 @@ class Encoded:
 
 
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Every document in order, closed by the tokenizer's end of text, unless it is a chat, whose template closes turns."""
+    """Encode every document in order, ended by the tokenizer's end of text, except chats, whose template ends turns."""
     waiting = iter(documents)
     while group := list(islice(waiting, _AT_ONCE)):
-        written = [_written(one, tokenizer) for one in group]
-        whole = [at for at, one in enumerate(group) if isinstance(one, Completion) or _is_whole(one)]
-        rest = sorted({*range(len(group))} - {*whole})
-        made: dict[int, Encoding] = {}
-        for places, is_whole in ((whole, True), (rest, False)):
+        written = [_written(document, tokenizer) for document in group]
+        whole = [at for at, item in enumerate(group) if isinstance(item, Completion) or _is_whole(item)]
+        pieces = sorted({*range(len(group))} - {*whole})
+        encodings: dict[int, Encoding] = {}
+        for places, is_whole in ((whole, True), (pieces, False)):
             texts = [written[at][0] for at in places]
-            made.update(
+            encodings.update(
                 zip(places, _encodings(tokenizer, texts, is_whole, [group[at] for at in places]), strict=True)
             )
         for at, document in enumerate(group):
-            yield _closed(document, made[at], *written[at], tokenizer.end)
+            yield _closed(document, encodings[at], *written[at], tokenizer.end)
 
 
 def _encodings(
     tokenizer: Tokenizer, texts: list[str], is_whole: bool, documents: Sequence[Document]
 ) -> list[Encoding]:
-    """Raises `InputError` that names the document of which the tokenizer makes no tokens."""
+    """Encode texts together. Raises `InputError` that names the document that the tokenizer cannot encode."""
     if not texts:
         return []
     try:
@@ -64,21 +64,25 @@ def _is_whole(document: Document) -> bool:
 
 
 def _written(document: Document, tokenizer: Tokenizer) -> tuple[str, Sequence[tuple[int, int]] | None]:
-    """The text of a document, and the characters in it that are learnt; None for all."""
+    """Return the text of a document, and the spans of characters that count in the loss; None for all."""
     if isinstance(document, Text):
         return document.text, None
     if isinstance(document, Completion):
         text = document.prompt + document.completion
         return text, [(len(document.prompt), len(text))]
-    made = tokenizer.render(document)
-    return made.text, made.spans
+    rendered = tokenizer.render(document)
+    return rendered.text, rendered.spans
 
 
 def _closed(
-    document: Document, made: Encoding, text: str, spans: Sequence[tuple[int, int]] | None, end: int | None
+    document: Document,
+    encoding: Encoding,
+    text: str,
+    spans: Sequence[tuple[int, int]] | None,
+    end: int | None,
 ) -> Encoded:
-    ids = made.ids
-    learnt = None if spans is None else _within(made, spans)
+    ids = encoding.ids
+    learnt = None if spans is None else _within(encoding, spans)
     is_end = not isinstance(document, Text) or document.is_end
     if isinstance(document, Text | Completion) and is_end and end is not None:
         if not len(ids) or ids[-1] != end:
@@ -89,9 +93,9 @@ def _closed(
     return Encoded(ids, learnt, is_end)
 
 
-def _within(made: Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Of each token, whether it stands for a character of one of `spans`."""
-    found = np.zeros(len(made.ids), bool)
+def _within(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return, for each token, whether it stands for a character in one of `spans`."""
+    is_within = np.zeros(len(encoding.ids), bool)
     for start, end in spans:
-        found |= (made.starts < end) & (made.ends > start) & (made.ends > made.starts)
-    return found
+        is_within |= (encoding.starts < end) & (encoding.ends > start) & (encoding.ends > encoding.starts)
+    return is_within

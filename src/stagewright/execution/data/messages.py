@@ -1,4 +1,4 @@
-"""Chats of records: messages by turns, contents in parts, and tools with their calls, decoded and checked.
+"""Chats from records: messages by turns, contents in parts, and tools with their calls, decoded and checked.
 
 Source: "Writing a chat template" and "Tool use" of transformers' documentation, and the format of OpenAI's chat completions
 where texts hold JSON.
@@ -16,10 +16,10 @@ from stagewright.errors import InputError
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages by turns, of which those of the assistant are to be learnt; `tools` are what it may call.
+    """Messages by turns, of which those of the assistant count in the loss, and the `tools` that it may call.
 
     A content is a text or a list of parts that are texts; arguments of a call are an object. `place` names file and line for
-    messages.
+    error messages.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -28,8 +28,8 @@ class Chat:
 
 
 def read_chat(record: Mapping[str, Any], place: str) -> Chat:
-    """The chat of a record with `messages` and perhaps `tools`. Raises `InputError` for what is none; names its `place` and
-    turn."""
+    """Return the chat of a record with `messages` and perhaps `tools`. Raises `InputError` where it is not a chat; names its
+    `place` and turn."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise InputError(_no_messages(place))
@@ -42,7 +42,7 @@ def _no_messages(place: str) -> str:
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
-    """A message without the keys that are null."""
+    """Return a checked message without keys whose value is null."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InputError(_no_messages(place))
     given = {key: value for key, value in message.items() if value is not None}
@@ -67,14 +67,14 @@ def _content(content: Any, place: str) -> str | list[dict[str, str]]:
         if not isinstance(text, str):
             kind = f"type {part.get('type')!r}" if isinstance(part, Mapping) else type(part).__name__
             raise InputError(
-                f"the content of {place} has a part of {kind}: parts of text alone can be trained on, leave it out"
+                f"the content of {place} has a part of {kind}: only parts of text can be trained on, leave it out"
             )
         parts.append({"type": "text", "text": text})
     return parts
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects."""
+    """Return tool calls with their arguments as objects."""
     if not isinstance(calls, list):
         raise InputError(f"tool_calls of {place} are a {type(calls).__name__}: give a list of them")
     decoded = []
@@ -98,7 +98,7 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: Any, place: str) -> list[Mapping[str, Any]] | None:
-    """The tools of a chat; None where there are none."""
+    """Return the tools of a chat, or None."""
     what = f"tools of {place}"
     if isinstance(tools, str):
         tools = _decoded(tools, what) if tools.strip() else None
@@ -108,7 +108,7 @@ def _tools(tools: Any, place: str) -> list[Mapping[str, Any]] | None:
         raise InputError(f"{what} are a {type(tools).__name__}: give a list of them, or the JSON of one")
     decoded = [_decoded(tool, what) if isinstance(tool, str) else tool for tool in tools]
     if not all(isinstance(tool, Mapping) for tool in decoded):
-        raise InputError(f"{what} are no JSON schemas: give objects with type and function")
+        raise InputError(f"{what} are not JSON schemas: give objects with type and function")
     return decoded
 
 

@@ -1,4 +1,4 @@
-"""Which sample comes when: a function of seed and number alone, so that a run goes on from any step without a state.
+"""The order of samples: a function of seed and number alone, so that a run can resume at any step without a state.
 
 Nothing here imports torch.
 """
@@ -15,16 +15,16 @@ from stagewright.tracing.keys import key
 
 _ROUNDS = 6
 _BLOCK = 2**20
-"""Samples among which each source of a mixture has exactly its share, but for one."""
+"""Number of samples in which each source of a mixture has its share, to within one sample."""
 _EPOCHS, _BLOCKS = 0x45504F43, 0x424C4F43
-"""What keeps the random numbers of the two apart."""
+"""Constants that distinguish the random numbers of epochs and blocks."""
 
 
 class Permutation:
-    """The numbers below `size` in an order that `seed` says; each is found by its place without looking at the others.
+    """A random permutation of the numbers below `size`, keyed by `seed`; each number is computed from its place alone.
 
-    Source: a Feistel network over the next power of four, whose results that are no numbers below `size` are put through it
-    again (cycle walking; Black and Rogaway 2002).
+    Source: a Feistel network over the next power of four, whose results that are not below `size` are put through it again
+    (cycle walking; Black and Rogaway 2002).
 
     >>> order = Permutation(10, seed=1)
     >>> sorted(order[place] for place in range(10)) == list(range(10))
@@ -41,19 +41,19 @@ class Permutation:
         if not 0 <= place < self.size:
             raise IndexError(place)
         while True:
-            left, right = place >> self._half, place & self._mask
-            for one in self._keys:
-                left, right = right, left ^ (key(one, right) & self._mask)
-            place = left << self._half | right
+            high, low = place >> self._half, place & self._mask
+            for round_key in self._keys:
+                high, low = low, high ^ (key(round_key, low) & self._mask)
+            place = high << self._half | low
             if place < self.size:
                 return place
 
 
 class SampleOrder:
-    """Of sample `number` of a run: which source it is from, and which of that source's samples it is.
+    """The order of samples of a mixture: `order[number]` is the source of a sample, and its index there.
 
-    A source gives all of its samples, in an order of its own for each epoch, before it gives one again; one whose size is
-    None gives them as it has them. Of every million samples it gives the share that its weight says, wherever among them.
+    A source gives all of its samples, in a separate order for each epoch, before it repeats one; a source whose size is None
+    gives them in its own order. Of every million samples a source has the share of its weight, at random places.
 
     >>> order = SampleOrder([4, 100], [1.0, 3.0], seed=0)
     >>> first = [order[number] for number in range(200)]
@@ -79,7 +79,7 @@ class SampleOrder:
         return source, self._permutation(size, key(self._seed, _EPOCHS, source, epoch))[place]
 
     def _source(self, number: int) -> tuple[int, int]:
-        """The source of a sample, and how many of that source come before."""
+        """Return the source of a sample, and the number of earlier samples of that source."""
         if len(self._sizes) == 1:
             return 0, number
         block, place = divmod(number, _BLOCK)
@@ -94,13 +94,13 @@ class SampleOrder:
         raise AssertionError("the sources of a block fill it")
 
     def _given(self, source: int, blocks: int) -> int:
-        """Samples of a source in so many whole blocks."""
+        """Return the number of samples of a source in the first `blocks` blocks."""
         before = self._ends[source - 1] if source else Fraction(0)
         return int(self._ends[source] * blocks * _BLOCK) - int(before * blocks * _BLOCK)
 
 
 def number_of(step: int, lengths: Sequence[int], global_batch: int) -> int:
-    """How many samples of a step's length come before it, where steps go through `lengths` again and again.
+    """Return the number of samples of a step's length before the step, where steps cycle through `lengths`.
 
     >>> number_of(5, (), 8), [number_of(step, (512, 4096, 512), 8) for step in range(5)]
     (40, [0, 0, 8, 16, 8])
@@ -113,8 +113,8 @@ def number_of(step: int, lengths: Sequence[int], global_batch: int) -> int:
 
 
 class OnceThrough:
-    """Of sample `number`: every sample of every source once, one source after the other; then from the beginning again, to
-    fill the last batch.
+    """The order of every sample of every source once, one source after another; then from the beginning again, to fill the
+    last batch.
 
     >>> once = OnceThrough([2, 1])
     >>> [once[number] for number in range(4)], once.size

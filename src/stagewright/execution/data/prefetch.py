@@ -1,4 +1,4 @@
-"""Reading ahead: microbatches are read by a thread, those of the next step while the present one is trained."""
+"""Prefetching of data: a thread reads the microbatches of the next step during the present one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stagewright.graph import OperatorGraph
 Microbatch = dict[str, torch.Tensor]
 _Item = TypeVar("_Item")
 _LEAVE_S = 10.0
-"""For what the user's dataset is at when the reader is closed; a thread that takes longer ends with the process."""
+"""Seconds to wait for the user's dataset when the reader is closed; a slower thread ends with the process."""
 
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """Microbatches of a step, each from one of the samples `firsts` of it on: the inputs of `graph` that are named."""
+    """A request for microbatches of a step, each beginning at one of its samples `firsts`: the inputs `names` of `graph`."""
 
     batches: Batches | SyntheticBatches
     step: int
@@ -31,50 +31,50 @@ class PrefetchRequest:
     names: frozenset[str] = field(compare=False)
 
     def open(self) -> None:
-        """Datasets that are first asked for samples of this step's length are made."""
+        """Create the datasets of this step's length, if this is their first use."""
         self.batches.open(self.step)
 
     def read(self) -> Iterator[Microbatch]:
-        """One after the other, in memory of the host. Raises what the dataset raises."""
+        """Read the microbatches one after another into host memory. Raises what the dataset raises."""
         for first in self.firsts:
             yield self.batches.microbatch(self.step, first, self.graph, self.names)
 
 
 class Prefetcher:
-    """Reads on a thread of its own, so that what is wanted next can be read ahead. Nothing else may read the same data.
+    """A reader thread that can read the next microbatches ahead. Nothing else may read the same data.
 
-    A dataset that draws from torch's own random numbers is not read ahead: the model draws from them too. Ignores: draws
-    that no sample made of those which were read while nobody else drew.
+    A dataset that draws from torch's random generator is not read ahead: the model draws from it too. Ignores: draws that
+    none of the samples read on demand makes.
     """
 
     def __init__(self) -> None:
         self._ahead: tuple[PrefetchRequest, _Task[Microbatch]] | None = None
         self._draws = False
-        """Whether samples drew random numbers when they were read while nobody else did."""
+        """Whether samples drew random numbers when they were read on demand, while nothing else drew."""
         self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True, name="stagewright-reader")
         self._thread.start()
 
     def take(self, wanted: PrefetchRequest) -> list[Microbatch]:
-        """What is wanted, read now unless it was read ahead. Raises what reading it raised."""
+        """Return the requested microbatches, read now unless they were read ahead. Raises what the dataset raised."""
         if self._ahead is not None and self._ahead[0] == wanted:
             (_, ahead), self._ahead = self._ahead, None
             return ahead.result()
         self._begun(lambda: wanted.open() or ()).result()
         before = torch.default_generator.get_state()
-        found = self._begun(wanted.read).result()
+        microbatches = self._begun(wanted.read).result()
         self._draws |= not torch.equal(before, torch.default_generator.get_state())
-        return found
+        return microbatches
 
     def read_ahead(self, wanted: PrefetchRequest) -> None:
-        """Begin to read what will be wanted next, in place of what was read ahead before."""
+        """Begin to read the next request, in place of what was read ahead before."""
         if self._draws:
             return
         self._drop()
         self._ahead = wanted, self._begun(wanted.read)
 
     def close(self) -> None:
-        """Nothing is read any more, and the thread is gone."""
+        """Stop reading and end the thread."""
         self._drop()
         self._tasks.put(None)
         self._thread.join(_LEAVE_S)
@@ -95,29 +95,29 @@ class Prefetcher:
 
 
 class _Task(Generic[_Item]):
-    """Something to read, and what came of it. It ends early where it is not wanted any more."""
+    """A read and its result. It ends early where it is no longer wanted."""
 
     def __init__(self, read: Callable[[], Iterable[_Item]]) -> None:
         self.is_wanted = True
         self._read = read
-        self._found: list[_Item] = []
+        self._items: list[_Item] = []
         self._error: BaseException | None = None
         self._is_done = Event()
 
     def run(self) -> None:
-        """On the reader's thread."""
+        """Read, on the reader's thread."""
         try:
             for item in self._read():
-                self._found.append(item)
+                self._items.append(item)
                 if not self.is_wanted:
                     break
-        except BaseException as error:  # of whatever kind: it is raised where the result is asked for
+        except BaseException as error:  # of whatever kind: `result` raises it
             self._error = error
         self._is_done.set()
 
     def result(self) -> list[_Item]:
-        """Once it is there."""
+        """Wait for the items and return them."""
         self._is_done.wait()
         if self._error is not None:
             raise self._error
-        return self._found
+        return self._items

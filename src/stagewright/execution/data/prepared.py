@@ -1,6 +1,6 @@
-"""What is asked for, made ready: every source known by its contents, its text tokenised, and all of it fit for the model.
+"""Preparation of the requested data: every source is identified by its contents, tokenised, and checked against the model.
 
-This happens before any process is started. Nothing here imports torch, but for models that were never traced.
+This happens before any process is started. Nothing here imports torch, except for models that were never traced.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LABELS = "labels"
 _RULES = 2
 """Version of the rules by which documents become tokens."""
 _BYTES_WORTH = 1024
-"""A vocabulary of more than so many tokens is not one of bytes and a few marks."""
+"""Vocabulary size above which a model is not one of bytes and a few special tokens."""
 
 _OF_TOKENS = ("input_ids", LABELS, "decoder_input_ids", "position_ids")
 
 
 class PreparedSource(StrictModel):
-    """A source as ranks open it: a file of tokens (text, whose bytes they are, or ``.npy``), a store of documents, or the
-    factory of a dataset."""
+    """A source as ranks open it: a file of tokens (the bytes of a text, or ``.npy``), a store of documents, or a dataset's
+    factory."""
 
     kind: Literal["tokens", "store", "factory"]
     path: str
@@ -57,45 +57,45 @@ class PreparedSource(StrictModel):
 
 
 class PreparedData(StrictModel):
-    """What ranks open, what it is, whether some of its tokens are not learnt, and what the model is given beside its own
-    inputs."""
+    """The sources that ranks open, their identity, whether some tokens are masked in the loss, and inputs of the model
+    besides its own."""
 
     sources: tuple[PreparedSource, ...]
     identity: DataIdentity
     is_masked: bool = False
     is_apart: bool = False
-    """Whether documents of a sample are kept apart."""
+    """Whether documents of a sample are separated."""
     further_inputs: tuple[str, ...] = ()
 
 
 Data = PreparedData | DataRequest | str | Path | Sequence[str | Path] | None
-"""What a run is trained on, ready or as it was asked for; None: synthetic samples."""
+"""Training data of a run, prepared or as requested; None is synthetic samples."""
 
 
 def ready(data: Data, plan: Plan) -> PreparedData | None:
-    """`data` prepared for the model of a plan, if it is not yet."""
+    """Return `data` prepared for the model of a plan."""
     return data if isinstance(data, PreparedData) else prepared(DataRequest.of(data), plan)
 
 
 def ready_beside(data: Data, trained: PreparedData | None, plan: Plan) -> PreparedData | None:
-    """Data that is held out, prepared. Raises `InputError` where it needs other inputs of the model than what is `trained`
-    on gives."""
-    found = ready(data, plan)
+    """Return held-out data, prepared. Raises `InputError` where it needs inputs of the model that the training data
+    `trained` does not give."""
+    held_out = ready(data, plan)
     given = () if trained is None else trained.further_inputs
-    if found is not None and set(found.further_inputs) - set(given):
+    if held_out is not None and set(held_out.further_inputs) - set(given):
         raise InputError(
-            f"what is held out ({found.identity}) has tokens that are not learnt, and what is trained on has none: hold out "
-            "text alone, or evaluate a checkpoint with `stagewright evaluate`"
+            f"the held-out data ({held_out.identity}) has tokens that are masked in the loss, and the training data has "
+            "none: hold out text alone, or evaluate a checkpoint with `stagewright evaluate`"
         )
-    return found
+    return held_out
 
 
 def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
-    """What is asked for, ready for the model of a plan; None where nothing is.
+    """Return the requested data prepared for the model of a plan, or None without a request.
 
     Raises:
-        InputError: it cannot be read, or holds too little, or tokens that the model does not have, or the model is none of
-            tokens.
+        InputError: the data cannot be read, holds too little or tokens outside the model's vocabulary, or the model does not
+            take tokens.
     """
     if request is None:
         return None
@@ -106,17 +106,19 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
         _check_makes_labels(inputs, model, plan)
     tokenizer = load_tokenizer(request.tokenizer)
     _say_bytes(request, model)
-    found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
-    masked = next((source.path for source, _, is_masked in found if is_masked), None)
-    is_causal = model.kind == "config" and set(inputs) == {"input_ids"}  # with labels of its own making
+    sources = [
+        _prepared_source(source, request, tokenizer, plan, model, inputs) for source in request.sources
+    ]
+    masked = next((source.path for source, _, is_masked in sources if is_masked), None)
+    is_causal = model.kind == "config" and set(inputs) == {"input_ids"}  # which makes its labels itself
     if masked is not None and LABELS not in inputs and not is_causal:
         raise InputError(
-            f"'{model.name}' takes no labels, so that nothing of '{masked}' can be left out of its loss: let its factory "
+            f"'{model.name}' takes no labels, so that no token of '{masked}' can be masked in its loss: let its factory "
             "return labels among the inputs, or give texts alone"
         )
     return PreparedData(
-        sources=tuple(source for source, *_ in found),
-        identity=_together([identity for _, identity, _ in found], request.sources),
+        sources=tuple(source for source, *_ in sources),
+        identity=_together([identity for _, identity, _ in sources], request.sources),
         is_masked=masked is not None or plan.job.documents_apart,
         is_apart="position_ids" in inputs,
         further_inputs=(LABELS,) if masked is not None and is_causal else (),
@@ -127,11 +129,11 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
 
 
 def is_factory(path: str) -> bool:
-    """Whether a source is code that makes a dataset."""
+    """Return whether a source is code that makes a dataset."""
     return split_factory(path) is not None and not Path(path).expanduser().exists()
 
 
-def _found(
+def _prepared_source(
     source: SourceRequest,
     request: DataRequest,
     tokenizer: Tokenizer,
@@ -139,7 +141,7 @@ def _found(
     model: ModelReference,
     inputs: dict[str, TensorMeta],
 ) -> tuple[PreparedSource, DataIdentity, bool]:
-    """A source, what it is, and whether some of its tokens are not learnt."""
+    """Return a prepared source, its identity, and whether some of its tokens are masked in the loss."""
     path = Path(source.path).expanduser()
     if is_factory(source.path):
         identity, is_masked = _checked_factory(source.path, plan, model, inputs)
@@ -154,7 +156,7 @@ def _found(
 
 
 def has_tokens(path: Path, request: DataRequest) -> bool:
-    """Whether a file is trained on as it is: ids, or a text of which bytes are asked for."""
+    """Return whether a file is trained on as it is: token ids, or a text by its bytes."""
     return path.suffix == ".npy" or (request.tokenizer is None and not has_records(path))
 
 
@@ -165,10 +167,10 @@ def tokenised(
     folder: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> TokenStore:
-    """The token store of a file or folder: in `folder`, or in the cache, where what was tokenised before is found again.
+    """Return the token store of a file or folder: in `folder`, or in the cache, which may already have it.
 
     Raises:
-        InputError: it cannot be read or written.
+        InputError: the data cannot be read, or the store cannot be written.
     """
     files = data_files(path)
     documents = _reported(files, field, report)
@@ -198,14 +200,14 @@ def tokenised(
 
 
 def _whole(path: Path) -> TokenStore:
-    """The store in a folder; one process of those that a launcher has started on this machine reads it all to verify it."""
+    """Open the store in a folder; one of the processes that a launcher starts on this machine verifies all of it."""
     store = open_store(path)
     is_first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
     return verified(store) if is_first else store
 
 
 def _reported(files: Sequence[Path], field: str | None, report: Callable[[str], None]) -> Iterator[Document]:
-    """The documents of all files, one after the other."""
+    """Yield the documents of all files, one file after another, with progress reports."""
     count = 0
     for number, file in enumerate(files):
         which = f" of files, {number} of {len(files)} done" if len(files) > 1 else ""
@@ -217,22 +219,22 @@ def _reported(files: Sequence[Path], field: str | None, report: Callable[[str], 
 
 
 _REPORTED = 100
-"""Documents from one report to the next."""
+"""Number of documents between two reports."""
 
 
 def _some(documents: Iterable[Encoded], path: Path) -> Iterator[Encoded]:
-    """All documents. Raises `InputError` where there is none."""
+    """Yield all documents. Raises `InputError` where there is none."""
     count = 0
-    for one in documents:
+    for document in documents:
         count += 1
-        yield one
+        yield document
     if not count:
-        raise InputError(f"data '{path}' holds no documents: give some")
+        raise InputError(f"data '{path}' holds no documents: give data with at least one")
 
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Inside, no other process of this user writes `target`: one tokenises, those beside it wait and find it done."""
+    """Lock `target` against other processes of this user: one of them tokenises, and the others wait for its result."""
     handle = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -245,32 +247,32 @@ def _alone(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
-# -- what fits the model ------------------------------------------------------------------------------------------------
+# -- checks against the model -------------------------------------------------------------------------------------------
 
 
 def _check_takes_tokens(inputs: dict[str, TensorMeta], request: DataRequest) -> None:
     for name, meta in inputs.items():
         if name not in _OF_TOKENS or meta.dtype not in ("int64", "int32") or len(meta.shape) != 2:
             raise InputError(
-                f"'{request.sources[0].path}' gives tokens, and the model's input '{name}' ({meta}) is not made of tokens: "
-                "give a dataset of your own as package.module:factory, or leave --data out for random samples"
+                f"'{request.sources[0].path}' gives tokens, but the model's input '{name}' ({meta}) is not made of tokens: "
+                "give your own dataset as package.module:factory, or leave --data out for random samples"
             )
 
 
 def _check_makes_labels(inputs: dict[str, TensorMeta], model: ModelReference, plan: Plan) -> None:
-    """Raises `InputError` for models of masked tokens and from sequence to sequence, which would learn to copy a text."""
+    """Raise `InputError` for masked and sequence-to-sequence language models, which would learn to copy a text."""
     if model.kind == "config" and LABELS in inputs and not plan.job.documents_apart:
         raise InputError(
-            f"'{model.name}' takes labels that are other than its input_ids, and nothing says which: give a dataset that "
-            "has both as package.module:factory"
+            f"'{model.name}' takes labels that differ from its input_ids, which this data does not have: give a dataset "
+            "that has both as package.module:factory"
         )
 
 
 def _checked_factory(
     text: str, plan: Plan, model: ModelReference, inputs: dict[str, TensorMeta]
 ) -> tuple[DataIdentity, bool]:
-    """Known by its source and number of samples, once its first sample fits the model; and whether its samples have labels
-    of tokens, some of which may be none."""
+    """Check that a factory's first sample fits the model; return its identity, by its source and number of samples, and
+    whether its samples have labels of tokens, some of which may be masked."""
     from stagewright.execution.data.batches import row_of
     from stagewright.execution.data.user_dataset import user_samples
 
@@ -306,7 +308,7 @@ def _check_store(store: TokenStore, source: SourceRequest, plan: Plan, model: Mo
         _check_length(manifest.num_tokens, what, plan)
     elif not manifest.num_learnt:
         raise InputError(
-            f"{what} has no token that is to be learnt: give records with a completion, or an assistant's turns"
+            f"{what} has no token that counts in the loss: give records with a completion, or an assistant's turns"
         )
 
 
@@ -319,13 +321,13 @@ def _check_length(num_tokens: int, what: str, plan: Plan) -> None:
 
 
 def _vocabulary(model: ModelReference) -> int | None:
-    """How many tokens the model has; None where its configuration does not say."""
-    found = of_text(model.config or {}).get("vocab_size")
-    return found if isinstance(found, int) else None
+    """Return the size of the model's vocabulary, or None where its configuration does not have it."""
+    size = of_text(model.config or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _say_bytes(request: DataRequest, model: ModelReference) -> None:
-    """Says once that bytes stand for the tokens of a model that has far more of them, which is seldom meant."""
+    """Warn once if bytes are the tokens of a model with a far larger vocabulary, which is rarely intended."""
     vocabulary = _vocabulary(model)
     if request.tokenizer is not None or vocabulary is None or vocabulary <= _BYTES_WORTH:
         return
@@ -336,7 +338,7 @@ def _say_bytes(request: DataRequest, model: ModelReference) -> None:
         if not (is_factory(source.path) or is_store(path) or path.suffix == ".npy"):
             say(
                 f"warning: no --tokenizer is given, so the bytes of '{source.path}' are the tokens: 256 of the "
-                f"{vocabulary:,} that '{model.name}' has; give the model's own with --tokenizer PATH"
+                f"{vocabulary:,} that '{model.name}' has; give the model's tokenizer with --tokenizer PATH"
             )
 
 
@@ -344,12 +346,12 @@ def _check_vocabulary(largest: int, what: str, model: ModelReference) -> None:
     vocabulary = _vocabulary(model)
     if vocabulary is not None and largest >= vocabulary:
         raise InputError(
-            f"{what} holds token {largest}, but the model's vocabulary has {vocabulary}: give the model's own tokenizer "
-            "with --tokenizer, or plan with --set vocab_size=N"
+            f"{what} holds token {largest}, but the model's vocabulary has {vocabulary}: give the model's tokenizer with "
+            "--tokenizer, or plan with --set vocab_size=N"
         )
 
 
-# -- what it is ---------------------------------------------------------------------------------------------------------
+# -- identity -----------------------------------------------------------------------------------------------------------
 
 
 def _identity_of_store(store: TokenStore) -> DataIdentity:
@@ -369,5 +371,8 @@ def _together(identities: list[DataIdentity], sources: tuple[SourceRequest, ...]
         return identities[0]
     total = sum(source.weight for source in sources)
     shares = (source.weight / total for source in sources)
-    parts = (one.model_copy(update={"weight": share}) for one, share in zip(identities, shares, strict=True))
+    parts = (
+        identity.model_copy(update={"weight": share})
+        for identity, share in zip(identities, shares, strict=True)
+    )
     return DataIdentity(kind="mixture", parts=tuple(parts))

@@ -1,4 +1,4 @@
-"""What `run` is asked to train on, as a value. Nothing here imports torch."""
+"""The user's request for training data, as a value. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from stagewright.cluster.schema import StrictModel
 from stagewright.errors import InputError
 
 MOST_WEIGHT = 1e6
-"""Of one source beside another; a share of less than a millionth would hardly be seen."""
+"""Maximum weight of a source relative to another; a share of less than a millionth would hardly be seen."""
 
 
 BUNDLED = "moby-dick"
-"""The text that comes with the package, for first runs; a file of that name goes before."""
+"""Name of the text that comes with the package, for first runs; a file of that name takes precedence."""
 
 
 class SourceRequest(StrictModel):
-    """A file, folder or factory of samples; of several, each gives the share that its `weight` says."""
+    """A file, folder or factory of samples; of several sources, each gives a share by its `weight`."""
 
     path: str
     weight: float = Field(default=1.0, gt=0, le=MOST_WEIGHT)
 
     @classmethod
     def parse(cls, text: str) -> SourceRequest:
-        """``PATH`` or ``PATH=WEIGHT``, where a path may be `BUNDLED`.
+        """Parse ``PATH`` or ``PATH=WEIGHT``, where the path may be `BUNDLED`.
 
         >>> SourceRequest.parse("books.jsonl=0.3")
         SourceRequest(path='books.jsonl', weight=0.3)
@@ -39,15 +39,15 @@ class SourceRequest(StrictModel):
             with contextlib.suppress(ValueError):
                 number = float(weight)
         if number is None:
-            return cls(path=_found(text))
+            return cls(path=_resolved(text))
         if not 1 / MOST_WEIGHT <= number <= MOST_WEIGHT:
             raise InputError(f"data '{text}': a weight is a number from 1e-6 to 1e6, such as {path}=0.5")
-        return cls(path=_found(path), weight=number)
+        return cls(path=_resolved(path), weight=number)
 
 
 class DataRequest(StrictModel):
-    """Sources that are mixed, and how their text becomes tokens: by a `tokenizer` (a path; None takes bytes), from
-    `text_field` of each record (None: what the record's own keys say)."""
+    """A mixture of sources and how their text becomes tokens: by a `tokenizer` (a path; None takes bytes), from `text_field`
+    of each record (None chooses by the record's keys)."""
 
     sources: tuple[SourceRequest, ...] = Field(min_length=1)
     tokenizer: str | None = None
@@ -60,7 +60,7 @@ class DataRequest(StrictModel):
         tokenizer: str | Path | None = None,
         text_field: str | None = None,
     ) -> DataRequest | None:
-        """Of one source or several, each as `SourceRequest.parse` takes it; None without any."""
+        """Return the request for one source or several, each as for `SourceRequest.parse`; None without any."""
         if isinstance(data, DataRequest):
             return data
         several = [data] if isinstance(data, str | Path) else list(data or ())
@@ -69,13 +69,13 @@ class DataRequest(StrictModel):
                 option = "--tokenizer" if tokenizer is not None else "--text-field"
                 raise InputError(f"{option} needs --data: without it samples are random")
             return None
-        sources = tuple(SourceRequest.parse(str(one)) for one in several)
+        sources = tuple(SourceRequest.parse(str(source)) for source in several)
         return cls(
             sources=sources, tokenizer=None if tokenizer is None else str(tokenizer), text_field=text_field
         )
 
 
-def _found(path: str) -> str:
+def _resolved(path: str) -> str:
     if path != BUNDLED or Path(path).exists():
         return path
     return str(importlib.resources.files("stagewright") / "data" / "moby_dick.txt")

@@ -1,4 +1,4 @@
-"""Documents packed to the length of a sample: cut out of one row of tokens, or put together whole.
+"""Packing of documents into samples: cut from one row of tokens, or put together whole.
 
 Nothing here imports torch.
 """
@@ -16,12 +16,13 @@ from stagewright.execution.data.store import TokenStore
 from stagewright.tracing.keys import key
 
 _OPEN = 64
-"""Samples that are being filled at once: with more, hardly less is padding."""
+"""Number of samples that are filled at once: more of them would hardly reduce padding."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids, which of them are learnt (None: all), and of each its place in its document (None: that of the sample)."""
+    """Token ids, a mask of those that count in the loss (None: all), and their positions in their documents (None: in the
+    sample)."""
 
     ids: np.ndarray
     learnt: np.ndarray | None = None
@@ -29,7 +30,7 @@ class Sample:
 
 
 class Samples(ABC):
-    """The samples of one source, all of one length; `size` of them, None where only reading them all would tell."""
+    """The samples of a source, all of one length; `size` is their number, None where it is unknown."""
 
     size: int | None
 
@@ -38,10 +39,9 @@ class Samples(ABC):
 
 
 class Windows(Samples):
-    """Documents one after the other, cut every `length` tokens; what is left at the end is not used.
+    """Documents one after another, cut every `length` tokens; the remainder at the end is not used.
 
-    With their `ends` they are kept apart: positions begin anew, and a document's first token is not to be learnt from the
-    one before.
+    With their `ends`, documents are separated: positions restart, and a document's first token does not count in the loss.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, ends: np.ndarray | None = None) -> None:
@@ -61,10 +61,10 @@ class Windows(Samples):
 
 
 class Packs(Samples):
-    """Whole documents put together, as many as go into `length` tokens; the rest of a sample is padding.
+    """Whole documents put together, as many as fit into `length` tokens; the remainder of a sample is padding.
 
-    A document that is longer than a sample loses its end. Which documents share a sample depends on nothing but their
-    lengths and `seed`.
+    A document that is longer than a sample loses its end. The choice of documents of a sample depends only on their lengths
+    and `seed`.
 
     Source: best fit among a bounded number of open bins, documents in random order.
     """
@@ -88,7 +88,7 @@ class Packs(Samples):
             here = slice(place, place + size)
             ids[here] = self._store.tokens[start : start + size]
             learnt[here] = True if marks is None else marks[start : start + size]
-            learnt[place] = False  # nothing comes before it that it could follow from
+            learnt[place] = False  # no token of its document comes before it
             positions[here] = np.arange(size)
             place += size
         positions[place:] = np.arange(self._length - place)
@@ -96,24 +96,24 @@ class Packs(Samples):
 
 
 def _packed(documents: list[int], sizes: np.ndarray, length: int) -> list[list[int]]:
-    """The documents of each sample, in the order in which the samples were begun.
+    """Return the documents of each sample, in the order in which the samples were begun.
 
     >>> _packed([0, 1, 2, 3], np.array([5, 3, 3, 8]), 8)
     [[0, 1], [2], [3]]
     """
     packs: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # of open samples: tokens that are free, and number; fullest first
+    free: list[tuple[int, int]] = []  # of open samples: free tokens, and number; fullest first
     for document in documents:
         size = int(sizes[document])
         at = bisect_left(free, (size, -1))
         if at < len(free):
-            left, number = free.pop(at)
+            free_tokens, number = free.pop(at)
             packs[number].append(document)
         else:
-            left, number = length, len(packs)
+            free_tokens, number = length, len(packs)
             packs.append([document])
-        if left > size:
-            insort(free, (left - size, number))
+        if free_tokens > size:
+            insort(free, (free_tokens - size, number))
             if len(free) > _OPEN:
                 free.pop(0)
     return packs

@@ -1,7 +1,7 @@
-"""Token ids of many documents in a folder: written once, whole or not at all, and read where they are looked at.
+"""Token stores: folders with the token ids of many documents, written completely or not at all, and memory-mapped.
 
-``tokens.bin`` has the ids, ``learnt.bin`` a byte for each where not all are to be learnt, ``ends.bin`` where each document
-ends, and ``store.json`` what they are. All are plain arrays of little-endian numbers, for `numpy.memmap`.
+``tokens.bin`` has the ids, ``learnt.bin`` a byte for each if some are masked in the loss, ``ends.bin`` the end of each
+document, and ``store.json`` the description. All are plain arrays of little-endian numbers, for `numpy.memmap`.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class StoreManifest(StrictModel):
 
     version: Literal[1] = VERSION
     source: str
-    """Name of what the documents were read from."""
+    """Name of the file or folder of the documents."""
     tokenizer: str
     dtype: Literal["uint16", "uint32"]
     num_tokens: int = Field(ge=0)
     num_documents: int = Field(ge=0)
     num_learnt: int = Field(ge=0)
-    """Tokens that a loss counts."""
+    """Number of tokens that count in the loss."""
     longest: int = Field(ge=0)
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
     largest: int = Field(ge=0)
-    """The largest token id."""
+    """Largest token id."""
     pad: int = Field(ge=0)
     is_masked: bool
-    """Whether ``learnt.bin`` is there."""
+    """Whether there is a ``learnt.bin``."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Of all tokens, of what is learnt of them, and of where documents end."""
+    """Digest of all tokens, of the mask of those that count in the loss, and of the ends of documents."""
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A store that is whole; its arrays are mapped into memory when they are first looked at."""
+    """A complete store; its arrays are mapped into memory at first use."""
 
     path: Path
     manifest: StoreManifest
@@ -85,13 +85,13 @@ def is_store(path: Path) -> bool:
 
 
 def open_store(path: Path) -> TokenStore:
-    """The store in a folder. Raises `InputError` where it is damaged or of another version."""
+    """Open the store in a folder. Raises `InputError` where it is damaged or of another version."""
     fix = "tokenise the data again"
     content = read_sealed_json(path / MANIFEST, "store", fix)
     if isinstance(content, dict) and content.get("version") != VERSION:
         version = content.get("version")
         raise InputError(
-            f"'{path}' is of version {version}, and this stagewright reads version {VERSION}: {fix}"
+            f"'{path}' has version {version}, and this stagewright reads version {VERSION}: {fix}"
         )
     manifest = validated(StoreManifest, content, f"'{path / MANIFEST}'")
     sizes = {
@@ -103,20 +103,20 @@ def open_store(path: Path) -> TokenStore:
     for name, size in sizes.items():
         has = (path / name).stat().st_size if (path / name).is_file() else None
         if has != size:
-            said = "is missing" if has is None else f"has {has} bytes, and {size} were written"
-            raise InputError(f"'{path}' is damaged: {name} {said}: {fix}")
+            fault = "is missing" if has is None else f"has {has} bytes, and {size} were written"
+            raise InputError(f"'{path}' is damaged: {name} {fault}: {fix}")
     return TokenStore(path, manifest)
 
 
-_SAID_BYTES = 2**30
-"""Of a store whose verification is announced, since it takes seconds."""
+_ANNOUNCED_BYTES = 2**30
+"""Bytes of a store above which its verification is announced, since it takes seconds."""
 _REMEMBERED_BYTES = 2**32
-"""Of a store that is not read again for each run, if its files have sizes and times as when it was verified."""
+"""Bytes of a store above which it is not verified again for each run, if sizes and times of its files are unchanged."""
 
 
 def verified(store: TokenStore) -> TokenStore:
-    """The store, if its files are what was written. One process on each machine reads them all before a run: SHA-256 takes
-    about a second per GiB. Raises `InputError` where a bit is other than it was."""
+    """Verify that a store's files are unchanged, and return it. One process on each machine reads them all before a run:
+    SHA-256 takes about a second per GiB. Raises `InputError` where a bit has changed."""
     files = [store.path / name for name in (_TOKENS, _LEARNT, _ENDS) if (store.path / name).is_file()]
     states = [file.stat() for file in files]
     size = sum(state.st_size for state in states)
@@ -125,7 +125,7 @@ def verified(store: TokenStore) -> TokenStore:
     mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     if size > _REMEMBERED_BYTES and (cache_folder("verified") / mark).exists():
         return store
-    if size > _SAID_BYTES:
+    if size > _ANNOUNCED_BYTES:
         say(f"verifying the {format_bytes(size)} of '{store.path}'")
     try:
         tokens, ends = (digest_of(store.path / name) for name in (_TOKENS, _ENDS))
@@ -134,8 +134,7 @@ def verified(store: TokenStore) -> TokenStore:
         raise InputError(f"'{store.path}' cannot be read: {error.strerror or error}") from None
     if _digest(store.manifest.dtype, tokens, learnt, ends) != store.manifest.sha256:
         raise InputError(
-            f"'{store.path}' is damaged: its tokens are not those that were written (SHA-256 in {MANIFEST}): tokenise the "
-            "data again"
+            f"'{store.path}' is damaged: its tokens do not match the SHA-256 in {MANIFEST}: tokenise the data again"
         )
     if size > _REMEMBERED_BYTES:
         (cache_folder("verified") / mark).touch()
@@ -143,18 +142,18 @@ def verified(store: TokenStore) -> TokenStore:
 
 
 def _digest(dtype: str, *parts: str) -> str:
-    """Of a store whose arrays have the digests `parts`."""
+    """Return the digest of a store whose arrays have the digests `parts`."""
     return hashlib.sha256(" ".join([str(np.dtype(dtype).itemsize), *parts]).encode()).hexdigest()
 
 
 def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenStore:
-    """Writes all documents to a new `folder`, beside which they lie until they are whole.
+    """Write all documents to a new `folder`, which gets its name when it is complete.
 
     Raises:
-        InputError: the folder is there, or cannot be written.
+        InputError: the folder exists, or cannot be written.
     """
     if os.path.lexists(folder):
-        raise InputError(f"'{folder}' is there already: name a new folder for the tokens, or remove it")
+        raise InputError(f"'{folder}' exists already: name a new folder for the tokens, or remove it")
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -178,18 +177,22 @@ def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, sou
     total = num_learnt = longest = largest = start = 0
     is_masked = False
     with (folder / _TOKENS).open("wb") as tokens, (folder / _LEARNT).open("wb") as learnt:
-        for one in documents:
-            ids = one.ids.astype(dtype).tobytes()
-            marks = np.ones(len(one.ids), np.bool_) if one.learnt is None else one.learnt.astype(np.bool_)
-            is_masked = is_masked or one.learnt is not None
+        for document in documents:
+            ids = document.ids.astype(dtype).tobytes()
+            marks = (
+                np.ones(len(document.ids), np.bool_)
+                if document.learnt is None
+                else document.learnt.astype(np.bool_)
+            )
+            is_masked = is_masked or document.learnt is not None
             tokens.write(ids)
             learnt.write(marks.tobytes())
             tokens_digest.update(ids)
             learnt_digest.update(marks.tobytes())
-            total += len(one.ids)
+            total += len(document.ids)
             num_learnt += int(marks.sum())
-            largest = max(largest, int(one.ids.max(initial=0)))
-            if one.is_end:
+            largest = max(largest, int(document.ids.max(initial=0)))
+            if document.is_end:
                 longest = max(longest, total - start)
                 if total > start:
                     ends.append(total)

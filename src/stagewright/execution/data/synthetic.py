@@ -1,4 +1,4 @@
-"""Random samples: sample `index` of `step` is the same whatever the plan, and made by each rank for itself."""
+"""Random samples: sample `index` of `step` is the same under every plan, and made by each rank separately."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from stagewright.tracing.arguments import DTYPES
 
 
 class SyntheticBatches:
-    """Random numbers in the range that the first of the model's example inputs show, which microbatches of every size
-    have."""
+    """Batches of random numbers in the range of the model's first example input, which microbatches of every size have."""
 
     def __init__(self, examples: Mapping[str, torch.Tensor], seed: int) -> None:
         integers = {name: tensor for name, tensor in examples.items() if not tensor.is_floating_point()}
@@ -21,13 +20,13 @@ class SyntheticBatches:
         self.seed = seed
 
     def open(self, step: int) -> None:
-        """Samples are made one by one, so there is nothing to open."""
+        """Do nothing: samples are made one by one."""
 
     def microbatch(
         self, step: int, first: int, graph: OperatorGraph, names: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Those of the inputs that are named, or all, from sample `first` of the step on."""
-        found = {}
+        """Return the inputs with these `names`, or all inputs, from sample `first` of the step on."""
+        batch = {}
         for place, (name, value) in enumerate(sorted(graph.inputs.items())):
             if names is not None and name not in names:
                 continue
@@ -41,5 +40,5 @@ class SyntheticBatches:
                 else:
                     bound = max(self.bounds.get(name, 2), 1)
                     rows.append(torch.randint(0, bound, shape, generator=generator))
-            found[name] = torch.stack(rows).to(dtype)
-        return found
+            batch[name] = torch.stack(rows).to(dtype)
+        return batch

@@ -1,4 +1,4 @@
-"""From text to token ids: bytes, a ``tokenizer.json``, or the folder of a Hugging Face tokenizer with its chat template.
+"""Tokenizers: bytes, a ``tokenizer.json``, or the folder of a Hugging Face tokenizer with its chat template.
 
 Nothing is downloaded, and no code of a tokenizer's folder is run.
 """
@@ -21,17 +21,17 @@ from stagewright.execution.weight_files import CONFIG
 from stagewright.files import digest_of
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]")
-"""How texts end in tokenizers whose file does not say, those in use most first."""
+"""Tokens that end texts in tokenizers whose file does not say, the most common first."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""What a folder may have of a tokenizer."""
+"""Names of a tokenizer's files in a folder."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Token ids of a text, and of each the characters it stands for: from `starts` to `ends`, the same where none."""
+    """Token ids of a text, each with the characters that it stands for: from `starts` to `ends`, equal where none."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -39,10 +39,10 @@ class Encoding:
 
 
 class Tokenizer(ABC):
-    """Makes token ids of texts.
+    """An encoder of texts as token ids.
 
-    `digest` tells tokenizers apart, `vocabulary` is above every id, `end` closes a document (None: nothing does), `pad`
-    fills what is left of a sample.
+    `digest` identifies the tokenizer, `vocabulary` is above every id, `end` ends a document (None: nothing does), `pad`
+    fills the remainder of a sample.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
-        """Of each text; with what opens and closes one where it `is_whole`."""
+        """Encode each text, with the special tokens that begin and end a text if it `is_whole`."""
 
     def render(self, chat: Chat) -> Rendered:
-        """The text of a chat. Raises `InputError` where there is no template for it."""
+        """Render a chat as text. Raises `InputError` where there is no chat template."""
         place = f"{chat.place}: " if chat.place else ""
         raise InputError(
             f"{place}{self.name} has no chat template, which records of messages need: give a Hugging Face folder that has "
@@ -65,21 +65,21 @@ class Tokenizer(ABC):
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer at `path`, a file or a folder; bytes where it is None. Raises `InputError` where it cannot be read."""
+    """Load the tokenizer at `path`, a file or a folder; None is bytes. Raises `InputError` where it cannot be read."""
     if path is None:
         return Bytes()
-    found = Path(path).expanduser()
-    if found.is_dir():
-        return HuggingFace(found)
-    if found.is_file():
-        return TokenizerFile(found)
+    location = Path(path).expanduser()
+    if location.is_dir():
+        return HuggingFace(location)
+    if location.is_file():
+        return TokenizerFile(location)
     raise InputError(
         f"there is no tokenizer '{path}': give a tokenizer.json, or a folder that save_pretrained() has written"
     )
 
 
 class Bytes(Tokenizer):
-    """The bytes of UTF-8 text are its tokens."""
+    """A tokenizer whose tokens are the bytes of UTF-8 text."""
 
     name, digest, vocabulary, end, pad = "bytes", "bytes", 256, None, 0
 
@@ -88,12 +88,12 @@ class Bytes(Tokenizer):
 
     def _encoding(self, text: str) -> Encoding:
         ids = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int64)
-        starts = np.cumsum((ids & 0xC0) != 0x80) - 1  # a character's first byte is no continuation
+        starts = np.cumsum((ids & 0xC0) != 0x80) - 1  # a character's first byte is not a continuation
         return Encoding(ids, starts, starts + 1)
 
 
 class TokenizerFile(Tokenizer):
-    """A ``tokenizer.json`` of the tokenizers library."""
+    """The tokenizer in a ``tokenizer.json`` of the tokenizers library."""
 
     def __init__(self, path: Path) -> None:
         import tokenizers
@@ -104,19 +104,20 @@ class TokenizerFile(Tokenizer):
             raise
         except BaseException as error:  # plain exceptions and panics
             raise InputError(
-                f"'{path}' is no tokenizer.json ({_one_line(error)}): give one, or its folder"
+                f"'{path}' is not a tokenizer.json ({_one_line(error)}): give a tokenizer.json, or its folder"
             ) from None
         self._inner.no_truncation()
         self._inner.no_padding()
         self.name = f"tokenizer '{path}'"
         self.digest = digest_of(path)
         self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        known = (self._inner.token_to_id(one) for one in _ENDS)
-        self.end = next((one for one in known if one is not None), None)
+        ids = (self._inner.token_to_id(name) for name in _ENDS)
+        self.end = next((token for token in ids if token is not None), None)
         pad = next(
-            (one for name in ("<pad>", "[PAD]", "<|pad|>") if (one := self._inner.token_to_id(name))), None
+            (token for name in ("<pad>", "[PAD]", "<|pad|>") if (token := self._inner.token_to_id(name))),
+            None,
         )
-        self.pad = next((one for one in (pad, self.end) if one is not None), 0)
+        self.pad = next((token for token in (pad, self.end) if token is not None), 0)
 
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
         with refusing(self.name):
@@ -141,11 +142,11 @@ class HuggingFace(Tokenizer):
             )
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of many types, all about what lies in the folder
+        except BaseException as error:  # of many types, all about the folder's contents
             if "trust_remote_code" in str(error):
                 raise InputError(
-                    f"the tokenizer in '{folder}' is code of its own (auto_map), which is never run: give its "
-                    "tokenizer.json if it has one, or a folder that a class of transformers has saved"
+                    f"the tokenizer in '{folder}' is custom code (auto_map), which is never run: give its tokenizer.json if "
+                    "it has one, or a folder that a class of transformers has saved"
                 ) from None
             raise InputError(
                 f"the tokenizer in '{folder}' cannot be read ({_one_line(error)}): save it again"
@@ -167,7 +168,7 @@ class HuggingFace(Tokenizer):
             self._inner.eos_token_id if self._inner.eos_token_id is not None else self._inner.sep_token_id
         )
         pad = self._inner.pad_token_id
-        self.pad = next((one for one in (pad, self.end) if one is not None), 0)
+        self.pad = next((token for token in (pad, self.end) if token is not None), 0)
 
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
         with refusing(self.name):

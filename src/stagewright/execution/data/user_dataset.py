@@ -1,4 +1,4 @@
-"""Datasets of a user's own, from a factory ``package.module:factory``: map-style or iterable, of what a model takes."""
+"""User datasets from a factory ``package.module:factory``: map-style or iterable, with samples of the model's inputs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _ITEM = "give dicts of tensors by the names of the model's inputs, or tuples in 
 
 @dataclass(frozen=True)
 class UserSample:
-    """An item of a user's dataset; `what` names it."""
+    """An item of a user's dataset, called `what` in messages."""
 
     item: Any
     what: str
 
     def has(self, name: str) -> bool:
-        """Whether it says what an input is that the model could do without."""
+        """Return whether it has an input that the model may not need."""
         return isinstance(self.item, Mapping) and name in self.item
 
     def row(self, name: str, names: Sequence[str], meta: TensorMeta) -> torch.Tensor:
-        """What it has for an input of the model, one of `names`; `meta` is of a microbatch. Raises `InputError` where it has
-        nothing that would do."""
+        """Return its row of the model's input `name`, one of `names`; `meta` is the layout of a microbatch. Raises
+        `InputError` where it has no suitable value."""
         if isinstance(self.item, Mapping):
             if name not in self.item:
                 has = ", ".join(map(str, self.item)) or "nothing"
@@ -52,19 +52,19 @@ class UserSample:
             ) from None
         if tuple(tensor.shape) != meta.shape[1:]:
             raise InputError(
-                f"{self.what} has '{name}' of shape {tuple(tensor.shape)}, and the model takes {meta.shape[1:]} per sample: "
+                f"{self.what} has '{name}' of shape {tuple(tensor.shape)}, but the model takes {meta.shape[1:]} per sample: "
                 "let the dataset give that shape, or plan for the shape that it gives"
             )
         dtype = DTYPES[meta.dtype]
         if (tensor.is_floating_point() or tensor.is_complex()) and not dtype.is_floating_point:
             raise InputError(
-                f"{self.what} has '{name}' of type {tensor.dtype}, and the model takes {dtype}: convert it"
+                f"{self.what} has '{name}' of type {tensor.dtype}, but the model takes {dtype}: convert it"
             )
         return tensor.to(dtype)
 
 
 class MapStyle(Samples):
-    """A dataset with a length, whose items are taken by number in an order that the seed says."""
+    """A dataset with a length, whose items are taken by number in an order that depends on the seed."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset, self._name = dataset, name
@@ -81,8 +81,8 @@ class MapStyle(Samples):
 
 
 class InOrder(Samples):
-    """A dataset that can only be read from its beginning: sample `n` is its n-th, those before it are read and dropped, and
-    behind its last it begins again, told by ``set_epoch`` if it has that."""
+    """A dataset that can only be read from its beginning: sample `n` is its n-th, earlier ones are read and dropped, and
+    after the last it begins again, after a call of ``set_epoch`` if it has that."""
 
     def __init__(self, dataset: Iterable[Any], name: str) -> None:
         self._dataset, self._name = dataset, name
@@ -97,7 +97,7 @@ class InOrder(Samples):
             try:
                 item = next(self._items)
             except StagewrightError:
-                self._next, self._items = 0, self._read()  # what has raised gives nothing any more
+                self._next, self._items = 0, self._read()  # an iterator that has raised is exhausted
                 raise
             self._next += 1
         return UserSample(item, f"sample {index} of '{self._name}'")
@@ -115,16 +115,16 @@ class InOrder(Samples):
             except StagewrightError:
                 raise
             except Exception as error:
-                what = f"'{self._name}' failed behind sample {count} of epoch {epoch}"
+                what = f"'{self._name}' failed after sample {count} of epoch {epoch}"
                 raise InputError(f"{what} at {failed_at(error)}") from error
             if not count:
-                raise InputError(f"'{self._name}' gives no samples in epoch {epoch}: give one at least")
+                raise InputError(f"'{self._name}' gives no samples in epoch {epoch}: give at least one")
             epoch += 1
 
 
 def user_samples(text: str, sequence_length: int, seed: int) -> Samples:
-    """The samples of the dataset that a factory makes; it is called with those of `sequence_length` and `seed` that it has
-    parameters for. Raises `InputError` where it fails or returns no dataset."""
+    """Return the samples of the dataset that a factory makes; it is called with `sequence_length` and `seed`, as far as it
+    has parameters for them. Raises `InputError` where it fails or does not return a dataset."""
     function = function_of(text)
     try:
         parameters = inspect.signature(function).parameters
@@ -139,9 +139,9 @@ def user_samples(text: str, sequence_length: int, seed: int) -> Samples:
         raise InputError(f"data factory '{text}' failed at {failed_at(error)}") from error
     if callable(getattr(dataset, "__getitem__", None)) and callable(getattr(dataset, "__len__", None)):
         if not len(dataset):
-            raise InputError(f"the dataset of '{text}' is empty: give one sample at least")
+            raise InputError(f"the dataset of '{text}' is empty: give at least one sample")
         return MapStyle(dataset, text)
-    # One that is its own iterator could be read once only.
+    # A dataset that is its own iterator could be read only once.
     if callable(getattr(dataset, "__iter__", None)) and not callable(getattr(dataset, "__next__", None)):
         return InOrder(dataset, text)
     raise InputError(
