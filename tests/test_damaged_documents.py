@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import torture
 from records import record_of
 from stagewright.cli.app import app
-from stagewright.cli.program_file import program_text, read_promised_program
+from stagewright.cli.program_file import program_text, read_predicted_program
 from stagewright.cluster import load_cluster
 from stagewright.documents import CHECKSUM, sealed, unsealed
 from stagewright.errors import InputError, StagewrightError
@@ -57,7 +57,7 @@ def write_program(path: Path, plan: Plan) -> None:
 KINDS = [
     Kind("plan.json", lambda path, plan: plan.save(path), load_plan),
     Kind("record.json", write_record, load_record),
-    Kind("program.json", write_program, read_promised_program),
+    Kind("program.json", write_program, read_predicted_program),
 ]
 
 
@@ -134,10 +134,10 @@ def test_a_sealed_text_is_json_with_the_same_content() -> None:
 def test_a_program_that_was_changed_is_refused(tmp_path: Path) -> None:
     program, path = build("1f1b", 2, 3), tmp_path / "program.json"
     path.write_text(sealed(json.dumps(program.to_document())))
-    assert read_promised_program(path) == (program, None)
+    assert read_predicted_program(path) == (program, None)
     path.write_text(path.read_text().replace('"name": "1f1b"', '"name": "1f1c"'))
     with pytest.raises(InputError, match=r"program.json' was changed"):
-        read_promised_program(path)
+        read_predicted_program(path)
 
 
 def test_verbs_say_that_a_file_was_changed(plan: Plan, tmp_path: Path) -> None:

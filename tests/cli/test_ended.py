@@ -82,7 +82,7 @@ def test_a_run_that_is_ended_while_it_starts_says_so(tmp_path: Path) -> None:
         said = process.communicate(timeout=patient(20))[1]
     assert process.returncode == 143
     assert "ended by SIGTERM before any rank was started: nothing was trained" in said
-    assert "step-000003': the same command with --resume goes on from there" in said
+    assert "step-000003': the same command with --resume continues from there" in said
 
 
 LEAVES = """
