@@ -106,7 +106,7 @@ def test_a_changed_document_is_refused_until_it_says_that_this_is_meant(kind: Ki
     path.write_text(json.dumps(document | {figure: document[figure] * 2}))
     with pytest.raises(
         InputError,
-        match=rf"{kind.name}' was changed .* on purpose, remove the key 'checksum' and it is taken",
+        match=rf"{kind.name}' has changed .* on purpose, remove the key 'checksum'",
     ):
         kind.read(path)
     del document[CHECKSUM]
@@ -116,7 +116,7 @@ def test_a_changed_document_is_refused_until_it_says_that_this_is_meant(kind: Ki
 
 @pytest.mark.parametrize("stated", [1, None, "", [], "sha256:", "sha256:" + "0" * 64])
 def test_no_other_checksum_is_right(stated: Any) -> None:
-    with pytest.raises(InputError, match="here was changed since it was written"):
+    with pytest.raises(InputError, match="here has changed since it was written"):
         unsealed({"a": 1, CHECKSUM: stated}, "here")
 
 
@@ -146,5 +146,5 @@ def test_verbs_say_that_a_file_was_changed(plan: Plan, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"dp": 1', '"dp": 2'))
     for verb in ("check", "simulate", "run"):
         done = CliRunner().invoke(app, [verb, str(path)])
-        assert done.exit_code == 2 and "was changed since it was written" in done.stderr
+        assert done.exit_code == 2 and "has changed since it was written" in done.stderr
         assert done.stdout == ""

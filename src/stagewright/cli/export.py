@@ -111,7 +111,7 @@ def _check_new(folder: Path) -> None:
 
 def _unwritten(folder: Path, error: OSError) -> InputError:
     return InputError(
-        f"'{folder}' cannot be written ({error.strerror or error}): free space there, or name another with --output"
+        f"'{folder}' cannot be written ({error.strerror or error}): make room there, or name another with --output"
     )
 
 

@@ -20,7 +20,7 @@ from stagewright.planning.promises import (
     check_promised_time,
     check_transfers,
 )
-from stagewright.report.plans import batch_text, widths
+from stagewright.report.plans import batch_text, degrees
 from stagewright.units import format_bytes
 from stagewright.verbs.given import Allow, Report, given_cluster, given_plan
 
@@ -88,7 +88,7 @@ def _checks(
     report: Report,
 ) -> Iterator[tuple[str, str]]:
     """Yield name and finding of each check that passes; the first that fails raises. Adds to `left_out` what needs code."""
-    yield "document", f"version {plan.version}, {plan.num_stages} stages on {widths(plan)} ranks"
+    yield "document", f"version {plan.version}, {plan.num_stages} stages on {degrees(plan)} ranks"
     yield "gradients", batch_text(plan)
     program = stage_program(plan)
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
