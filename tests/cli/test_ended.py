@@ -37,7 +37,7 @@ def test_a_factory_s_file_is_found_from_the_folder_of_its_plan(
     monkeypatch.chdir(tmp_path / "inner")
     found = planned.found_from(Path(".."))
     assert found.text == "../net.py:build" and found.resolved().digest == planned.digest
-    with pytest.raises(InputError, match="or, of a plan, at the folder of that"):
+    with pytest.raises(InputError, match="or, in a plan, to the plan's folder"):
         planned.found_from(Path()).resolved()
 
 
