@@ -83,9 +83,7 @@ def main() -> None:
         if isinstance(exit_request.__context__, BrokenPipeError):
             _leave_unread()
         raise
-    except (
-        BaseException
-    ) as error:  # panics of Rust libraries and some errors of torch's checkpoints are no Exception
+    except BaseException as error:  # some, as panics of Rust libraries, are no Exception
         fail_unexpectedly(error)
 
 

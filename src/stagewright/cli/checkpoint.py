@@ -106,7 +106,7 @@ def verify(
 def export(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's for its newest."),
+        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's (its newest step)."),
     ],
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,

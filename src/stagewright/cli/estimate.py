@@ -40,7 +40,7 @@ class ConfigurationOptions:
     cp: options.ContextDegree = None
     ep: options.ExpertDegree = None
     sequence_parallel: options.SequenceParallel = False
-    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default: 1.")] = None
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Schedule; default: 1f1b.")] = None
     chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, for schedules that place several.")] = None
     layers_per_stage: Annotated[

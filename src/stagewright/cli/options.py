@@ -54,7 +54,7 @@ JobSequenceLengths = Annotated[
     str | None, typer.Option("--sequence-lengths", metavar="N,N,...",
         help="Sequence lengths that steps take in turn, instead of --sequence-length; one plan for all.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")]
+    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default: bf16.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution, with fused operators.")]
 DocumentsApart = Annotated[
     bool, typer.Option("--documents-apart",
@@ -71,7 +71,7 @@ RecordFile = Annotated[
         help="The record.json of a run on this cluster, for the measured speed of each rank.")]
 OptimizerName = Annotated[
     str | None, typer.Option("--optimizer", metavar="NAME",
-        help="An optimizer of torch.optim in lower case, or package.module:factory; default adamw.")]
+        help="An optimizer of torch.optim in lower case, or package.module:factory; default: adamw.")]
 OptimizerOptions = Annotated[
     list[str] | None, typer.Option("--optimizer-option", metavar="NAME=VALUE",
         help="A further argument of the optimizer, e.g. momentum=0.9; repeatable.")]

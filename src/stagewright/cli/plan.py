@@ -113,7 +113,7 @@ class ObjectiveOptions:
     ] = None
     tokens: Annotated[
         float | None, typer.Option("--tokens", min=1,
-            help="Training tokens, for days and dollars; default 1e12.")] = None
+            help="Training tokens, for days and dollars; default: 1e12.")] = None
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ ASSUMED_BANDWIDTH = 50e9
 class TableOptions:
     """Problem."""
 
-    ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Ranks.")] = None
+    ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Number of ranks.")] = None
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", "-m", min=1, help="Microbatches per batch.")] = None
     speeds: Annotated[
         str | None, typer.Option("--speeds", metavar="A,B,...", help="Speed of each rank, relative to the table.")] = None
     bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bytes per second between ranks; default 50GB.")] = None
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bytes/s between ranks; default: 50GB.")] = None
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory per rank, e.g. 16GiB or 16GiB,8GiB.")] = None
     ran: Annotated[

@@ -37,7 +37,7 @@ def probe(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Under a launcher such as torchrun: measure all its hosts.")] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="With --cluster: take devices and nodes from this, measure links.")
+        str | None, typer.Option(metavar="CLUSTER", help="With --cluster: use its devices and nodes, measure only links.")
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=1.0, metavar="SECONDS",

@@ -58,7 +58,7 @@ class CheckpointOptions:
         Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint to it after the last step.")] = None
     checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also write one every N steps.")] = None
     keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep only the newest N; default all.")] = None
+        int | None, typer.Option(min=1, metavar="N", help="Keep only the newest N; default: all.")] = None
     keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep every N-th step's.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in that folder.")] = False
     other_data: Annotated[bool, typer.Option("--other-data", help="Resume even if the data changed.")] = False
@@ -76,7 +76,7 @@ class RateOptions:
     decay_steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Final steps in which wsd decays; default: a tenth.")] = None
     final_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="PART", help="Fraction of the peak after the last step; default 0.")
+        float | None, typer.Option(min=0, max=1, metavar="PART", help="Fraction of the peak at the end; default: 0.")
     ] = None
 
 
@@ -86,7 +86,7 @@ class ProcessOptions:
 
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto"
     ranks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None
+        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default: the plan's.")] = None
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may spend on one action.")] = 1800.0
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds within which every rank must join.")] = 300.0
@@ -128,9 +128,9 @@ def run(
     processes: ProcessOptions,
     trouble: TroubleOptions,
     logs: LogOptions,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the job's.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default: runs/MODEL-TIME.")] = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Start from random weights even if there are trained ones.")] = False,
     html: Annotated[

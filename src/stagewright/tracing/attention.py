@@ -377,10 +377,10 @@ def _aligned(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _SUMS_ALIGNMENT = 32
-"""Rows that the memory-efficient kernel has sums of: a multiple; they are infinite beyond the last query."""
+"""The memory-efficient kernel has log-sum-exps of a multiple of so many rows; they are infinite beyond the last query."""
 
 _BIAS_ALIGNMENT = 16
-"""Elements after which rows of a bias begin. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
+"""Alignment of the rows of a bias in elements. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
 
 
 def _aligned_bias(call: _AttentionCall) -> Tensor | None:

@@ -101,11 +101,11 @@ class _Grouped:
         bins = expert.float() if expert.device.type == "cpu" else expert.int()  # as kernels count them
         ends = torch.histc(bins, self.num_experts, 0, self.num_experts - 1).cumsum(0, dtype=torch.int32)
         weights = weights.unsqueeze(-1)
-        up = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
+        up = self._matmul("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[attr-defined]
-        return self._product("down_proj", (inner * weights).to(rows.dtype), ends, expert, weights)
+        return self._matmul("down_proj", (inner * weights).to(rows.dtype), ends, expert, weights)
 
-    def _product(
+    def _matmul(
         self, name: str, rows: Tensor, ends: Tensor, expert: Tensor, weights: Tensor | None = None
     ) -> Tensor:
         """Return every expert's matmul plus its bias, times `weights` if given."""

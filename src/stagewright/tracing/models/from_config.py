@@ -181,7 +181,7 @@ def _check(
 ) -> None:
     if microbatch.dtype == "float64" and any(hasattr(module, "is_transposed") for module in net.modules()):
         raise InputError(
-            f"'{reference.name}' has experts, whose grouped matrix product has no float64 kernel: "
+            f"'{reference.name}' has experts, whose grouped matmul has no float64 kernel: "
             "use dtype float32 or bfloat16"
         )
     if hasattr(config, "vocab_size"):

@@ -101,21 +101,21 @@ class RowLinear(nn.Module):
 class VocabularyEmbedding(nn.Embedding):
     """A vocabulary-parallel embedding: each rank has the rows of some tokens; the sum over ranks adds the others.
 
-    `width` is the number of ranks. As in `nn.Embedding`, the row of `padding_idx` gets no gradient.
+    `tp_size` is the number of ranks. As in `nn.Embedding`, the row of `padding_idx` gets no gradient.
     """
 
-    width: int
+    tp_size: int
 
     def forward(self, input: Tensor) -> Tensor:
         row, is_here = own_rows(input, self.weight.shape[0])
         rows = functional.embedding(row, self.weight)
         zero = rows.new_zeros(())
         if self.padding_idx is None:
-            return all_reduce(torch.where(is_here.unsqueeze(-1), rows, zero), GROUP, self.width)
+            return all_reduce(torch.where(is_here.unsqueeze(-1), rows, zero), GROUP, self.tp_size)
         is_padding = input == self.padding_idx
         part = torch.where((is_here & ~is_padding).unsqueeze(-1), rows, zero)
         fixed = torch.where((is_here & is_padding).unsqueeze(-1), rows.detach(), zero)
-        return all_reduce(part + fixed, GROUP, self.width)
+        return all_reduce(part + fixed, GROUP, self.tp_size)
 
 
 class VocabularyCrossEntropy(nn.Module):

@@ -263,7 +263,7 @@ class _Surgeon:
         self._change(module, around(_Experts, type(module)))
 
     def _change(self, module: nn.Module, kind: type) -> None:
-        module.__class__, module.width = kind, self.size  # type: ignore[assignment]
+        module.__class__, module.tp_size = kind, self.size  # type: ignore[assignment]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------
 
@@ -311,13 +311,13 @@ def _is_transposed(linear: nn.Module, path: str) -> bool:
 class _Experts:
     """Tensor parallel experts: each rank has some features of every expert; their inputs are used locally."""
 
-    width: int
+    tp_size: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        hidden_states = enter(hidden_states, GROUP, self.width)
-        top_k_weights = enter(top_k_weights, GROUP, self.width)
+        hidden_states = enter(hidden_states, GROUP, self.tp_size)
+        top_k_weights = enter(top_k_weights, GROUP, self.tp_size)
         part = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
-        return all_reduce(part, GROUP, self.width)
+        return all_reduce(part, GROUP, self.tp_size)
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def _is_split(module: nn.Module) -> bool:
     owners = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return _has_columns(module) and all(
         isinstance(part, ColumnLinear | RowLinear)
-        or (hasattr(part, "width") and _works_on_tokens(part))
+        or (hasattr(part, "tp_size") and _works_on_tokens(part))
         or _is_beside_split(part)
         for part in owners
     )
@@ -140,12 +140,12 @@ def _enter_parameters(module: nn.Module, size: int) -> None:
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     if names:
         module.__class__ = entering(type(module), names)
-        module.width = size  # type: ignore[assignment]
+        module.tp_size = size  # type: ignore[assignment]
 
 
 def _put_around(module: nn.Module, outer: type, size: int) -> None:
     module.__class__ = around(outer, type(module))
-    module.sequence_width = size  # type: ignore[assignment]
+    module.sequence_tp_size = size  # type: ignore[assignment]
 
 
 # -- classes made of a model's own --------------------------------------------------------------------------------------
@@ -163,23 +163,23 @@ def entering(base: type, names: tuple[str, ...]) -> type:
 
 def _entered(module: Any, name: str) -> Tensor | None:
     parameter = module._parameters[name]
-    return None if parameter is None else enter(parameter, GROUP, module.width)
+    return None if parameter is None else enter(parameter, GROUP, module.tp_size)
 
 
 class _Around:
-    sequence_width: int
+    sequence_tp_size: int
 
     def inner(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def whole(self, part: Tensor, sums: bool) -> Tensor:
-        return all_gather(part, SEQUENCE, GROUP, self.sequence_width, sums)
+        return all_gather(part, SEQUENCE, GROUP, self.sequence_tp_size, sums)
 
     def part(self, result: Any) -> Any:
         """Return this rank's part of a module's result: a tensor, or a tuple that begins with one."""
         if isinstance(result, tuple):
             return (self.part(result[0]), *result[1:])
-        return shard(result, SEQUENCE, GROUP, self.sequence_width)
+        return shard(result, SEQUENCE, GROUP, self.sequence_tp_size)
 
 
 class _Opened(_Around):
