@@ -28,7 +28,7 @@ def device_table(devices: Mapping[str, Device]) -> Table:
     ]
     headings = (
         "device", "vendor", "memory\nGiB", "for plans\nGiB", "bandwidth\nGB/s", "16-bit\nTFLOP/s", "fp32\nTFLOP/s",
-        "dollars\nper hour",
+        "dollars\nan hour",
     )  # fmt: skip
     return table("", headings, rows, text=2)
 

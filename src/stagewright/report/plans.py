@@ -215,7 +215,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            degrees(plan), plan.num_stages, f"{plan.num_microbatches} of {plan.microbatch_size}", described_schedule(plan),
+            degrees(plan), plan.num_stages, f"{plan.num_microbatches} x {plan.microbatch_size}", described_schedule(plan),
             format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
             f"{plan.mean_rate(lambda predictions: predictions.mfu):.1%}",
             f"{plan.mean_rate(lambda predictions: predictions.bubble_fraction):.1%}", _range(counts, size),

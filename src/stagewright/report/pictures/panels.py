@@ -245,7 +245,7 @@ def _others(result: Found) -> Iterator[tuple[Cell, ...]]:
     for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
-            degrees(plan), described_schedule(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", step,
+            degrees(plan), described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
             step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
     if (near := result.next_best) is not None:
