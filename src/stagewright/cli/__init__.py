@@ -83,7 +83,8 @@ def main() -> None:
         if isinstance(exit_request.__context__, BrokenPipeError):
             _leave_unread()
         raise
-    except BaseException as error:  # some, as panics of Rust libraries, are no Exception
+    except BaseException as error:
+        # Panics of Rust libraries and errors of torch's checkpoints are no Exception.
         fail_unexpectedly(error)
 
 
