@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import torture
 from records import record_of
 from stagewright.cli.app import app
-from stagewright.cli.program_file import program_text, read_promised_program
+from stagewright.cli.program_file import program_text, read_predicted_program
 from stagewright.cluster import load_cluster
 from stagewright.documents import CHECKSUM, sealed, unsealed
 from stagewright.errors import InputError, StagewrightError
@@ -57,7 +57,7 @@ def write_program(path: Path, plan: Plan) -> None:
 KINDS = [
     Kind("plan.json", lambda path, plan: plan.save(path), load_plan),
     Kind("record.json", write_record, load_record),
-    Kind("program.json", write_program, read_promised_program),
+    Kind("program.json", write_program, read_predicted_program),
 ]
 
 
@@ -106,7 +106,7 @@ def test_a_changed_document_is_refused_until_it_says_that_this_is_meant(kind: Ki
     path.write_text(json.dumps(document | {figure: document[figure] * 2}))
     with pytest.raises(
         InputError,
-        match=rf"{kind.name}' was changed .* on purpose, remove the key 'checksum' and it is taken",
+        match=rf"{kind.name}' has changed .* on purpose, remove the key 'checksum'",
     ):
         kind.read(path)
     del document[CHECKSUM]
@@ -116,7 +116,7 @@ def test_a_changed_document_is_refused_until_it_says_that_this_is_meant(kind: Ki
 
 @pytest.mark.parametrize("stated", [1, None, "", [], "sha256:", "sha256:" + "0" * 64])
 def test_no_other_checksum_is_right(stated: Any) -> None:
-    with pytest.raises(InputError, match="here was changed since it was written"):
+    with pytest.raises(InputError, match="here has changed since it was written"):
         unsealed({"a": 1, CHECKSUM: stated}, "here")
 
 
@@ -134,10 +134,10 @@ def test_a_sealed_text_is_json_with_the_same_content() -> None:
 def test_a_program_that_was_changed_is_refused(tmp_path: Path) -> None:
     program, path = build("1f1b", 2, 3), tmp_path / "program.json"
     path.write_text(sealed(json.dumps(program.to_document())))
-    assert read_promised_program(path) == (program, None)
+    assert read_predicted_program(path) == (program, None)
     path.write_text(path.read_text().replace('"name": "1f1b"', '"name": "1f1c"'))
     with pytest.raises(InputError, match=r"program.json' was changed"):
-        read_promised_program(path)
+        read_predicted_program(path)
 
 
 def test_verbs_say_that_a_file_was_changed(plan: Plan, tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_verbs_say_that_a_file_was_changed(plan: Plan, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"dp": 1', '"dp": 2'))
     for verb in ("check", "simulate", "run"):
         done = CliRunner().invoke(app, [verb, str(path)])
-        assert done.exit_code == 2 and "was changed since it was written" in done.stderr
+        assert done.exit_code == 2 and "has changed since it was written" in done.stderr
         assert done.stdout == ""

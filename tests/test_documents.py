@@ -12,20 +12,20 @@ from stagewright.documents import parse_json_or_text, read_csv_table, read_json,
 from stagewright.errors import InputError
 
 WRONG_JSON = {
-    "a key twice": (b'{"a": 1,\n"dp": {"b": 1, "b": 2}}', r"key 'b' is twice in the object"),
-    "a key thrice": (b'{"a": 1, "b": 2, "a": 3, "a": 4}', r"key 'a' is twice in the object of 'b'"),
+    "a key twice": (b'{"a": 1,\n"dp": {"b": 1, "b": 2}}', r"key 'b' occurs twice in the object"),
+    "a key thrice": (b'{"a": 1, "b": 2, "a": 3, "a": 4}', r"key 'a' occurs twice in the object of 'b'"),
     "lists without end": (b"[" * 100_000, "more than 64 levels"),
     "objects without end": (b'{"a":' * 100 + b"1" + b"}" * 100, "more than 64 levels"),
     "a number without end": (b'\n{"a": ' + b"9" * 5000 + b"}", r"whole number of 5000 digits.*line 2"),
-    "a number that is none": (b'{"a":\nNaN}', r"NaN is no finite number \(line 2\)"),
-    "infinity": (b"[-Infinity]", "-Infinity is no finite number"),
-    "an overflow": (b"[1e999]", "1e999 is no finite number"),
+    "a number that is none": (b'{"a":\nNaN}', r"NaN is not a finite number \(line 2\)"),
+    "infinity": (b"[-Infinity]", "-Infinity is not a finite number"),
+    "an overflow": (b"[1e999]", "1e999 is not a finite number"),
     "half a character": (b'{"a": "\\ud800"}', r"half a character \('\\ud800'\)"),
     "no JSON": (b'{\n"a" 1}', "not valid JSON at line 2, column 5"),
     "nothing": (b"", "not valid JSON at line 1"),
     "a mark": (b"\xef\xbb\xbf{}", "byte order mark: save it as UTF-8 without one"),
     "another encoding": (b'{"a":\n"\xe9"}', r"not UTF-8 text \(line 2, byte 7\)"),
-    "zeros": (b'{"a":\n\0}', r"no text \(line 2 has NUL\)"),
+    "zeros": (b'{"a":\n\0}', r"not text \(line 2 has NUL\)"),
 }
 
 WRONG_TOML = {
@@ -33,7 +33,7 @@ WRONG_TOML = {
     "lists without end": ("a = " + "[" * 10_000, "more than 64 levels"),
     "tables without end": (".".join("a" * 500) + " = 1", "more than 64 levels"),
     "a number without end": ("a = " + "9" * 5000, "impossible"),
-    "a number that is none": ("\na = nan", r"nan is no finite number \(line 2\)"),
+    "a number that is none": ("\na = nan", r"nan is not a finite number \(line 2\)"),
     "a day in no calendar": ("a = 2026-13-40", "impossible|not valid TOML"),
     "half a character": ('a = "\\ud800"', "not a Unicode scalar value"),
 }
@@ -77,7 +77,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
         (tmp_path / "pipe", "a pipe or a device, not a file"),
         (Path("/dev/zero"), "a pipe or a device, not a file"),
-        (Path("with\0zero"), "is no path"),
+        (Path("with\0zero"), "is not a path"),
     ):
         with pytest.raises(InputError, match=f"plan .*{reason}.*: check the path"):
             read_text(path, "plan")

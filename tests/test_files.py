@@ -68,7 +68,7 @@ def test_a_private_folder_is_closed_to_others(tmp_path: Path) -> None:
 def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"'.*link' is no folder"):
+    with pytest.raises(InputError, match=r"'.*link' is a link or a file, not a folder"):
         private_folder(tmp_path / "link")
 
 

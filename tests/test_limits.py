@@ -141,8 +141,8 @@ def test_an_option_of_a_schedule_is_what_its_builder_takes(words: tuple[str, ...
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ranks", "1000000000"), "--ranks is 1,000,000,000, from 1 to 16,384 are possible"),
-        (("--microbatches", "1000000000"), "--microbatches is 1,000,000,000, from 1 to 524,288 are possible"),
+        (("--ranks", "1000000000"), "--ranks is 1,000,000,000, but must be from 1 to 16,384"),
+        (("--microbatches", "1000000000"), "--microbatches is 1,000,000,000, but must be from 1 to 524,288"),
         (("--speeds", "1,1e308"), "--speeds 1,1e308: give 2 numbers"),
         (("--speeds", "1,nan"), "--speeds 1,nan: give 2 numbers"),
         (("--bandwidth", "1e-300"), "--bandwidth 1e-300: give at least 1 byte a second"),

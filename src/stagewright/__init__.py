@@ -43,7 +43,7 @@ _HOMES = {
     "trace": "stagewright.tracing.cache",
     "verify": "stagewright.verbs.measuring",
 }
-"""Where each export lives; imported when it is first asked for, so that nothing is loaded that is not used."""
+"""Module of each export, imported on first use, so that nothing unused is loaded."""
 
 __all__ = [
     "Job",

@@ -1,7 +1,7 @@
-"""Compiled kernels: numba's decorators, with machine code kept on disk for exactly these sources.
+"""Compiled kernels: numba's decorators, with machine code cached on disk for exactly these sources.
 
-numba keeps the code of a function as long as the file of that function is unchanged, though the code of other kernels that
-it calls is part of it, and fails where a class among its arguments has moved. So code is kept by a digest of all kernels.
+numba keeps the code of a function while the file of that function is unchanged, although it includes the code of other
+kernels that it calls, and fails if a class among its arguments has moved. So code is cached by a digest of all kernels.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SOURCES = (
 """Files with kernels."""
 
 _MOST_KEPT = 4
-"""Folders of compiled code that are kept; older ones are removed."""
+"""Maximum number of folders of compiled code; older ones are removed."""
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function at its first call; it runs without the interpreter's lock."""
+    """Compile a function on its first call; it runs without the interpreter's lock."""
     decorator: Callable[[Function], Any] = numba.njit(cache=True, nogil=True)
     return _kept(decorator, function)
 
@@ -58,26 +58,26 @@ def compiled(function: Function) -> Function:
 def compiled_helper(function: Function) -> Function:
     """Compile a function that owns no memory, to be called by kernels.
 
-    Counting references to the arrays that it is passed would take several times as long as the work itself.
+    Counting references to its array arguments would take several times as long as the work itself.
     """
     decorator = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
     return _kept(decorator, function)
 
 
 def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:
-    folder, theirs = _folder(), numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    folder, default_folder = _folder(), numba.config.CACHE_DIR  # type: ignore[attr-defined]
     if folder is None:
         return decorator(function)
     numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
     try:
         return decorator(function)
     finally:
-        numba.config.CACHE_DIR = theirs  # type: ignore[attr-defined]
+        numba.config.CACHE_DIR = default_folder  # type: ignore[attr-defined]
 
 
 @cache
 def _folder() -> Path | None:
-    """Folder of the machine code of these sources; None, where it cannot be made, leaves the place to numba."""
+    """Return the folder for the machine code of these sources; None, for numba's default, if it cannot be created."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in SOURCES:
         digest.update((PACKAGE / source).read_bytes())

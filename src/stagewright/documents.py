@@ -1,10 +1,10 @@
-"""Documents that a user or a stranger hands over: text, JSON, TOML and CSV, read within limits or refused by name.
+"""Documents from users or untrusted sources: text, JSON, TOML and CSV, read within limits or rejected by name.
 
-What is refused here need not be thought of further up: files that are none, that are too large or no text, values nested
-without end, numbers that no machine has, keys that are there twice. What a document means is its reader's business.
+Callers need not handle what is rejected here: paths that are not files, files that are too large or not text, endlessly
+nested values, impossible numbers, duplicate keys. The meaning of a document is up to its reader.
 
-JSON that we write to read it again has a `checksum` of the rest of its content, so that a bit which a disk or a transfer has
-changed is noticed. What has none, as documents written by hand and by other programs, is read as it is.
+JSON that we write to read again has a `checksum` of its other content, so that a bit changed by a disk or a transfer is
+noticed. Documents without one, written by hand or by other programs, are read as they are.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from typing import Any
 from stagewright.errors import InputError
 
 MOST_TEXT_BYTES = 2**26
-"""Of a document: a program of four million actions has 40 MB."""
+"""Maximum bytes of a document: a program of four million actions has 40 MB."""
 MOST_RECORD_BYTES = 2**28
-"""Of the record of a run, which has the times of every action."""
+"""Maximum bytes of the record of a run, which has the times of every action."""
 MOST_TOML_BYTES = 2**23
-"""Written by hand, and read by the slowest parser: 8 MiB take it seconds."""
+"""Maximum bytes of TOML, which is written by hand and has the slowest parser: 8 MiB take it seconds."""
 MOST_LEVELS = 64
-"""Of values in values: our deepest documents have eight."""
+"""Maximum nesting of values: our deepest documents have eight levels."""
 MOST_DIGITS = 40
-"""Of a whole number: 2**64 has twenty."""
+"""Maximum digits of a whole number: 2**64 has twenty."""
 
 CHECKSUM = "checksum"
-"""The key of a sealed document: the digest of all others with their values, however they are ordered and indented."""
+"""Key of a sealed document: the digest of all other keys and values, whatever their order and indentation."""
 
 _LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""What may be half of a pair of escapes, which no output can encode."""
+"""An escape that may be half of a surrogate pair, which no output can encode."""
 
 
 def read_text(
     path: str | Path, what: str, fix: str = "check the path", most_bytes: int = MOST_TEXT_BYTES
 ) -> str:
-    """The text of a file; `what` it should be and how to `fix` a wrong path are for the message.
+    """Return the text of a file; `what` it should be and how to `fix` a wrong path are for the message.
 
-    A file that is no file (a folder, a pipe, a device) is refused, not waited for.
+    A path that is not a file (a folder, a pipe, a device) is rejected, not waited for.
 
     Raises:
-        InputError: names the file and what is wrong with it.
+        InputError: names the file and the error.
     """
     content = _bytes(Path(path), what, fix, most_bytes)
     try:
@@ -63,7 +63,7 @@ def read_text(
         raise InputError(f"{what} '{path}' begins with a byte order mark: save it as UTF-8 without one")
     if (place := text.find("\0")) >= 0:
         raise InputError(
-            f"{what} '{path}' is no text (line {text.count(chr(10), 0, place) + 1} has NUL): {fix}"
+            f"{what} '{path}' is not text (line {text.count(chr(10), 0, place) + 1} has NUL): {fix}"
         )
     return text
 
@@ -82,23 +82,23 @@ def _bytes(path: Path, what: str, fix: str, most_bytes: int) -> bytes:
             return file.read(most_bytes)
     except OSError as error:
         raise InputError(f"{what} '{path}' cannot be read ({error.strerror or error}): {fix}") from None
-    except ValueError:  # a path with NUL in it
-        raise InputError(f"{what} {str(path)!r} is no path: {fix}") from None
+    except ValueError:  # the path contains NUL
+        raise InputError(f"{what} {str(path)!r} is not a path: {fix}") from None
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe even if nobody writes to it."""
+    """Open a file without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_json(text: str, origin: str, fix: str = "correct it there", allows_infinity: bool = False) -> Any:
-    """The value of a JSON text from `origin`; with `allows_infinity` also the words for it that Python writes.
+    """Return the value of a JSON text from `origin`; `allows_infinity` accepts Python's words for infinity.
 
     >>> parse_json('{"a": [1, 2.5]}', "here")
     {'a': [1, 2.5]}
 
     Raises:
-        InputError: names the origin, the place and the rule that is broken.
+        InputError: names the origin, the place and the broken rule.
     """
     try:
         return _checked_json(text, origin, fix, allows_infinity)
@@ -109,7 +109,7 @@ def parse_json(text: str, origin: str, fix: str = "correct it there", allows_inf
 
 
 def parse_json_or_text(text: str, origin: str) -> Any:
-    """The value of a JSON text from `origin`, or the text itself where it is not valid JSON.
+    """Return the value of a JSON text from `origin`, or the text itself if it is not valid JSON.
 
     >>> parse_json_or_text("2", "here"), parse_json_or_text("gelu", "here")
     (2, 'gelu')
@@ -129,7 +129,7 @@ def _checked_json(text: str, origin: str, fix: str, allows_infinity: bool = Fals
         value = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=constant
         )
-    except _Refused as error:
+    except _RuleBroken as error:
         raise InputError(f"{origin}: {error}{error.place(text)}: {fix}") from None
     except RecursionError:
         raise InputError(_too_deep(origin, fix)) from None
@@ -146,16 +146,16 @@ def read_json(
     most_bytes: int = MOST_TEXT_BYTES,
     allows_infinity: bool = False,
 ) -> Any:
-    """The value in a JSON file; `what` it should be and how to `fix` it are for the message.
+    """Return the value in a JSON file; `what` it should be and how to `fix` it are for the message.
 
     Raises:
-        InputError: names the file, the place and the rule that is broken.
+        InputError: names the file, the place and the broken rule.
     """
     return parse_json(read_text(path, what, fix, most_bytes), f"{what} '{path}'", fix, allows_infinity)
 
 
 def sealed(text: str) -> str:
-    """The text of a JSON object with the digest of its content as its first key.
+    """Return the text of a JSON object with the digest of its content as the first key.
 
     >>> sealed('{"a": 1}')
     '{"checksum": "sha256:015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862","a": 1}'
@@ -165,18 +165,18 @@ def sealed(text: str) -> str:
 
 
 def unsealed(document: Any, origin: str) -> Any:
-    """A JSON value from `origin` without its checksum; as it is where it has none.
+    """Return a JSON value from `origin` without its checksum, unchanged if it has none.
 
     Raises:
-        InputError: its content is not what it was when it was sealed.
+        InputError: its content has changed since it was sealed.
     """
     if not isinstance(document, dict) or CHECKSUM not in document:
         return document
     content = {key: value for key, value in document.items() if key != CHECKSUM}
     if document[CHECKSUM] != _digest(content):
         raise InputError(
-            f"{origin} was changed since it was written: its content is not what its '{CHECKSUM}' says. If that was on "
-            f"purpose, remove the key '{CHECKSUM}' and it is taken as it is; otherwise copy or write it again"
+            f"{origin} has changed since it was written: its content does not match its '{CHECKSUM}'. If that was on "
+            f"purpose, remove the key '{CHECKSUM}'; otherwise copy or write it again"
         )
     return content
 
@@ -184,10 +184,10 @@ def unsealed(document: Any, origin: str) -> Any:
 def read_sealed_json(
     path: str | Path, what: str, fix: str = "check the path", most_bytes: int = MOST_TEXT_BYTES
 ) -> Any:
-    """The value in a JSON file, as `read_json`, that is as it was `sealed` if it was.
+    """Return the value in a JSON file as `read_json` does, after checking its checksum if it has one.
 
     Raises:
-        InputError: names the file and the rule that is broken, or says that the file was changed.
+        InputError: names the file and the broken rule, or says that the file was changed.
     """
     return unsealed(read_json(path, what, fix, most_bytes), f"{what} '{path}'")
 
@@ -198,23 +198,23 @@ def _digest(content: Any) -> str:
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
-    """The table of a TOML text from `origin`.
+    """Return the table of a TOML text from `origin`.
 
     >>> parse_toml("a = 1", "here")
     {'a': 1}
 
     Raises:
-        InputError: names the origin, the place and the rule that is broken.
+        InputError: names the origin, the place and the broken rule.
     """
     try:
         table = tomllib.loads(text, parse_float=_number)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{origin}: not valid TOML: {error}") from None
-    except _Refused as error:
+    except _RuleBroken as error:
         raise InputError(f"{origin}: {error}{error.place(text)}: correct it there") from None
     except RecursionError:
         raise InputError(_too_deep(origin, "write it flat")) from None
-    except ValueError:  # of a whole number that Python does not convert, or of a day that is in no calendar
+    except ValueError:  # a whole number that Python does not convert, or an impossible date
         raise InputError(
             f"{origin}: not valid TOML: a number or a date is impossible; correct it there"
         ) from None
@@ -223,22 +223,22 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """The table in a TOML file.
+    """Return the table in a TOML file.
 
     Raises:
-        InputError: names the file, the place and the rule that is broken.
+        InputError: names the file, the place and the broken rule.
     """
     return parse_toml(read_text(path, what, most_bytes=MOST_TOML_BYTES), str(path))
 
 
 def parse_csv(text: str, origin: str) -> list[list[str]]:
-    """The rows of a CSV text from `origin`, empty ones left out; cells are as written.
+    """Return the non-empty rows of a CSV text from `origin`; cells are as written.
 
     >>> parse_csv("a,b\\n\\n1,2\\n", "here")
     [['a', 'b'], ['1', '2']]
 
     Raises:
-        InputError: names the origin, the line and what is wrong with it.
+        InputError: names the origin, the line and the error.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -250,42 +250,42 @@ def parse_csv(text: str, origin: str) -> list[list[str]]:
 
 
 def read_csv(path: str | Path, what: str, fix: str = "check the path") -> list[list[str]]:
-    """The rows of a CSV file, empty ones left out.
+    """Return the non-empty rows of a CSV file.
 
     Raises:
-        InputError: names the file, the line and what is wrong with it.
+        InputError: names the file, the line and the error.
     """
     return parse_csv(read_text(path, what, fix), f"{what} '{path}'")
 
 
 def read_csv_table(path: str | Path, what: str) -> list[dict[str, str]]:
-    """The rows of a CSV file by the names of its header.
+    """Return the rows of a CSV file by the names in its header.
 
     Raises:
-        InputError: names the file, the line or column and what is wrong with it.
+        InputError: names the file, the line or column and the error.
     """
     rows = read_csv(path, what)
     header = [name.strip() for name in rows[0]] if rows else []
     for name in header:
         if header.count(name) > 1:
-            raise InputError(f"{what} '{path}' has column {name!r} twice: leave one of them out")
+            raise InputError(f"{what} '{path}' has column {name!r} twice: remove one of them")
     for number, row in enumerate(rows[1:], start=1):
         if len(row) > len(header):
             raise InputError(
-                f"{what} '{path}', row {number}: {len(row)} entries under {len(header)} columns: leave out what is too many"
+                f"{what} '{path}', row {number}: {len(row)} entries for {len(header)} columns: remove the extra entries"
             )
     return [dict(zip(header, row, strict=False)) for row in rows[1:]]
 
 
-class _Refused(Exception):
-    """Raised inside a parser, which does not say where it is; `digits` are those of a number that is refused."""
+class _RuleBroken(Exception):
+    """A rule broken inside a parser, which does not tell its position; `digits` are those of a rejected number."""
 
     def __init__(self, reason: str, digits: str = "") -> None:
         super().__init__(reason)
         self.digits = digits
 
     def place(self, text: str) -> str:
-        """The line of `text` that first has the number."""
+        """Return the first line of `text` with the number."""
         return f" (line {text.count(chr(10), 0, text.find(self.digits)) + 1})" if self.digits else ""
 
 
@@ -294,23 +294,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        beside = ", ".join(repr(_cut(name)) for name in dict.fromkeys(names) if name != twice)
-        raise _Refused(
-            f"key {_cut(twice)!r} is twice in the object" + (f" of {_cut(beside, 100)}" if beside else "")
+        other_keys = ", ".join(repr(_cut(name)) for name in dict.fromkeys(names) if name != twice)
+        raise _RuleBroken(
+            f"key {_cut(twice)!r} occurs twice in the object"
+            + (f" of {_cut(other_keys, 100)}" if other_keys else "")
         )
     return table
 
 
 def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise _Refused(f"a whole number of {len(digits)} digits is no figure", digits)
+        raise _RuleBroken(f"a whole number of {len(digits)} digits is not supported", digits)
     return int(digits)
 
 
 def _number(digits: str) -> float:
     number = float(digits)
     if number - number != 0:
-        raise _Refused(f"{_cut(digits)} is no finite number", digits)
+        raise _RuleBroken(f"{_cut(digits)} is not a finite number", digits)
     return number
 
 
@@ -327,7 +328,7 @@ def _too_deep(origin: str, fix: str) -> str:
 
 
 def _check_levels(value: Any, origin: str, fix: str) -> None:
-    """Level by level, since what is too deep for a recursion is what is looked for."""
+    """Raise `InputError` for values nested too deep; level by level, as they may be too deep for recursion."""
     level = [value]
     for _ in range(MOST_LEVELS):
         level = [item for parent in level for item in _items(parent) if isinstance(item, dict | list)]
@@ -346,8 +347,7 @@ def _check_encodable(value: Any, origin: str, fix: str) -> None:
 
 
 def half_character(value: Any) -> str | None:
-    """The first half of a pair of surrogates in the texts of a JSON value that lacks its other half, escaped; None where
-    every text can be encoded.
+    """Return the first lone surrogate in the texts of a JSON value, escaped; None if every text can be encoded.
 
     >>> half_character({"a": ["\\ud83d"]}), half_character("\U0001f600")
     ("'\\\\ud83d'", None)

@@ -11,7 +11,7 @@ class StagewrightError(Exception):
     """Base of every error raised for something the user can change; the command line prints it and exits with 2."""
 
     is_told = False
-    """Whether a rank has told its launcher, which prints it."""
+    """Whether a rank has reported it to its launcher, which prints it."""
 
 
 class InputError(StagewrightError):
@@ -38,34 +38,35 @@ class RunError(StagewrightError):
     """A run that stopped: names the rank, the action and what it waited for."""
 
     lost: tuple[int, ...] = ()
-    """Ranks whose processes were killed from outside, so that there is nothing wrong with the others."""
+    """Ranks whose processes were killed from outside; nothing is wrong with the others."""
 
 
 class StagewrightWarning(RuntimeWarning):
-    """What a user should know about a run that goes on; ranks print it."""
+    """A warning about a run that continues; ranks print it."""
 
 
 TRACEBACK = "STAGEWRIGHT_TRACEBACK"
-"""Environment variable, which processes of ranks inherit: ``1`` shows the traceback of every error."""
+"""Environment variable, inherited by the processes of ranks: ``1`` shows the traceback of every error."""
 
 
 def wants_traceback() -> bool:
+    """Return whether to show tracebacks."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error`, what it was raised from, and so on to the first."""
+    """Yield `error`, the error it was raised from, and so on to the first."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 _MOST_LONGER = 3
-"""Names that begin with the given one, to be told apart in a hint."""
+"""Maximum number of names that begin with the given word to list in a hint."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint such as `` (did you mean '8x-h100'?)`` for a misspelt `word`, or an empty string.
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return a hint such as `` (did you mean '8x-h100'?)`` for a misspelt `word`, or an empty string.
 
     >>> nearest("8x-h10", ["8x-h100", "8x-a100"])
     " (did you mean '8x-h100'?)"
@@ -74,9 +75,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("zzz", ["8x-h100"])
     ''
     """
-    known = list(known)
-    longer = sorted(name for name in known if word and name.lower().startswith(f"{word.lower()}-"))
+    names = list(names)
+    longer = sorted(name for name in names if word and name.lower().startswith(f"{word.lower()}-"))
     if 0 < len(longer) <= _MOST_LONGER:
         return f" (did you mean {' or '.join(map(repr, longer))}?)"
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, folders that are known to take them, and folders of this user alone."""
+"""Atomically written files and folders, checks of targets, and private folders."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from stagewright.errors import InputError
 
-_ROOM_BYTES = 2**16
-"""What a folder must still take for files to be written there later."""
+_PROBE_BYTES = 2**16
+"""Bytes written to check that a folder is writable."""
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes `content` (text as UTF-8) beside `path` and moves it there; makes the folder if there is none. A file that is
-    there keeps who may read it.
+    """Write `content` (text as UTF-8) next to `path` and move it there; create the folder if needed. An existing file keeps
+    its permissions.
 
     Raises:
-        InputError: the file cannot be written, or `path` is no file; whatever was there is still there.
+        InputError: the file cannot be written, or `path` is not a file; an existing file is unchanged.
     """
     target = Path(path)
     scratch = None
@@ -49,13 +49,15 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 UNFINISHED = ".writing"
-"""How the name of a folder ends that is not whole yet."""
+"""Suffix of the name of an unfinished folder."""
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` for its files, which gets that name at the end, and goes where the end is not reached. One
-    that was left by a program that was killed is removed first. Raises `OSError` where that cannot be."""
+    """Yield a temporary folder next to `folder`, which is renamed to it at the end and removed on an error.
+
+    One that a killed program left behind is removed first. Raises `OSError` if that fails.
+    """
     scratch = folder.parent / f".{folder.name}{UNFINISHED}"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -67,12 +69,12 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_target(path: Path) -> None:
-    """Raises `InputError` where `path` is a symbolic link, a folder, a pipe or a device: what a link leads to is not
-    overwritten without its name having been given, and nothing is put in the place of a device."""
+    """Raise `InputError` if `path` is a symbolic link, a folder, a pipe or a device: a link's target is overwritten only by
+    its own name, and devices are never replaced."""
     try:
         mode = path.lstat().st_mode
     except (OSError, ValueError):
-        return  # not there, or not to be known: writing says why
+        return  # missing or inaccessible: writing reports why
     if stat.S_ISLNK(mode):
         raise InputError(
             f"cannot write '{path}': it is a symbolic link to '{os.readlink(path)}'; name that file, or another one"
@@ -84,8 +86,8 @@ def check_target(path: Path) -> None:
 
 
 def check_regular(path: Path, what: str) -> None:
-    """Raises `InputError` where there is no regular file at `path`: a pipe or a device may have no end. `what` it should be
-    is for the message."""
+    """Raise `InputError` if `path` is not a regular file: a pipe or a device may have no end. `what` it should be is for the
+    message."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -93,24 +95,24 @@ def check_regular(path: Path, what: str) -> None:
         raise InputError(f"{what} '{path}' cannot be read ({reason}): check the path") from None
     if not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-        raise InputError(f"{what} '{path}' is {kind}: give a file, into which its content is copied")
+        raise InputError(f"{what} '{path}' is {kind}: copy its content to a file and give that")
 
 
 def through_no_link(path: str, flags: int) -> int:
-    """Opens a file for `open`, but none that a symbolic link at `path` leads to; raises `OSError` then."""
+    """Open a file for `open`; raise `OSError` if `path` is a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def make_writable(folder: Path, option: str) -> None:
-    """Makes `folder` if there is none, and finds out now what would stop files from being written there later.
+    """Create `folder` if needed, and check now that files can be written there later.
 
     Raises:
-        InputError: nothing can be written there; `option` is where another one is given.
+        InputError: nothing can be written there; `option` is the one to give another folder with.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_ROOM_BYTES))
+            file.write(bytes(_PROBE_BYTES))
     except OSError as error:
         raise InputError(
             f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with {option}"
@@ -118,59 +120,57 @@ def make_writable(folder: Path, option: str) -> None:
 
 
 def inside(folder: Path, name: str, root: Path | None = None) -> Path:
-    """``folder / name``, if neither its name nor a link leads out of `root`, which is `folder` if none is given.
+    """Return ``folder / name`` if neither its name nor a link leads out of `root`, by default `folder`.
 
     Raises:
-        InputError: it lies elsewhere.
+        InputError: the path is outside `root`.
     """
     path, within = folder / name, (root or folder).resolve()
     try:
         leaves = os.path.isabs(name) or ".." in Path(name).parts or not path.resolve().is_relative_to(within)
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
-        raise InputError(f"'{name}' in '{folder}' names no file: {error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # circular links, impossible names
+        raise InputError(f"'{name}' in '{folder}' is not a valid file name: {error}") from None
     if leaves:
-        raise InputError(
-            f"'{name}' lies outside of '{folder}', where it must be: copy the file there and name it so"
-        )
+        raise InputError(f"'{name}' lies outside of '{folder}': copy the file into it and name it there")
     return path
 
 
 def digest_of(path: str | Path) -> str:
-    """SHA-256 of a file's contents, in hexadecimal. Raises `OSError` where it cannot be read."""
+    """Return the SHA-256 of a file's contents in hexadecimal. Raises `OSError` if it cannot be read."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def private_folder(path: str | Path) -> Path:
-    """Makes folder `path`, which only this user may enter; an existing one of this user is closed to all others.
+    """Create folder `path` for this user only; an existing one of this user is closed to all others.
 
     Raises:
-        InputError: it cannot be made, or is somebody else's, or a symbolic link.
+        InputError: it cannot be created, belongs to somebody else, or is a symbolic link.
     """
     folder = Path(path)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise InputError(f"'{folder}' is no folder but a link or a file: remove it")
-        if found.st_uid != os.geteuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise InputError(f"'{folder}' is a link or a file, not a folder: remove it")
+        if status.st_uid != os.geteuid():
             raise InputError(f"folder '{folder}' belongs to another user: remove it, or name another one")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise InputError(
-            f"folder '{folder}' cannot be made ({error.strerror or error}): allow it, or name another one"
+            f"folder '{folder}' cannot be created ({error.strerror or error}): allow it, or name another one"
         ) from None
     return folder
 
 
 def cache_folder(name: str) -> Path:
-    """The private folder `name` of this user's cache: under STAGEWRIGHT_CACHE, XDG_CACHE_HOME or the home directory, and in
-    the folder for temporary files where there is none of them.
+    """Return the private folder `name` of this user's cache: under STAGEWRIGHT_CACHE, XDG_CACHE_HOME or the home directory,
+    or, without any of them, in the folder for temporary files.
 
     Raises:
-        InputError: it cannot be made, or is not this user's.
+        InputError: it cannot be created, or is not this user's.
     """
     base = os.environ.get("STAGEWRIGHT_CACHE") or os.environ.get("XDG_CACHE_HOME")
     if base is None:
@@ -182,9 +182,9 @@ def cache_folder(name: str) -> Path:
 
 
 def temporary_home() -> Path:
-    """The private folder of a user without a home, in the one for temporary files.
+    """Return the private folder of a user without a home, in the folder for temporary files.
 
     Raises:
-        InputError: it cannot be made, or is not this user's.
+        InputError: it cannot be created, or is not this user's.
     """
     return private_folder(Path(tempfile.gettempdir()) / f"stagewright-{os.geteuid()}")

@@ -1,4 +1,4 @@
-"""Rows of plain values: for notebooks as HTML, and for those who go on with them as a data frame."""
+"""Rows of plain values as HTML for notebooks, and as pandas data frames."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _MOST_ROWS = 60
-"""In a notebook; a data frame has all."""
+"""Maximum rows in a notebook; a data frame has all."""
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A heading and a table; of many rows the first.
+    """Return a heading and a table, of at most the first 60 rows.
 
     >>> html_table("2 < 3", ["stage"], [[0]])
     '<p>2 &lt; 3</p><table><thead><tr><th>stage</th></tr></thead><tbody><tr><td>0</td></tr></tbody></table>'
     """
-    every = list(rows)
+    all_rows = list(rows)
     head = "".join(f"<th>{_cell(name)}</th>" for name in columns)
     body = "".join(
-        f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in every[:_MOST_ROWS]
+        f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>" for row in all_rows[:_MOST_ROWS]
     )
-    more = f"<p>and {len(every) - _MOST_ROWS} more rows</p>" if len(every) > _MOST_ROWS else ""
+    more = f"<p>and {len(all_rows) - _MOST_ROWS} more rows</p>" if len(all_rows) > _MOST_ROWS else ""
     return f"<p>{_cell(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
@@ -36,11 +36,9 @@ def _cell(value: Any) -> str:
 
 
 def data_frame(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> DataFrame:
-    """Raises `InputError` where pandas is not installed."""
+    """Return a pandas data frame. Raises `InputError` if pandas is not installed."""
     try:
         import pandas
     except ImportError:
-        raise InputError(
-            "data frames are those of pandas, which is not installed: pip install pandas"
-        ) from None
+        raise InputError("data frames need pandas, which is not installed: pip install pandas") from None
     return pandas.DataFrame(list(rows), columns=list(columns))

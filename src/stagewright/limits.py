@@ -1,6 +1,6 @@
-"""The least and the most that a figure can be.
+"""Lower and upper limits of figures.
 
-What is outside is no cluster, model or job that exists or is likely to: it is a slip, refused by name, not computed with.
+No cluster, model or job outside them exists or is likely to: such a figure is a slip, rejected by name, not computed with.
 """
 
 from __future__ import annotations
@@ -8,50 +8,50 @@ from __future__ import annotations
 from stagewright.errors import InputError
 
 MOST_BYTES = 2**60
-"""Of one device, host or tensor: an exbibyte, above the memory of the largest machines taken together."""
+"""Bytes of one device, host or tensor: an exbibyte, more than all memory of the largest machines."""
 LEAST_RATE, MOST_RATE = 1.0, 2.0**60
 """Bytes, elements or random numbers per second: from a byte to an exbibyte a second."""
 LEAST_FLOPS, MOST_FLOPS = 1.0, 1e21
-"""Per second and device: the largest machines reach 1e19 over all their devices, in fp8."""
+"""FLOP per second and device: the largest machines reach 1e19 over all their devices, in fp8."""
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
-"""Of a pass, a message or an overhead, unless it is exactly 0: a clock's cycle takes 1e-10 s, and 1e9 s are 32 years."""
+"""Seconds of a pass, a message or an overhead, unless exactly 0: a clock cycle takes 1e-10 s, and 1e9 s are 32 years."""
 MOST_SPEED_RATIO = 1e6
-"""How many times faster one rank or device can be than another."""
+"""Maximum ratio of the speeds of two ranks or devices."""
 MOST_PRICE = 1e6
-"""Dollars per hour and device."""
+"""Dollars per device-hour."""
 MOST_DEVICES = 2**17
-"""Devices, ranks or nodes: 131,072, as many as the largest jobs that have been published."""
+"""Devices, ranks or nodes: 131,072, as many as in the largest published jobs."""
 MOST_TOKENS = 2**26
-"""Of one sample: 67 million, several times the longest contexts that models have been trained with."""
+"""Tokens of one sample: 67 million, several times the longest contexts that models have been trained with."""
 MOST_SAMPLES = 2**24
-"""Of an optimizer step, and of a microbatch: 16 million, a hundred times the largest batches that models converge with."""
+"""Samples of an optimizer step or a microbatch: 16 million, a hundred times the largest useful batches."""
 MOST_STEPS = 2**53
-"""Of a run; counters of floating point lose count beyond."""
+"""Steps of a run; floating-point counters are inexact beyond."""
 MOST_ACTIONS = 2**21
-"""Forwards and backwards of a program, over all its ranks: twice what 64 ranks of 8 stages do for 1,024 microbatches."""
+"""Forwards and backwards of a program over all ranks: twice those of 64 ranks of 8 stages with 1,024 microbatches."""
 MOST_STAGES = 2**14
-"""Of one pipeline; there are no models with as many layers."""
+"""Stages of one pipeline; no model has as many layers."""
 MOST_LAYERS = 2**10
-"""Of a model: the deepest transformers that have been trained have 1,000."""
+"""Layers of a model: the deepest transformers trained so far have 1,000."""
 MOST_ROWS = 2**12
-"""Of a table of costs, which may have several for a layer."""
+"""Rows of a cost table, which may have several per layer."""
 MOST_SIZE = 2**20
-"""Of a dimension in a model's configuration, and of counts such as that of experts: the widest layers have 2**17 columns."""
+"""Size of a dimension, or a count such as that of experts, in a configuration: the widest layers have 2**17 columns."""
 MOST_ENTRIES = 2**26
-"""Of a vocabulary or a table of positions: the largest vocabularies have 2**18 entries; of positions, as many as tokens."""
+"""Entries of a vocabulary or a table of positions: the largest vocabularies have 2**18; positions, as many as tokens."""
 MOST_PARAMETERS = 2**50
-"""Of a model, all experts counted: a quadrillion, some hundred times the largest."""
+"""Parameters of a model, including all experts: a quadrillion, about a hundred times the largest."""
 MOST_PREDICTED = 10**30
-"""Of seconds and bytes that a plan says or a run measured: sums over much of the above."""
+"""Seconds or bytes that a plan predicts or a run measured: sums over many of the above."""
 LEAST_FRACTION = 1e-6
-"""Of a peak or bandwidth that is attained."""
+"""Attained fraction of a peak or bandwidth."""
 
 
 def check_seconds(seconds: float, what: str) -> float:
-    """`seconds`, if something can take so long.
+    """Return `seconds` if they are possible.
 
     Raises:
-        InputError: too short, too long, negative or no number; names `what`.
+        InputError: too short, too long, negative or not a number; names `what`.
 
     >>> check_seconds(0.25, "forward"), check_seconds(0.0, "forward")
     (0.25, 0.0)
@@ -65,7 +65,7 @@ def check_seconds(seconds: float, what: str) -> float:
 
 
 def check_bytes(num_bytes: float, what: str) -> float:
-    """`num_bytes`, if there can be as many; raises `InputError` that names `what` else.
+    """Return `num_bytes` if they are possible. Raises `InputError`, which names `what`, otherwise.
 
     >>> check_bytes(1e308, "parameters")
     Traceback (most recent call last):
@@ -77,13 +77,13 @@ def check_bytes(num_bytes: float, what: str) -> float:
 
 
 def check_count(count: int, most: int, what: str, remedy: str) -> int:
-    """`count`, if it is from 1 to `most`; raises `InputError` that names `what` and the `remedy` else.
+    """Return `count` if it is from 1 to `most`. Raises `InputError`, which names `what` and the `remedy`, otherwise.
 
     >>> check_count(10**9, MOST_DEVICES, "--ranks", "give fewer")
     Traceback (most recent call last):
-    stagewright.errors.InputError: --ranks is 1,000,000,000, from 1 to 131,072 are possible: give fewer
+    stagewright.errors.InputError: --ranks is 1,000,000,000, but must be from 1 to 131,072: give fewer
     """
     if 1 <= count <= most:
         return count
     shown = f"{count:,}" if abs(count) < 10**30 else "a number of more than 30 digits"
-    raise InputError(f"{what} is {shown}, from 1 to {most:,} are possible: {remedy}")
+    raise InputError(f"{what} is {shown}, but must be from 1 to {most:,}: {remedy}")

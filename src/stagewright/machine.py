@@ -1,4 +1,4 @@
-"""What this machine has for processes, and how Python starts in one."""
+"""Cores and memory of this machine, and the command that starts Python in a process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def num_cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """Return the command of another process that runs `module`. It imports nothing from the current folder (``-P``), where
-    a file named like a library may lie."""
+    """Return the command of a process that runs `module`. It imports nothing from the current folder (``-P``), where a file
+    may have the name of a library."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the container if that may use less."""
+    """Return the bytes of memory of this machine, or of the container if it may use less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -29,7 +29,7 @@ def machine_bytes() -> int:
 
 
 def free_bytes() -> float:
-    """Memory that is free or holds copies of files; no limit where the system does not say."""
+    """Return the bytes of memory that are free or cache files; infinity if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

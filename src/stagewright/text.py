@@ -1,4 +1,4 @@
-"""Text of others on a terminal: names from files and words of other processes, shown and never obeyed."""
+"""Escaping of untrusted text before it is printed: names from files and output of other processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import unicodedata
 
 _KEPT = "\n\t"
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode's categories of what is not seen but acts: controls, marks of direction, halves of pairs, line separators, what is
-no character."""
+"""Unicode categories of invisible characters with an effect: controls, marks of direction, surrogates, line separators, and
+code points that are not characters."""
 
 
 def printable(text: str) -> str:
-    r"""`text` with what a terminal would obey written out; line breaks and tabs stay.
+    r"""Return `text` with control characters escaped, except line breaks and tabs.
 
     >>> printable("plan \x1b[31mred\x07 \u202eleft")
     'plan \\x1b[31mred\\x07 \\u202eleft'
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""`printable` text in which line breaks and tabs are written out too.
+    r"""Return `printable` text with line breaks and tabs escaped too.
 
     >>> print(one_line("x\ny\x07"))
     x\ny\x07
@@ -34,7 +34,7 @@ def one_line(text: str) -> str:
 
 
 def say(message: str) -> None:
-    """Lines on stderr, for the user: of text of others what can be seen."""
+    """Print a message to the user on stderr, escaped."""
     print(printable(message), file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Units at the edges: seconds, bytes and FLOP inside; this module converts what people read and write."""
+"""Conversion between SI units, used inside, and the units that people read and write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTE_UNITS = {
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Bytes from ``"16GiB"``, ``"80 GB"`` or a plain number; binary and decimal units are told apart.
+    """Return bytes from ``"16GiB"``, ``"80 GB"`` or a plain number; binary and decimal units differ.
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -27,7 +27,7 @@ def parse_bytes(text: str | int | float) -> int:
     80000000000
 
     Raises:
-        InputError: no such amount, or more than there is anywhere.
+        InputError: not an amount of memory, or impossibly large.
     """
     if isinstance(text, int | float):
         return int(check_bytes(text, "the amount of memory"))
@@ -41,7 +41,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_count(text: str) -> int | None:
-    """A whole number of at most nine ASCII digits; None for anything else.
+    """Return a whole number of at most nine ASCII digits; None for anything else.
 
     >>> parse_count("12"), parse_count("-1"), parse_count("²"), parse_count("9" * 5000)
     (12, None, None, None)
@@ -50,7 +50,8 @@ def parse_count(text: str) -> int | None:
 
 
 def format_bytes(count: float) -> str:
-    """
+    """Return bytes in a suitable unit.
+
     >>> format_bytes(1610612736), format_bytes(2048), format_bytes(3 * 10**6)
     ('1.50 GiB', '2.0 KiB', '2.9 MiB')
     """
@@ -65,7 +66,8 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """
+    """Return seconds in a suitable unit.
+
     >>> format_seconds(12.345), format_seconds(20.01), format_seconds(0.01234), format_seconds(4.2e-5)
     ('12.3 s', '20.0 s', '12.3 ms', '42.0 us')
     >>> format_seconds(9.0)  # a whole number, as of schedules in units of time
@@ -81,7 +83,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """
+    """Return a count in a suitable unit.
+
     >>> format_count(8.03e9), format_count(1500), format_count(12)
     ('8.03 B', '1.50 K', '12')
     """

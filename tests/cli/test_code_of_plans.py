@@ -175,7 +175,7 @@ def test_an_optimizer_is_code_too(
     other = tmp_path / "other.json"
     other.write_text(json.dumps(plan))
     done = call(words[0], other, *words[1:])
-    assert done.exit_code == 2 and f"building it runs {optimizer}: look at that code" in done.stderr
+    assert done.exit_code == 2 and f"building it runs {optimizer}: review that code" in done.stderr
     found = document("check", other)
     assert found["left_out"][0] == {
         "check": "model", "why": f"as building it runs {optimizer}; --with-model allows it"

@@ -37,7 +37,7 @@ def test_a_factory_s_file_is_found_from_the_folder_of_its_plan(
     monkeypatch.chdir(tmp_path / "inner")
     found = planned.found_from(Path(".."))
     assert found.text == "../net.py:build" and found.resolved().digest == planned.digest
-    with pytest.raises(InputError, match="or, of a plan, at the folder of that"):
+    with pytest.raises(InputError, match="or, in a plan, to the plan's folder"):
         planned.found_from(Path()).resolved()
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_is_ended_while_it_starts_says_so(tmp_path: Path) -> None:
         said = process.communicate(timeout=patient(20))[1]
     assert process.returncode == 143
     assert "ended by SIGTERM before any rank was started: nothing was trained" in said
-    assert "step-000003': the same command with --resume goes on from there" in said
+    assert "step-000003': the same command with --resume continues from there" in said
 
 
 LEAVES = """

@@ -187,7 +187,7 @@ def test_without_a_model_and_a_file_that_says_it_there_is_nothing_to_do(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     done = call(*words, *CLUSTER)
-    assert done.exit_code == 2 and "no model is named: give MODEL" in done.stderr
+    assert done.exit_code == 2 and "no model was given: name MODEL" in done.stderr
     path = tmp_path / "deepspeed.json"
     path.write_text('{"bf16": {"enabled": true}, "train_batch_size": 8}')
     done = call(

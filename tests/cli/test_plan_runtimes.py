@@ -78,6 +78,6 @@ def test_what_is_found_for_our_own_runtime_passes_check(tmp_path: Path) -> None:
         ["plan", "tiny-llama", *job, "--microbatch", "1", "-o", str(path)],
     )
     assert done.exit_code == 0, done.output
-    assert "options of Megatron-LM" not in done.stdout
+    assert "Options for Megatron-LM" not in done.stdout
     checked = CliRunner().invoke(app, ["check", str(path)])
     assert checked.exit_code == 0, checked.output

@@ -255,7 +255,7 @@ def test_several_lengths_are_planned_for_and_shown(planned: dict, tmp_path: Path
     refused = call(
         "plan", "llama-3-8b", "--runtime", "megatron-core+te", "--cluster", "8x-h100", "--job", job
     )
-    assert refused.exit_code == 2 and "knows one length only" in refused.stderr
+    assert refused.exit_code == 2 and "supports one length only" in refused.stderr
 
 
 def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from stagewright.cli import plan_costs
 from stagewright.cli.app import app
-from stagewright.cli.program_file import program_text, read_promised_program
+from stagewright.cli.program_file import program_text, read_predicted_program
 from stagewright.documents import read_sealed_json
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.promise import prediction_of
@@ -90,7 +90,7 @@ def test_what_is_written_is_simulated_as_promised(
     for plan in (found.best, *found.runners_up[:4]):
         promise = prediction_of(plan, found.bound.seconds, "given")
         path.write_text(program_text(path, plan.program, promise))
-        program, read = read_promised_program(path)
+        program, read = read_predicted_program(path)
         assert read == promise and program == plan.program and read is not None
         timeline = read.timeline(program)
         assert timeline.makespan_s == plan.makespan_s == read.makespan_seconds
@@ -127,7 +127,7 @@ def test_options_take_the_place_of_stated_costs_and_say_so(
     assert slower["makespan_seconds"] > planned["makespan_seconds"] + 1
     assert slower["costs"].endswith("states them, but 1 s for every transfer")
     uniform = document("schedule", path, "--forward", 1)  # at its default, and given
-    assert uniform["makespan_seconds"] > 15 and uniform["costs"].startswith("uniform costs in place of")
+    assert uniform["makespan_seconds"] > 15 and uniform["costs"].startswith("uniform costs instead of")
     shown = call("schedule", path, "--forward", 1).stdout.splitlines()
     assert shown[1] == uniform["costs"]
     other = written_table(tmp_path / "other.csv")
@@ -152,11 +152,8 @@ def test_a_program_without_costs_says_what_is_assumed(
 def test_what_a_file_has_no_place_for_is_said(ending: str, table: Path, tmp_path: Path) -> None:
     path = tmp_path / f"program.{ending}"
     done = call("plan-costs", table, *SIZE, "--json", "-o", path)
-    assert (
-        done.exit_code == 0
-        and "has the order of actions alone: cuts, costs and what is promised" in done.stderr
-    )
-    program, promise = read_promised_program(path)
+    assert done.exit_code == 0 and "has only the order of actions: cuts, costs and predictions" in done.stderr
+    program, promise = read_predicted_program(path)
     assert promise is None
     assert list(verify(program).placement.rank_of_stage) == json.loads(done.stdout)["rank_of_stage"]
     if ending == "csv":
@@ -236,8 +233,8 @@ def test_the_plan_keeps_the_limit_and_baselines_that_break_it_are_marked(tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"makespan_seconds": 1e-3}, "but it promises"),
-        ({"peak_bytes": [0, 0, 0]}, "is promised to need"),
+        ({"makespan_seconds": 1e-3}, "but it predicts"),
+        ({"peak_bytes": [0, 0, 0]}, "its prediction is"),
         ({"assumptions": {"memory_limits": [1, 1, 1]}}, "rank 0 needs"),
     ],
 )

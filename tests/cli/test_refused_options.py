@@ -39,7 +39,7 @@ def test_a_folder_of_adapters_says_what_they_are() -> None:
 
 def test_a_number_is_no_file_for_ranks() -> None:
     code, shown = call(*MODEL, "--ranks", "4")
-    assert code == 2 and "widths are --pp, --dp and --tp" in shown
+    assert code == 2 and "parallel degrees are --pp, --dp and --tp" in shown
 
 
 def test_the_plan_of_a_run_needs_its_record() -> None:
@@ -87,14 +87,14 @@ def test_one_rank_a_layer_splits_no_sequence(verb: tuple[str, ...], width: str) 
 @pytest.mark.parametrize("picture", [(), ("--html", "page.html"), ("--trace", "trace.json")])
 def test_a_dark_ground_needs_a_picture(picture: tuple[str, ...]) -> None:
     code, shown = call("schedule", "1f1b", "--ranks", "2", *picture, "--dark")
-    assert code == 2 and "--dark is the ground of --svg and --png" in shown
+    assert code == 2 and "--dark is the background of --svg and --png" in shown
 
 
 def test_what_is_drawn_is_not_overwritten(tmp_path: Path) -> None:
     before = (tmp_path / "program.csv").read_bytes()
     for option in ("--svg", "--html", "--trace"):
         code, shown = call("schedule", "program.csv", option, str(tmp_path / "program.csv"))
-        assert code == 2 and "is what is drawn" in shown
+        assert code == 2 and "is the file to draw" in shown
     assert (tmp_path / "program.csv").read_bytes() == before
 
 

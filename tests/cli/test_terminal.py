@@ -46,7 +46,7 @@ def test_a_config_may_have_a_range_without_an_end(tmp_path: Path) -> None:
     config = resolve(str(tmp_path)).config
     assert config is not None and config["time_step_limit"] == [0.0, float("inf")]
     (tmp_path / "config.json").write_text(text.replace("Infinity", "NaN"))
-    with pytest.raises(InputError, match="NaN is no finite number"):
+    with pytest.raises(InputError, match="NaN is not a finite number"):
         resolve(str(tmp_path))
 
 

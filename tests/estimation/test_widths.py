@@ -157,7 +157,7 @@ def test_whoever_has_the_same_experts_shares_out_their_state() -> None:
 def test_widths_that_cannot_share_experts_out_are_refused() -> None:
     cluster, job = load_cluster("8x-h100"), Job(global_batch=8, sequence_length=64)
     for model, widths, said in (
-        ("tiny-llama", {"ep": 2, "dp": 2}, "no layer was found"),
+        ("tiny-llama", {"ep": 2, "dp": 2}, "no layer stores its experts"),
         ("tiny-mixtral", {"ep": 3, "dp": 4}, "ep 3 does not divide the 4 ranks"),
         ("tiny-mixtral", {"ep": 8, "dp": 8}, "does not divide the 4 experts"),
         ("tiny-mixtral", {"ep": 4, "dp": 2, "tp": 2}, "ep 4 does not divide the 2 ranks"),

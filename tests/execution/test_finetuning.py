@@ -277,7 +277,7 @@ def test_adapters_that_cannot_be_gone_on_with_are_named(tmp_path: Path) -> None:
         "target_modules": ".*",
     }.items():
         config.write_text(json.dumps({**good, key: value}))
-        with pytest.raises(InputError, match=f"has {key} = .*, and of adapters those of LoRA are trained"):
+        with pytest.raises(InputError, match=f"has {key} = .*, but only LoRA adapters of one rank"):
             Lora.stored_in(tmp_path / "adapters")
     config.write_text(json.dumps({**good, "r": 5}))
     plan = small(
@@ -342,9 +342,9 @@ def test_a_factory_may_return_a_model_of_peft(tmp_path: Path) -> None:
 def test_what_cannot_have_adapters_is_named() -> None:
     wrong = {
         "tiny-mixtral": ("gate_up_proj", "name linear layers of this model with --lora-targets"),
-        "tiny-gemma": ("embed_tokens", "is a .*Embedding, and adapters are beside linear layers"),
-        "tiny-gpt2": ("lm_head", "has a weight that another layer uses too"),
-        "tiny-deepseek-v3": (None, "peft has no layers of its own choice for models of type 'deepseek_v3'"),
+        "tiny-gemma": ("embed_tokens", "is a .*Embedding, but only linear layers can have adapters"),
+        "tiny-gpt2": ("lm_head", "shares its weight with another layer"),
+        "tiny-deepseek-v3": (None, "peft has no default layers for models of type 'deepseek_v3'"),
     }
     for model, (targets, message) in wrong.items():
         with pytest.raises(InputError, match=message):

@@ -50,7 +50,7 @@ def test_a_folder_of_hugging_face_is_resumed_from(
     wanted = losses(plan, tmp_path / "run")
     words = ["checkpoint", "import", str(tmp_path / "plan.json"), str(tmp_path / "model")]
     done = CliRunner().invoke(app, [*words, str(tmp_path / "checkpoints")])
-    assert done.exit_code == 0 and "a checkpoint of weights alone after step 0" in done.output, done.output
+    assert done.exit_code == 0 and "a checkpoint of weights only after step 0" in done.output, done.output
     written = [path.name for path in (tmp_path / "checkpoints" / "step-000000").glob("*-0*.safetensors")]
     assert {name[:5] for name in written} == {"model", "rank-"} and len(written) > 4
     other = {"checkpoint": tmp_path / "checkpoints", "resume": True}

@@ -85,5 +85,5 @@ def test_models_without_pieces_are_planned_without() -> None:
     asked: dict[str, Any] = {"schedules": ("1f1b",), "pp": 4, "microbatch": 1}
     plan = search.plan("tiny-t5", CLUSTER, small, **asked).plans[0]
     assert plan.loss_pieces == 1
-    with pytest.raises(InputError, match="no base model apart from its head"):
+    with pytest.raises(InputError, match="no base model separate from its head"):
         search.plan("tiny-t5", CLUSTER, small, **asked, loss_pieces=2)

@@ -48,7 +48,7 @@ def test_what_is_left_is_the_fullest_ranks(plan: Plan) -> None:
     assert plan_document(plan, None)["spare_bytes"] == usable_bytes - max(peaks)
     line = answer_line(plan)
     assert line.startswith("Fits with ") and f"on rank {peaks.index(max(peaks))}; MFU" in line
-    assert "warm-up" in line and "above the lower bound of this width." in line
+    assert "warm-up" in line and "above the lower bound for these degrees." in line
     tight = plan.model_copy(update={"job": JOB.model_copy(update={"memory_limit": max(peaks) - 2**20})})
     assert answer_line(tight).startswith("Lacks 1.0 MiB on rank ")
 

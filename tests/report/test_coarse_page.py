@@ -53,7 +53,7 @@ def test_the_script_of_a_page_can_be_parsed(tmp_path: Path) -> None:
 def columns(timeline: Timeline, num_columns: int) -> np.ndarray:
     """What the page draws of rank 0: [column, red green blue and share], colours weighted by their shares."""
     bars = scene_of(timeline).bars
-    mine = np.flatnonzero((bars.rank == 0) & ~bars.beside)
+    mine = np.flatnonzero((bars.rank == 0) & ~bars.is_overlapped)
     arrays = {
         "k": np.zeros(len(mine), int),
         "c": np.zeros(len(mine), int),

@@ -117,7 +117,7 @@ def test_a_page_holds_every_bar_and_needs_no_network() -> None:
     page = html_page(scene_of(timeline))
     data = page_data(page)
     bars = scene_of(timeline).bars
-    order = np.lexsort((bars.start_s, bars.beside, bars.rank))
+    order = np.lexsort((bars.start_s, bars.is_overlapped, bars.rank))
     assert data["laneOffsets"][-1] == len(bars)
     assert {KINDS[index].value for index in column(data, "bars", "kind")} == {"F", "B", "GATHER", "REDUCE"}
     np.testing.assert_allclose(column(data, "bars", "start"), bars.start_s[order], rtol=1e-6)

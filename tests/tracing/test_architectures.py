@@ -102,7 +102,7 @@ def test_a_model_that_reads_no_text_without_images_is_refused(tmp_path: Path) ->
         "ffn_dim": 64,
     }
     with pytest.raises(
-        InputError, match=r"reads no text without images .pixel_values.*package.module:factory"
+        InputError, match=r"accepts no text without images .pixel_values.*package.module:factory"
     ):
         graph_of({"model_type": "blip-2", "text_config": text, "vision_config": VISION}, tmp_path)
 

@@ -330,7 +330,7 @@ class ReadsModule(Function):
         (DrawsInBackward, "draws random numbers by aten.rand_like"),
         (WritesToGradient, "writes to a tensor that is given to it: clone it first"),
         (WritesToArgument, "writes to its arguments .mark_dirty.: return a new tensor"),
-        (Counts, "does not do the same when it is called again"),
+        (Counts, "behaves differently when called again"),
         (ReadsModule, "reads a tensor that is not among its arguments"),
     ],
 )  # fmt: skip

@@ -268,7 +268,7 @@ def test_without_a_private_folder_graphs_are_not_kept(
     for _ in range(2):
         assert trace("tiny-llama", 1, 16) is graph
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "graphs are not kept" in error
+    assert error.count("\n") == 1 and "graphs are not cached" in error
     assert not list(tmp_path.rglob("*.graph"))
 
 

@@ -44,4 +44,4 @@ def test_a_crash_names_the_phase_and_the_module(tmp_path: Path) -> None:
     assert died.returncode < 0
     said = died.stderr.strip().splitlines()[-1]
     assert said.startswith("error: the process died within torch while 'build' was traced")
-    assert "rehearsing the model on fake tensors, in module 'net.inner.1'" in said
+    assert "dry run of the model on fake tensors, in module 'net.inner.1'" in said

@@ -542,10 +542,10 @@ def test_layers_are_left_out_where_they_are_called_alike(
     ],
 )
 def test_effects_of_layers_are_named(name: str, effect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: list[blocks.Blocks] = []
+    found_blocks: list[blocks.RepeatedBlocks] = []
     original = capture.find_blocks
     monkeypatch.setattr(
-        capture, "find_blocks", lambda model: rehearsed.append(original(model)) or rehearsed[-1]
+        capture, "find_blocks", lambda model: found_blocks.append(original(model)) or found_blocks[-1]
     )
     trace_module(MODELS[name](), {"x": torch.randn(3, 4), "y": torch.randn(3, 1)})
-    assert set(rehearsed[0].unruly.values()) == ({effect} if effect else set())
+    assert set(found_blocks[0].unruly.values()) == ({effect} if effect else set())

@@ -175,7 +175,7 @@ def test_a_cut_among_the_pieces_is_refused() -> None:
     ("model", "num_pieces", "problem"),
     [
         ("tiny-vit", 2, "only the loss of a language model"),
-        ("tiny-t5", 2, "no base model apart from its head"),
+        ("tiny-t5", 2, "no base model separate from its head"),
         ("tiny-llama", 33, "more than the 32 tokens"),
     ],
 )

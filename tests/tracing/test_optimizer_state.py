@@ -11,8 +11,8 @@ import torch
 from stagewright.errors import InputError
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.planning.job import Job, load_job
-from stagewright.tracing.optimizers import asked as fields_of
 from stagewright.tracing.optimizers import maker, optimizer_names
+from stagewright.tracing.optimizers import state_fields as fields_of
 
 TORCH = sorted(set(optimizer_names()) - {"lbfgs", "sparseadam"})
 

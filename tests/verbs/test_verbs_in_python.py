@@ -51,9 +51,9 @@ def test_check_keeps_what_passed_before_a_fault(plan: Plan) -> None:
     ranks = tuple(one.model_copy(update={"allocated_peak_bytes": 10**6}) for one in plan.predictions.ranks)
     wrong = plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"ranks": ranks})})
     found = stagewright.check(wrong)
-    assert not found and isinstance(found.fault, PlanError) and "but the plan says" in str(found.fault)
+    assert not found and isinstance(found.fault, PlanError) and "but the plan predicts" in str(found.fault)
     assert "program" in found.passed and "memory" not in found.passed
-    assert "but the plan says" in repr(found)
+    assert "but the plan predicts" in repr(found)
     assert isinstance(stagewright.check(plan, "no-such-cluster").fault, InputError)
 
 

@@ -22,13 +22,13 @@ from stagewright.files import temporary_home
 
 
 def command() -> NoReturn:
-    """Entry point of `stagewright`: `main`, then out of the process without the interpreter's own end, in which torch takes
-    a second to give back what the system takes back anyway."""
+    """Entry point of `stagewright`: run `main`, then exit without the interpreter's shutdown, in which torch spends a second
+    freeing what the system frees anyway."""
     code: int | str | None = 0
     try:
         main()
-    except SystemExit as left:
-        code = left.code
+    except SystemExit as exit_request:
+        code = exit_request.code
     if "torch" not in sys.modules or isinstance(code, str) or _has_children():
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -44,19 +44,19 @@ def _has_children() -> bool:
 
 
 _WIDTH = re.compile(r"0*[1-9]\d{0,3}")
-"""A number of columns; no other word for it is meant."""
+"""A valid number of columns."""
 _ALLOCATIONS = 200_000
-"""Objects after which dead cycles are looked for: graphs are many objects and no cycles, and each look goes over them."""
+"""Threshold of the garbage collector: graphs are many objects without cycles, and each collection scans them all."""
 
 
 def main() -> None:
-    """Runs a verb; whatever goes wrong is one message and an exit code.
+    """Run a verb; any error becomes one message and an exit code.
 
-    Exit codes: 0 done, 2 for input that cannot be used, 1 for a run that failed, 130 after Ctrl-C, 141 where the reader of
+    Exit codes: 0 done, 2 for input that cannot be used, 1 for a run that failed, 130 after Ctrl-C, 141 if the reader of
     our output has gone.
     """
     if not sys.warnoptions:
-        # Of libraries about each other; none of them is for the user of a command to act on.
+        # Warnings of libraries about each other, on which a user cannot act.
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes we start
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -72,38 +72,39 @@ def main() -> None:
             find_home()
             app()
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who is leaving has no word for it
-            sys.stdout.flush()  # what is short is only now found to have no reader
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no message while exiting
+            sys.stdout.flush()  # short output only now finds that its reader has gone
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         _leave_unread()
-    except SystemExit as left:
-        # Typer and rich make a failed run of it.
-        if isinstance(left.__context__, BrokenPipeError):
+    except SystemExit as exit_request:
+        # Typer and rich turn it into a failed run.
+        if isinstance(exit_request.__context__, BrokenPipeError):
             _leave_unread()
         raise
-    except (
-        BaseException
-    ) as error:  # panics of libraries in Rust are no Exception, and not those of torch's checkpoints
+    except BaseException as error:
+        # Panics of Rust libraries and errors of torch's checkpoints are no Exception.
         fail_unexpectedly(error)
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """Not without a word, unless a verb has a better one."""
+    """Report the signal and exit; a verb may install a better handler."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     sys.exit(128 + number)
 
 
 def find_home() -> None:
-    """Libraries write caches to the home directory, and name folders after the user, without a thought that there may be
-    neither, as in containers that run under a bare number: then both are made up, for this process and those that it
-    starts."""
+    """Set a home directory and a user name for this process and its children if there are none.
+
+    Libraries write caches to the home directory and name folders after the user, and containers that run under a numeric
+    user id may have neither.
+    """
     try:
-        is_there = Path.home().is_dir()
+        has_home = Path.home().is_dir()
     except RuntimeError:
-        is_there = False
-    if not is_there:
+        has_home = False
+    if not has_home:
         os.environ["HOME"] = str(temporary_home())
     elif not os.access(Path.home(), os.W_OK):
         os.environ.setdefault("STAGEWRIGHT_CACHE", str(temporary_home()))
@@ -114,6 +115,6 @@ def find_home() -> None:
 
 
 def _leave_unread() -> NoReturn:
-    """The reader of our output (`| head`) has gone: nothing is left to say, on exit neither."""
+    """Exit silently: the reader of our output (`| head`) has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)

@@ -38,7 +38,7 @@ from stagewright.version import __version__
 
 
 class Verbs(TyperGroup):
-    """Turns errors into messages, and takes `--traceback` behind the verb as well as before it."""
+    """A group of verbs that prints errors as messages and accepts `--traceback` before or after the verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--traceback" in args:
@@ -52,11 +52,11 @@ class Verbs(TyperGroup):
             fail(error)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-        except EOFError as error:  # which would be taken for Ctrl-D at a question
+        except EOFError as error:  # else taken for Ctrl-D at a prompt
             fail_unexpectedly(error)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order in which they are used."""
+        """Return the verbs in the order in which they are used."""
         return list(self.commands)
 
 

@@ -1,4 +1,4 @@
-"""`stagewright check`: would a plan hang, overflow memory or not fit its model? Would a schedule file run?"""
+"""`stagewright check`: checks that a plan or a schedule file would run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def check(
     ],
     cluster: PlannedCluster = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names.")] = None,
+        int | None, typer.Option(min=1, help="For a schedule: microbatches it must have; default: those it names.")] = None,
     max_activations: Annotated[
-        int | None, typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank.")] = None,
+        int | None, typer.Option(min=1, help="For a schedule: most activations (stage and microbatch) on a rank.")] = None,
     with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Check that a plan or a schedule file would run.
 
-    Before any machine is booked: would it hang, overflow memory, or not fit the model? No code of a plan's model runs unless
-    --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a plan, 1 with all findings for a
-    schedule.
+    Tells before any machine is booked whether it would hang, overflow memory or not fit the model. No code of a plan's
+    model runs unless --with-model allows it. Exit code 0 if all is well, otherwise 2 with the reason for a plan, 1 with all
+    findings for a schedule.
 
     Example:
         stagewright check plan.json
@@ -43,26 +43,29 @@ def check(
     from stagewright.verbs.checking import check as checked
 
     if holds_program(plan):
-        why = "a schedule file says nothing of times and bytes"
-        refuse(context, ["cluster", "with_model"], why, "check the plan it is from")
+        why = "a schedule file has no times or bytes"
+        refuse(context, ["cluster", "with_model"], why, "check the plan that it comes from")
         check_program(plan, microbatches, max_activations, as_json)
         return
-    why = f"{plan} is a plan, with a number of microbatches and a memory"
+    why = f"{plan} is a plan, with its own number of microbatches and memory limit"
     refuse(context, ["microbatches", "max_activations"], why, "check a schedule file")
     with Progress(f"checking {plan}") as progress:
-        found = checked(
-            plan, cluster, with_model=with_model, allow=lambda one, what: allow_model(one, with_model, what), report=progress
+        outcome = checked(
+            plan, cluster, with_model=with_model, report=progress,
+            allow=lambda loaded, what: allow_model(loaded, with_model, what),
         )  # fmt: skip
     if as_json:
-        results = [{"check": name, "passed": True, "detail": detail} for name, detail in found.passed.items()]
-        if found.fault is not None:
-            results.append({"check": "", "passed": False, "detail": str(found.fault)})
-        left_out = [asdict(one) for one in found.left_out]
-        print_document({"passed": found.fault is None, "checks": results, "left_out": left_out})
-        if found.fault is not None:
-            raise typer.Exit(exit_code(found.fault))
+        results = [
+            {"check": name, "passed": True, "detail": detail} for name, detail in outcome.passed.items()
+        ]
+        if outcome.fault is not None:
+            results.append({"check": "", "passed": False, "detail": str(outcome.fault)})
+        left_out = [asdict(skipped) for skipped in outcome.left_out]
+        print_document({"passed": outcome.fault is None, "checks": results, "left_out": left_out})
+        if outcome.fault is not None:
+            raise typer.Exit(exit_code(outcome.fault))
         return
-    show(*(f"ok  {name}: {detail}" for name, detail in found.passed.items()))
-    if found.fault is not None:
-        raise found.fault
-    show(*(f"--  {one.check}: not checked, {one.why}" for one in found.left_out))
+    show(*(f"ok  {name}: {detail}" for name, detail in outcome.passed.items()))
+    if outcome.fault is not None:
+        raise outcome.fault
+    show(*(f"--  {skipped.check}: not checked, {skipped.why}" for skipped in outcome.left_out))

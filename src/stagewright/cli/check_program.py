@@ -1,4 +1,4 @@
-"""Checks of a schedule file, ours or a foreign one: would it hang, is its work whole, are gradients right?"""
+"""Checks of a schedule file: deadlock, complete work, correct gradients, lanes and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from stagewright.cli.output import print_document, show
-from stagewright.cli.program_file import is_program_file, read_promised_program
+from stagewright.cli.program_file import is_program_file, read_predicted_program
 from stagewright.documents import read_json
 from stagewright.errors import InputError, ScheduleError
 from stagewright.units import format_bytes, format_seconds
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 5
 _CLOSE = 1e-9
-"""Part by which what a program takes may differ from what it promises; written and read, nothing changes."""
+"""Relative tolerance between the simulated and the predicted time of a program; writing and reading change nothing."""
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     passed: bool
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 def holds_program(path: Path) -> bool:
-    """Whether `path` is a schedule rather than a plan; JSON may be either, and a program says its placement."""
+    """Return whether `path` is a schedule rather than a plan; JSON may be either, but only a program has a placement."""
     if path.suffix != ".json":
         return is_program_file(path.name)
     try:
@@ -47,13 +47,13 @@ def holds_program(path: Path) -> bool:
 def check_program(
     path: Path, num_microbatches: int | None, max_activations: int | None, as_json: bool
 ) -> None:
-    """Prints the findings of every check; leaves with exit code 1 if one failed."""
-    program, promise = read_promised_program(path)
+    """Print the findings of every check; exit with code 1 if one failed."""
+    program, prediction = read_predicted_program(path)
     if num_microbatches is not None:
         program = replace(program, num_microbatches=num_microbatches)
     findings = list(_findings(program, max_activations))
-    if promise is not None and all(finding.passed for finding in findings):
-        findings += _kept(program, promise)
+    if prediction is not None and all(finding.passed for finding in findings):
+        findings += _predicted_costs(program, prediction)
     passed = all(finding.passed for finding in findings)
     if as_json:
         print_document({"passed": passed, "checks": [finding._asdict() for finding in findings]})
@@ -72,7 +72,7 @@ def check_program(
 
 
 def _findings(program: Program, max_activations: int | None) -> Iterator[Finding]:
-    """One finding per check; when actions are misplaced the checks that rely on their places are left out."""
+    """Yield one finding per check; if actions are misplaced, skip the checks that rely on their placement."""
     from stagewright.schedule.lanes import check_lanes
     from stagewright.schedule.verify import (
         check_ordered,
@@ -97,7 +97,7 @@ def _findings(program: Program, max_activations: int | None) -> Iterator[Finding
             lambda: check_lanes(program, waits_for_device=True),
             "if hosts wait for their devices",
         )
-    ordered = "every action comes after those of its rank that it needs"
+    ordered = "every action comes after those on its rank that it needs"
     yield _outcome("order", ordered, lambda: check_ordered(program))
     yield _hang(program)
     yield _activations(program, max_activations)
@@ -112,7 +112,7 @@ def _outcome(check: str, passed: str, run: Callable[[], object]) -> Finding:
 
 
 def _whole(program: Program) -> Finding:
-    """Every forward once, and every backward once, whole or in its two halves."""
+    """Check that every forward runs once, and every backward once, whole or in its two halves."""
     from stagewright.schedule import Kind
 
     parts = [part for action in program for part in action.parts]
@@ -131,7 +131,7 @@ def _whole(program: Program) -> Finding:
 
 
 def _gradients(program: Program) -> Finding:
-    """Every microbatch adds to the gradients of every stage once, and before their last reduction."""
+    """Check that every microbatch adds to every stage's gradients once, and before their last reduction."""
     from stagewright.schedule import Kind
     from stagewright.schedule.verify import check_reduced
 
@@ -161,7 +161,7 @@ def _with_stricter(
     run_strictly: Callable[[], object],
     unless: str,
 ) -> Finding:
-    """The outcome of `run`, and whether it passes even if something else is the case; if not, that is only said."""
+    """Return the outcome of `run`, with a note on whether it also passes under the stricter rule."""
     finding = _outcome(check, f"{passed}, {even}", run)
     strict = _outcome(check, f"{passed}, {even}", run_strictly)
     if not finding.passed or strict.passed:
@@ -170,10 +170,10 @@ def _with_stricter(
 
 
 def _hang(program: Program) -> Finding:
-    """Whether all ranks come to their end; if only with sends that do not wait, that is said."""
+    """Check that all ranks finish, and note if they do so only with sends that do not block."""
     from stagewright.schedule.verify import check_free_of_deadlock
 
-    end = "all ranks come to their end"
+    end = "all ranks finish"
     if not program.is_lowered:
         return _outcome("hang", end, lambda: check_free_of_deadlock(program))
     return _with_stricter(
@@ -194,28 +194,28 @@ def _activations(program: Program, limit: int | None) -> Finding:
     if limit is None:
         return Finding("activations", True, most)
     over = [f"rank {rank} holds {peak}" for rank, peak in enumerate(peaks) if peak > limit]
-    found = f"{_listed(over)};" if over else f"{most},"
-    return Finding("activations", not over, f"{found} the limit is {limit}")
+    peaks_text = f"{_listed(over)};" if over else f"{most},"
+    return Finding("activations", not over, f"{peaks_text} the limit is {limit}")
 
 
-def _kept(program: Program, promise: ProgramPrediction) -> Iterator[Finding]:
-    """Whether the program takes what its document promises, and has the memory for it."""
-    timeline = promise.timeline(program)
-    taken, said = timeline.makespan_s, promise.makespan_seconds
-    stated = f"{format_seconds(taken)} per batch at the costs that the file states"
-    is_kept = abs(taken - said) <= _CLOSE * taken
-    broken = f"{stated}, but it promises {format_seconds(said)}: plan again"
-    yield Finding("time", is_kept, stated if is_kept else broken)
-    limits = promise.assumptions.memory_limits or (float("inf"),) * program.num_ranks
+def _predicted_costs(program: Program, prediction: ProgramPrediction) -> Iterator[Finding]:
+    """Check that the program takes the time its document predicts, and fits in memory."""
+    timeline = prediction.timeline(program)
+    taken_s, predicted_s = timeline.makespan_s, prediction.makespan_seconds
+    stated = f"{format_seconds(taken_s)} per batch at the costs that the file states"
+    agrees = abs(taken_s - predicted_s) <= _CLOSE * taken_s
+    broken = f"{stated}, but it predicts {format_seconds(predicted_s)}: plan again"
+    yield Finding("time", agrees, stated if agrees else broken)
+    limits = prediction.assumptions.memory_limits or (float("inf"),) * program.num_ranks
     peaks = timeline.peak_bytes.tolist()
     needs = [f"rank {rank} needs {format_bytes(peak)}" for rank, peak in enumerate(peaks)]
     over = [
         need for need, peak, limit in zip(needs, peaks, limits, strict=True) if peak > limit * (1 + _CLOSE)
     ]
     more = [
-        f"{need} and is promised to need {format_bytes(said)}"
-        for need, peak, said in zip(needs, peaks, promise.peak_bytes, strict=True)
-        if peak > said * (1 + _CLOSE)
+        f"{need}, but its prediction is {format_bytes(predicted)}"
+        for need, peak, predicted in zip(needs, peaks, prediction.peak_bytes, strict=True)
+        if peak > predicted * (1 + _CLOSE)
     ]
     if over or more:
         yield Finding("memory", False, f"{_listed(over or more)}: plan again")
@@ -227,7 +227,8 @@ def _kept(program: Program, promise: ProgramPrediction) -> Iterator[Finding]:
 
 
 def _listed(items: Sequence[object]) -> str:
-    """
+    """Return the first items as text, and the number of further ones.
+
     >>> _listed([1, 2]), _listed(range(9))
     ('1, 2', '0, 1, 2, 3, 4 and 4 more')
     """

@@ -1,4 +1,4 @@
-"""`stagewright checkpoint`: what can be done with the checkpoints of a run."""
+"""`stagewright checkpoint`: shows, verifies, exports and imports checkpoints."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def show_all(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show what the checkpoints of a run are of.
+    """Show what the checkpoints of a run contain.
 
-    Steps, model, plan, data, and how large they are. Their files are not read; `verify` does.
+    Lists step, model, plan, data and size. The files are not read; `verify` does that.
 
     Example:
         stagewright checkpoint show checkpoints
     """
     from stagewright.execution.checkpoint_folder import checkpoints_in
 
-    found = [_described(path) for path in checkpoints_in(folder)]
+    checkpoints = [_described(path) for path in checkpoints_in(folder)]
     if as_json:
-        print_document({"checkpoints": found})
+        print_document({"checkpoints": checkpoints})
     else:
-        show(*(_in_words(one) for one in found))
+        show(*(_in_words(description) for description in checkpoints))
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -61,16 +61,17 @@ def _described(path: Path) -> dict[str, Any]:
         **{name: job.get(name) for name in ("dtype", "optimizer", "global_batch", "sequence_length")},
         "data": str(manifest.data),
         "files": len(manifest.files),
-        "bytes": sum(one.bytes for one in manifest.files.values()),
+        "bytes": sum(file.bytes for file in manifest.files.values()),
     }
 
 
-def _in_words(one: dict[str, Any]) -> str:
-    zero = max(one["sharding"] or (0,))
+def _in_words(document: dict[str, Any]) -> str:
+    zero = max(document["sharding"] or (0,))
     return (
-        f"step {one['step']}: {one['model']} in {one['dtype']}, pp {one['pp']} x dp {one['dp']} x tp {one['tp']}, "
-        f"{one['schedule']}, zero {zero}, {one['optimizer']}, batches of {one['global_batch']} x {one['sequence_length']}, "
-        f"data {one['data']}; {one['files']} files, {format_bytes(one['bytes'])}"
+        f"step {document['step']}: {document['model']} in {document['dtype']}, "
+        f"pp {document['pp']} x dp {document['dp']} x tp {document['tp']}, {document['schedule']}, zero {zero}, "
+        f"{document['optimizer']}, batches of {document['global_batch']} x {document['sequence_length']}, "
+        f"data {document['data']}; {document['files']} files, {format_bytes(document['bytes'])}"
     )
 
 
@@ -81,9 +82,9 @@ def verify(
     ],
     as_json: Json = False,
 ) -> None:
-    """Check that checkpoints are as they were written.
+    """Check that checkpoints are undamaged.
 
-    Compares every file of every checkpoint with the SHA-256 that it was written with. Exit code 1 if one is damaged.
+    Compares every file of every checkpoint with the SHA-256 recorded when it was written. Exit code 1 if one is damaged.
 
     Example:
         stagewright checkpoint verify checkpoints
@@ -91,12 +92,12 @@ def verify(
     from stagewright.execution.checkpoint_folder import verified
 
     with Progress("reading checkpoints") as progress:
-        found = verified(folder, progress)
-    is_ok = all(one.fault is None for one in found)
+        results = verified(folder, progress)
+    is_ok = all(result.fault is None for result in results)
     if as_json:
-        print_document({"ok": is_ok, "checkpoints": [_document(one) for one in found]})
+        print_document({"ok": is_ok, "checkpoints": [_document(result) for result in results]})
     else:
-        show(*map(_line, found))
+        show(*map(_line, results))
     if not is_ok:
         raise typer.Exit(1)
 
@@ -105,34 +106,34 @@ def verify(
 def export(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's, whose newest is taken."),
+        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's (its newest step)."),
     ],
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add adapters to the weights that they are for.")
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the adapters, as peft loads them.")
     ] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only adapters, as peft loads them.")] = False,
     base: Annotated[
         str | None,
         typer.Option(
             "--base",
             metavar="MODEL",
-            help="The model that adapters are for; default where it was at the run.",
+            help="The adapters' base model; default: where it was during the run.",
         ),
     ] = None,
     state_dict: Annotated[
         bool,
         typer.Option(
             "--state-dict",
-            help="In place of that a folder that torch.distributed.checkpoint.load reads, with the optimizer's state.",
+            help="Write a folder for torch.distributed.checkpoint.load instead, with the optimizer's state.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face's layout.
 
-    Of a run with --lora that is the model with the adapters in the folder `adapter` beside it, unless one of --merge and
-    --adapter is given.
+    After a run with --lora, writes the model and, in its subfolder `adapter`, the adapters, unless --merge or --adapter is
+    given.
 
     Example:
         stagewright checkpoint export checkpoints model --merge
@@ -141,7 +142,7 @@ def export(
         progress("importing torch")
         from stagewright.execution.model_export import export as exported
 
-        found = exported(
+        model = exported(
             folder,
             out,
             merges=merge,
@@ -151,10 +152,10 @@ def export(
             report=progress,
         )
     if as_json:
-        print_document({"path": str(found.path), "step": found.step, "files": found.files})
+        print_document({"path": str(model.path), "step": model.step, "files": model.files})
         return
-    size = format_bytes(sum(found.files.values()))
-    show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
+    size = format_bytes(sum(model.files.values()))
+    show(f"Wrote the model of step {model.step} to '{model.path}': {len(model.files)} files, {size}.")
 
 
 @checkpoint.command("import", cls=GroupedCommand)
@@ -164,25 +165,25 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of a model in Hugging Face's layout, or of torch.distributed.checkpoint, of a plain state dict.",
+            help="Folder of a Hugging Face model, or of a plain state dict saved by torch.distributed.checkpoint.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, for `run --checkpoint`.")],
     step: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="Steps that count as done; default what the optimizer counted, or none."
+            min=0, metavar="N", help="Number of steps already done; default: the optimizer's count, or 0."
         ),
     ] = None,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave out the optimizer's state, if there is some.")
+        bool, typer.Option("--weights-only", help="Leave out the optimizer's state, if any.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Write weights from elsewhere as a checkpoint.
 
-    A run of the plan goes on from it with --resume. The optimizer's state comes along if there is some under
-    `optimizer.state`, of one like the plan's; else it starts anew.
+    A run of the plan continues from it with --resume. The optimizer's state is imported too if there is one under
+    `optimizer.state` that matches the plan's optimizer; otherwise it starts afresh.
 
     Example:
         stagewright checkpoint import plan.json model checkpoints
@@ -197,36 +198,38 @@ def import_(
         progress("importing torch")
         from stagewright.execution.model_import import import_weights
 
-        found = import_weights(loaded, source, folder, step, weights_only, progress)
-    has = "with the optimizer's state" if found.has_optimizer_state else "of weights alone"
+        imported = import_weights(loaded, source, folder, step, weights_only, progress)
+    contents = "with the optimizer's state" if imported.has_optimizer_state else "of weights only"
     if as_json:
         print_document(
             {
-                "path": str(found.path),
-                "step": found.step,
-                "has_optimizer_state": found.has_optimizer_state,
-                "files": found.files,
+                "path": str(imported.path),
+                "step": imported.step,
+                "has_optimizer_state": imported.has_optimizer_state,
+                "files": imported.files,
             }
         )
         return
-    size = format_bytes(sum(found.files.values()))
+    size = format_bytes(sum(imported.files.values()))
     show(
-        f"Wrote a checkpoint {has} after step {found.step} to '{found.path}' ({size}): go on from it with "
+        f"Wrote a checkpoint {contents} after step {imported.step} to '{imported.path}' ({size}): continue from it with "
         f"`stagewright run {plan} --checkpoint {folder} --resume`."
     )
 
 
-def _document(one: Verified) -> dict[str, Any]:
+def _document(verified: Verified) -> dict[str, Any]:
     return {
-        "path": str(one.path),
-        "ok": one.fault is None,
-        "fault": one.fault,
-        "files": one.num_files,
-        "bytes": one.num_bytes,
+        "path": str(verified.path),
+        "ok": verified.fault is None,
+        "fault": verified.fault,
+        "files": verified.num_files,
+        "bytes": verified.num_bytes,
     }
 
 
-def _line(one: Verified) -> str:
-    if one.fault is not None:
-        return one.fault
-    return f"checkpoint '{one.path}' is ok: {one.num_files} files, {format_bytes(one.num_bytes)}"
+def _line(verified: Verified) -> str:
+    if verified.fault is not None:
+        return verified.fault
+    return (
+        f"checkpoint '{verified.path}' is ok: {verified.num_files} files, {format_bytes(verified.num_bytes)}"
+    )

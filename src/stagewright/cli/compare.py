@@ -1,4 +1,4 @@
-"""`stagewright compare`: what a plan predicted beside what its run measured."""
+"""`stagewright compare`: a plan's predictions against the measurements of its run."""
 
 from __future__ import annotations
 
@@ -38,19 +38,23 @@ def compare(
 
     check_writable(html)
     with Progress(f"simulating {plan}") as progress:
-        found = compared(
-            plan, record, cluster, allow=lambda one, what: allow_model(one, with_model, what), report=progress
+        comparison = compared(
+            plan,
+            record,
+            cluster,
+            allow=lambda loaded, what: allow_model(loaded, with_model, what),
+            report=progress,
         )
-    warn(found.warnings)
+    warn(comparison.warnings)
     if html is not None:
-        write_whole(html, found.page())
+        write_whole(html, comparison.page())
     if as_json:
-        print_document(found.document)
+        print_document(comparison.document)
         return
     from stagewright.report.console import stdout
 
     console = stdout()
-    pictures = both_pictures(found.predicted, found.measured, console.width, console.is_terminal)
-    ratios = [ratio for rank in found.record.ranks for ratio in found.record.slowdowns(rank)]
-    told = machine_lines(found.record.slowdown, ratios)
-    show(comparison_table(found.document), *pictures, "", in_words(found.document), *told)
+    pictures = both_pictures(comparison.predicted, comparison.measured, console.width, console.is_terminal)
+    ratios = [ratio for rank in comparison.record.ranks for ratio in comparison.record.slowdowns(rank)]
+    slowdown_lines = machine_lines(comparison.record.slowdown, ratios)
+    show(comparison_table(comparison.document), *pictures, "", in_words(comparison.document), *slowdown_lines)

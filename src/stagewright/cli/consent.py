@@ -1,4 +1,4 @@
-"""Plans name models, and a factory is code: what builds one says so, and verbs that only judge ask first."""
+"""Consent to run the code of factories that plans name."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ WithModel = Annotated[
     bool,
     typer.Option(
         "--with-model",
-        help="Build the plan's model even if it or the optimizer is a factory, whose code that runs.",
+        help="Build the plan's model even if it or its optimizer is a factory, which runs its code.",
     ),
 ]
 
 
 def allow_model(plan: Plan, with_model: bool, what: str) -> None:
-    """Lets the model of `plan` be built, and its optimizer; says which code that runs. Raises `InputError` where one of them
-    is a factory, and `with_model` was not given; `what` needs it."""
+    """Allow the model and the optimizer of `plan` to be built for `what`, and print which code that runs.
+
+    Raises:
+        InputError: one of them is a factory and `with_model` was not given.
+    """
     if plan.code and not with_model:
         raise InputError(
-            f"{what} needs the model, and building it runs {' and '.join(plan.code)}: look at that code, and allow it "
-            "with --with-model"
+            f"{what} needs the model, and building it runs {' and '.join(plan.code)}: review that code, then allow "
+            "it with --with-model"
         )
     for text in plan.code:
         say_what_runs(text)
 
 
 def say_what_runs(model: str) -> None:
-    """One line on stderr that names the code which building `model` runs; nothing for what is no factory."""
+    """Print on stderr which code building `model` runs, if it is a factory."""
     from stagewright.tracing.models.source import factory_file, split_factory
 
     if split_factory(model) is None:

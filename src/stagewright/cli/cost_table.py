@@ -1,4 +1,4 @@
-"""Cost tables: measured or published costs per layer, in place of a model."""
+"""Cost tables: measured or published costs per layer, instead of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REQUIRED = ("layer", "forward_s", "input_grad_s", "weight_grad_s")
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One row: seconds and bytes of one microbatch on one layer."""
+    """A row of a cost table: seconds and bytes of one microbatch on one layer."""
 
     layer: str
     forward_s: float
@@ -31,8 +31,8 @@ class LayerRow:
 
 
 def read_cost_table(path: Path) -> list[LayerRow]:
-    """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model. Raises `InputError`
-    with the file, the row and what is wrong with it."""
+    """Return the rows of a CSV file with a header, or of a JSON list of objects, in the order of the model. Raises
+    `InputError` with the file, the row and the error."""
     rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
@@ -41,7 +41,7 @@ def read_cost_table(path: Path) -> list[LayerRow]:
 
 
 def layer_table(rows: Sequence[LayerRow]) -> LayerTable:
-    """The rows as the joint search takes them; everything that a forward saves is held until the weight gradient."""
+    """Return the rows as input of the joint search; everything that a forward saves is kept until the weight gradient."""
     from stagewright.planning.joint.problem import LayerTable
 
     def column(name: str) -> list[float]:
@@ -57,10 +57,10 @@ def layer_table(rows: Sequence[LayerRow]) -> LayerTable:
 def _row(row: Any, where: str) -> LayerRow:
     if not isinstance(row, Mapping):
         raise InputError(f"{where}: expected an object with {', '.join(_REQUIRED)}")
-    known = [field.name for field in fields(LayerRow)]
+    columns = [field.name for field in fields(LayerRow)]
     for key in row:
-        if key not in known:
-            raise InputError(f"{where}: unknown column '{key}'{nearest(str(key), known)}")
+        if key not in columns:
+            raise InputError(f"{where}: unknown column '{key}'{nearest(str(key), columns)}")
     if missing := [key for key in _REQUIRED if row.get(key) in (None, "")]:
         raise InputError(f"{where}: {missing[0]} is missing")
     figures = {key: _figure(value, key, where) for key, value in row.items() if key != "layer"}

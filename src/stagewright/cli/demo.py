@@ -30,7 +30,9 @@ _SECONDS = 100
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where its files go.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write its files.")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
     """Plan a large model, then train a small one here.
 
@@ -42,7 +44,7 @@ def demo(
     """
     begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    show(f"This takes about {_SECONDS} seconds on two idle cores, most of it in the first of four parts.\n")
+    show(f"This takes about {_SECONDS} seconds on two idle cores, most of them in the first of four parts.\n")
     _plan_large(out)
     cluster = _probe(out)
     plan = _plan_small(cluster, out)
@@ -51,10 +53,10 @@ def demo(
     show(f"\nDone in {seconds}. Files in {out}: plan.json, local.toml, small.json, record.json, steps.jsonl.")
 
 
-def _heading(bold: str, rest: str) -> Text:
+def _heading(bold: str, text: str) -> Text:
     from rich.text import Text
 
-    return Text.assemble((bold, "bold"), rest)
+    return Text.assemble((bold, "bold"), text)
 
 
 def _plan_large(out: Path) -> None:
@@ -65,17 +67,17 @@ def _plan_large(out: Path) -> None:
     show(
         _heading("1. Planning Llama-3-8B for a node of eight H100", ", from its config.json alone."),
         "The model is traced into a graph of forward, input-gradient and weight-gradient operators. Every",
-        "pipeline width, microbatch size and schedule is cut out of that graph, costed and simulated:",
+        "pipeline degree, microbatch size and schedule is cut out of that graph, costed and simulated:",
         "128 samples of 8,192 tokens a step, bf16, AdamW.",
     )
     job = Job(global_batch=128, sequence_length=8192, dtype="bf16")
-    found = _search(_LARGE, load_cluster("8x-h100"), job)
+    search_result = _search(_LARGE, load_cluster("8x-h100"), job)
     path = out / "plan.json"
-    found.plans[0].save(path)
+    search_result.plans[0].save(path)
     show(
-        plans_table(found.plans[:5]),
-        answer_line(found.plans[0]),
-        left_out(found),
+        plans_table(search_result.plans[:5]),
+        answer_line(search_result.plans[0]),
+        left_out(search_result),
         f"The best is in {path}.\n",
     )
 
@@ -84,7 +86,7 @@ def _probe(out: Path) -> Cluster:
     from stagewright.cluster import save_cluster
     from stagewright.report.clusters import cluster_summary
 
-    show(_heading("2. Probing this machine", f" with {_PROCESSES} processes at work at once."))
+    show(_heading("2. Probing this machine", f" with {_PROCESSES} processes running at once."))
     with Progress("importing torch") as progress:
         from stagewright.execution.probe import probe
 
@@ -105,11 +107,13 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
         "16 samples of 256 bytes a step, fp32.",
     )
     job = Job(global_batch=16, sequence_length=256, dtype="fp32", learning_rate=1e-3, num_steps=_STEPS)
-    found = _search(_SMALL, cluster, job, pp=_PROCESSES)
+    search_result = _search(_SMALL, cluster, job, pp=_PROCESSES)
     path = out / "small.json"
-    found.plans[0].save(path)
-    show(plans_table(found.plans[:3]), stage_table(found.plans[0]), f"The best is in {path}.\n")
-    return found.plans[0]
+    search_result.plans[0].save(path)
+    show(
+        plans_table(search_result.plans[:3]), stage_table(search_result.plans[0]), f"The best is in {path}.\n"
+    )
+    return search_result.plans[0]
 
 
 def _train(plan: Plan, out: Path) -> None:
@@ -119,10 +123,10 @@ def _train(plan: Plan, out: Path) -> None:
     from stagewright.report.runs import run_document, run_summary
 
     show(_heading(f"4. Training it for {_STEPS} steps", " on Moby-Dick, whose bytes are the tokens."))
-    others = watch_others()
+    measure_others = watch_others()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
-    warn(measurement_cautions(others()))
+    warn(measurement_cautions(measure_others()))
     if record is not None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 

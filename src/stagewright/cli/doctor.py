@@ -1,4 +1,4 @@
-"""`stagewright doctor`: what this machine has for runs, what will not work on it, and how to mend that."""
+"""`stagewright doctor`: what this machine offers to runs, what will not work on it, and how to fix that."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from stagewright.cli.output import print_document, show
 
 
 def doctor(as_json: Json = False) -> None:
-    """Look at this machine: what will not work?
+    """Examine this machine for what will not work.
 
-    Devices, links, versions, free memory. Exits with 1 where something is found that a run would fail of.
+    Shows devices, links, versions and free memory. Exit code 1 if there is a problem that would make a run fail.
 
     Example:
         stagewright doctor
     """
     from stagewright.execution.examination import examine
 
-    found = examine()
+    examination = examine()
     if as_json:
-        print_document(found.document())
+        print_document(examination.document())
     else:
         from stagewright.report.tables import facts
 
-        show(facts(found.facts), "")
-        for one in found.troubles:
-            show(f"{'will not work' if one.is_fatal else 'note'}: {one.what}. {one.remedy}.")
-        if not found.troubles:
-            show("Nothing was found that a run would fail of.")
-    if any(one.is_fatal for one in found.troubles):
+        show(facts(examination.facts), "")
+        for trouble in examination.troubles:
+            show(f"{'will not work' if trouble.is_fatal else 'note'}: {trouble.what}. {trouble.remedy}.")
+        if not examination.troubles:
+            show("No problem was found that would make a run fail.")
+    if any(trouble.is_fatal for trouble in examination.troubles):
         raise typer.Exit(1)

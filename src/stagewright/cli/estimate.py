@@ -1,4 +1,4 @@
-"""`stagewright estimate`: what one configuration takes, rank by rank."""
+"""`stagewright estimate`: time and memory of one configuration, rank by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.from_file import FromFile, model_of, overridden, read_and_tell
+from stagewright.cli.from_file import FromFile, model_of, overridden, read_and_report
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
 from stagewright.cli.lora import LoraOptions
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 class ConfigurationOptions:
     """The configuration."""
 
-    pp: options.PipelineWidth = None
-    dp: options.DataWidth = None
-    tp: options.TensorWidth = None
-    cp: options.ContextWidth = None
-    ep: options.ExpertWidth = None
+    pp: options.PipelineDegree = None
+    dp: options.DataDegree = None
+    tp: options.TensorDegree = None
+    cp: options.ContextDegree = None
+    ep: options.ExpertDegree = None
     sequence_parallel: options.SequenceParallel = False
-    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None
-    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default: 1.")] = None
+    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Schedule; default: 1f1b.")] = None
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, for schedules that place several.")] = None
     layers_per_stage: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
+        str | None, typer.Option(metavar="N,N,...", help="Layers of each stage; default: the runtime's split.")
     ] = None
     recompute: Annotated[
         str | None, typer.Option(metavar="WAY",
-            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
+            help="none, full, selective (as the runtime does it), or model (the default if the model's code checkpoints).")
     ] = None
     zero: options.Zero = None
     reduce_dtype: options.ReduceDtype = None
@@ -57,7 +57,7 @@ class ConfigurationOptions:
     loss_pieces: options.LossPieces = "1"
 
     def configuration(self) -> Configuration:
-        """Raises `InputError` for a value that cannot be."""
+        """Return the configuration. Raises `InputError` for an invalid value."""
         from stagewright.planning.configuration import Configuration
 
         values = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
@@ -81,7 +81,7 @@ def estimate(
     context: typer.Context,
     subject: Annotated[
         str | None, typer.Argument(metavar="MODEL|PLAN",
-            help="A model, or a plan.json; may be left out where --from says which model.")] = None,
+            help="A model, or a plan.json; optional if --from names the model.")] = None,
     cluster: options.PlannedCluster = None,
     *,
     from_file: FromFile = None,
@@ -96,8 +96,8 @@ def estimate(
 ) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
-    Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory. Of a plan whose model
-    is a factory, what it promises, unless --with-model allows that code to run.
+    For a model, by default the deepest pipeline with one replica, even if it does not fit in memory. For a plan whose model
+    is a factory, the plan's own predictions, unless --with-model allows that code to run.
 
     Example:
         stagewright estimate llama-3-8b --cluster 8x-h100 \\
@@ -107,16 +107,16 @@ def estimate(
     from stagewright.planning.plan import load_plan
 
     from_plan = subject is not None and options.is_plan(subject)
-    _refuse_unheard(context, from_plan)
+    _refuse_ignored(context, from_plan)
     with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
         if subject is not None and from_plan:
             plan = load_plan(subject)
             on = job.measured(options.cluster_of(plan, cluster))
             needs_model = any(option is not None for option in (cluster, by, job.profile, job.record))
-            is_promised = _is_promised(plan, with_model, needs_model)
-            found = plan if is_promised else estimating.estimate(plan, on, report=progress)
+            shows_own = _shows_own_predictions(plan, with_model, needs_model)
+            shown = plan if shows_own else estimating.estimate(plan, on, report=progress)
         else:
-            reading = None if from_file is None else read_and_tell(from_file)
+            reading = None if from_file is None else read_and_report(from_file)
             reference = tuning.adapted(context, model_of(subject, settings, reading))
             chosen = configuration.configuration()
             if reading is not None:
@@ -124,32 +124,37 @@ def estimate(
             on = job.measured(_cluster(cluster))
             per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
             replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
-            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=chosen.tp == 1)
-            found = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
-        shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
+            refuse_unshared(context, is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
+            shown = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
+        shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables
 
     if as_json:
         breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}
         print_document(
-            report.estimate_document(found) | {"compared_with_model": found.is_compared} | breakdown
+            report.estimate_document(shown) | {"compared_with_model": shown.is_compared} | breakdown
         )
         return
-    said = [line for line in (report.host_line(found), report.profile_line(found)) if line is not None]
-    show(report.estimate_heading(found), *said, *report.lengths_tables(found), report.stage_table(found))
-    show(*saving_tables(found), *loss_lines(found), report.memory_table(found))
+    said = [line for line in (report.host_line(shown), report.profile_line(shown)) if line is not None]
+    show(
+        report.estimate_heading(shown),
+        *said,
+        *report.lengths_tables(shown),
+        report.stage_table(shown),
+    )
+    show(*saving_tables(shown), *loss_lines(shown), report.memory_table(shown))
     show(*((report.breakdown_table(shares, by),) if by else ()))
 
 
-def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
-    """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
+def _shows_own_predictions(plan: Plan, with_model: bool, needs_model: bool) -> bool:
+    """Return whether to show the plan's own predictions, since building its model runs code that was not allowed."""
     if needs_model or with_model or not plan.code:
         allow_model(plan, with_model, "--cluster, --profile, --record or --by")
         return False
     options.warn(
         [
-            f"these are the plan's own predictions: new ones run {' and '.join(plan.code)}, which --with-model allows"
+            f"these are the plan's own predictions: new ones run {' and '.join(plan.code)}; allow that with --with-model"
         ]
     )
     return True
@@ -162,30 +167,30 @@ def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"
     return way  # type: ignore[return-value]
 
 
-def _refuse_unheard(context: typer.Context, from_plan: bool) -> None:
+def _refuse_ignored(context: typer.Context, from_plan: bool) -> None:
     if from_plan:
         refuse_all_but(
             context, ["subject", "cluster", "profile", "record", "by", "with_model", "as_json"],
             "a plan has its own job and configuration", "estimate the model",
         )  # fmt: skip
         return
-    refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
+    refuse(context, ["with_model"], "a named model is built anyway", "estimate a plan")
 
 
 def _cluster(name: str | None) -> Cluster:
     from stagewright.cluster import load_cluster
 
     if name is None:
-        raise InputError("an estimate of a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
-    found = load_cluster(name)
-    options.warn(found.cautions)
-    return found
+        raise InputError("estimating a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
+    cluster = load_cluster(name)
+    options.warn(cluster.cautions)
+    return cluster
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside, reference cycles are not looked for: graphs and programs are free of them and live to the end, so
-    that the passes over all of them were a third of a verb's time and freed nothing."""
+    """Disable garbage collection inside: graphs and programs have no reference cycles and live to the end, so
+    collections took a third of a verb's time and freed nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

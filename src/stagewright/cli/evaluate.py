@@ -1,4 +1,4 @@
-"""`stagewright evaluate`: the loss of a checkpoint on some data, under the pipeline of a plan."""
+"""`stagewright evaluate`: the loss of a checkpoint on data, under the pipeline of a plan."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from stagewright.errors import InputError
 def evaluate(
     plan: PlanFile,
     data: Annotated[
-        list[str], typer.Option(metavar="PATH", help="What `run --data` takes; every sample is evaluated once.")],
+        list[str], typer.Option(metavar="PATH", help="Data as for `run --data`; every sample is evaluated once.")],
     tokenizer: TokenizerPath = None,
     text_field: TextField = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default the model's own weights.")] = None,
+        Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default: the model's own weights.")] = None,
     log_probabilities: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a JSON line per sample with those of its tokens.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N samples; default all.")] = None,
+        Path | None, typer.Option(metavar="FILE", help="Write log-probabilities of tokens, a JSON line per sample.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N samples.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until every rank must have joined.")] = 300.0,
+    start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds within which every rank must join.")] = 300.0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Evaluate a model on data.
 
-    Its loss, as in `eval` mode, under the pipeline of a plan, which may be any of the checkpoint's model; nothing is
-    trained. Exit code 2 if plan, checkpoint and data do not go together.
+    Computes its loss in `eval` mode under the pipeline of a plan, any plan for the checkpoint's model; nothing is trained.
+    Exit code 2 if plan, checkpoint and data do not match.
 
     Example:
         stagewright evaluate plan.json --data held-out.jsonl --checkpoint checkpoints
@@ -53,10 +53,10 @@ def evaluate(
     refuse_what_is_not_run(loaded, str(plan))
     if checkpoint is not None:
         stored = newest_in(checkpoint)
-        was, now = ({"model": one.get("model")} for one in (stored.manifest.plan, identity(loaded)))
+        was, now = ({"model": document.get("model")} for document in (stored.manifest.plan, identity(loaded)))
         if differing := list(differences(was, now)):
             raise InputError(
-                f"checkpoint '{stored.path}' is of another model ({'; '.join(differing)}): give a plan of the one it is of"
+                f"checkpoint '{stored.path}' is of another model ({'; '.join(differing)}): give a plan for that model"
             )
         check_base(stored, base_model_of(loaded.model.resolved(), loaded.job.seed, False))
     check_weights(loaded, False, checkpoint is not None)
@@ -66,27 +66,27 @@ def evaluate(
     request = DataRequest.of(data, tokenizer, text_field)
     for source in request.sources if request is not None else ():
         say_what_runs(source.path)
-    found = prepared(request, loaded)
-    assert found is not None, "there is data"
+    prepared_data = prepared(request, loaded)
+    assert prepared_data is not None, "there is data"
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome.json"
         options = {
-            "plan": str(Path(plan).resolve()), "data": found.model_dump(mode="json"), "outcome": str(outcome),
+            "plan": str(Path(plan).resolve()), "data": prepared_data.model_dump(mode="json"), "outcome": str(outcome),
             "device": kind_of(device, loaded, loaded.num_ranks), "most_samples": samples, "start_timeout": start_timeout,
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
             "log_probabilities": None if log_probabilities is None else str(log_probabilities.resolve()),
         }  # fmt: skip
         words = [json.dumps(options)]
         start_plan(loaded, "stagewright.execution.evaluation_worker", words, start_timeout, can_stop=False)
-        told = json.loads(outcome.read_text())
-    tokens = told["num_tokens"]
+        results = json.loads(outcome.read_text())
+    tokens = results["num_tokens"]
     if tokens:
-        told["perplexity"] = math.exp(min(told["loss"], 700.0))
+        results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if as_json:
-        print_document(told)
+        print_document(results)
         return
-    of = "the model's own weights" if checkpoint is None else f"the checkpoint after step {told['step']}"
-    over = f" over {tokens:,} tokens (perplexity {told['perplexity']:,.4g})" if tokens else ""
-    show(f"Loss {told['loss']:.4f}{over}, of {of}.")
+    of = "the model's own weights" if checkpoint is None else f"the checkpoint after step {results['step']}"
+    over = f" over {tokens:,} tokens (perplexity {results['perplexity']:,.4g})" if tokens else ""
+    show(f"Loss {results['loss']:.4f}{over}, of {of}.")
     if log_probabilities is not None:
         show(f"Wrote {log_probabilities}.")

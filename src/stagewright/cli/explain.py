@@ -1,4 +1,4 @@
-"""`stagewright explain`: why a plan takes what it takes, and what would change that."""
+"""`stagewright explain`: where the time of a plan's step goes, and what would change it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from stagewright.cli.output import print_document, show
 
 
 def explain(plan: PlanFile, as_json: Json = False) -> None:
-    """Explain why a plan takes what it takes.
+    """Explain where the time of a plan goes.
 
-    What each second of its step is, what would gain most, and what errors of the estimate would do.
+    Shows what each second of a step is spent on, which changes would gain most, and what errors of the estimate would do.
 
     Example:
         stagewright explain plan.json
@@ -26,11 +26,18 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
     from stagewright.report.plans import answer_line, estimate_heading
 
     loaded = load_plan(plan)
-    found = explained(loaded)
+    explanation = explained(loaded)
     if as_json:
-        print_document(explanation_document(found))
+        print_document(explanation_document(explanation))
         return
     show(estimate_heading(loaded))
     if loaded.predictions.ranks:
         show(answer_line(loaded))
-    show("", path_line(found, loaded.pp), "", parts_table(found), changes_table(found), errors_table(found))
+    show(
+        "",
+        path_line(explanation, loaded.pp),
+        "",
+        parts_table(explanation),
+        changes_table(explanation),
+        errors_table(explanation),
+    )

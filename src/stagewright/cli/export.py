@@ -1,4 +1,4 @@
-"""`stagewright export`: a plan for other runtimes and launchers."""
+"""`stagewright export`: plans for other runtimes and launchers."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class ExportTarget(StrEnum):
 
 def export(
     plan: PlanFile,
-    to: Annotated[ExportTarget, typer.Option("--to", metavar="FORMAT", help="What it is for, as above.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; of launch files, the file.")],
+    to: Annotated[ExportTarget, typer.Option("--to", metavar="FORMAT", help="The target, one of the above.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; for launchers, a file.")],
     with_model: WithModel = False,
 ) -> None:  # fmt: skip
     """Write a plan for another runtime or a launcher.
 
-    torch-pipelining: a folder that PyTorch's own pipelines run, without Stagewright: stages as code, their order, a script.
-    megatron: a folder with all arguments of Megatron-LM as JSON and in a shell file that starts it; or one of the two.
-    megatron-bridge, torchtitan, deepspeed: a recipe, TOML or JSON of these.
+    torch-pipelining: a folder that runs in PyTorch's pipelines without Stagewright: stages as code, schedule, a script.
+    megatron: a folder with all arguments of Megatron-LM as JSON and in a shell script that starts it; or one of the two.
+    megatron-bridge, torchtitan, deepspeed: their recipe, TOML or JSON.
     slurm, kubernetes, skypilot: a file that starts `stagewright run` on the plan's cluster.
 
     Example:
@@ -71,29 +71,27 @@ def export(
 
 
 def _write_settings(plan: Plan, to: ExportTarget, output: Path) -> None:
-    """Settings of another stack: into a folder, or one of its files where `output` has the ending of one."""
+    """Write the settings of another stack to a folder, or one of its files if `output` has that file's extension."""
     from stagewright.export.settings import settings_files
 
     with Progress("exporting") as progress:
-        files, found = settings_files(to.value, plan, progress)
+        files, notes = settings_files(to.value, plan, progress)
     if output.suffix and "schedule.csv" in files:
-        raise InputError(
-            f"'{output}': the order of passes is a file of its own: name a new folder with --output"
-        )
-    alone = [name for name in files if Path(name).suffix == output.suffix]
-    if output.suffix and not alone:
-        endings = ", ".join(sorted({Path(name).suffix for name in files}))
-        raise InputError(f"'{output}': name a new folder, or one file ending in {endings}, with --output")
-    if alone:
+        raise InputError(f"'{output}': the schedule is a separate file: name a new folder with --output")
+    matching = [name for name in files if Path(name).suffix == output.suffix]
+    if output.suffix and not matching:
+        extensions = ", ".join(sorted({Path(name).suffix for name in files}))
+        raise InputError(f"'{output}': name a new folder, or one file ending in {extensions}, with --output")
+    if matching:
         check_writable(output)
-        write_whole(output, files[alone[0]])
+        write_whole(output, files[matching[0]])
     else:
         _check_new(output)
         _write_folder(output, files)
-    for sentence in found.differences:
+    for sentence in notes.differences:
         say(f"not in {to.value}: {sentence}")
-    if found.cost is not None:
-        say(f"{to.value}: {found.cost}")
+    if notes.cost is not None:
+        say(f"{to.value}: {notes.cost}")
     show(f"Wrote {output}.")
 
 
@@ -118,7 +116,7 @@ def _unwritten(folder: Path, error: OSError) -> InputError:
 
 
 def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
-    """Into a new or empty folder, whole or not at all."""
+    """Write the package into a new or empty folder, whole or not at all."""
     from stagewright.export.torch_pipelining import not_translated, torch_package
 
     allow_model(plan, with_model, "the package")

@@ -1,4 +1,4 @@
-"""Errors as the command line shows them: one message on stderr, an exit code, a traceback only on request."""
+"""Errors on the command line: one message on stderr, an exit code, a traceback only on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagewright.text import printable
 
 
 def exit_code(error: StagewrightError) -> int:
-    """1 for a run that failed, 2 for what the user can change before anything runs.
+    """Return 1 for a run that failed, 2 for input that the user can change before anything runs.
 
     >>> from stagewright.errors import InputError
     >>> exit_code(RunError("rank 1 died")), exit_code(InputError("no such file"))
@@ -23,7 +23,7 @@ def exit_code(error: StagewrightError) -> int:
 
 
 def fail(error: StagewrightError) -> NoReturn:
-    """Says what is wrong and leaves."""
+    """Print the error and exit."""
     if wants_traceback():
         _trace(error)
     else:
@@ -32,19 +32,19 @@ def fail(error: StagewrightError) -> NoReturn:
 
 
 def fail_unexpectedly(error: BaseException) -> NoReturn:
-    """For what no part of Stagewright foresaw: still one message, and how to learn more."""
-    if (received := getattr(error, "sigval", None)) is not None:
-        sys.exit(128 + int(received))  # the launcher of torch turns Ctrl-C into an exception of its own
+    """Print one message for an unexpected error, with how to learn more, and exit."""
+    if (signal_number := getattr(error, "sigval", None)) is not None:
+        sys.exit(128 + int(signal_number))  # torch's launcher turns Ctrl-C into its own exception
     if wants_traceback():
         _trace(error)
     elif isinstance(error, OSError) and error.filename:
         _say(f"{error.filename}: {error.strerror}")
         sys.exit(2)
     else:
-        what = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         _say(
-            f"{type(error).__name__}: {what[0] if what else 'no further word'}\n"
-            "This is a fault of Stagewright, not of the input; the same command with --traceback says where."
+            f"{type(error).__name__}: {lines[0] if lines else 'no message'}\n"
+            "This is a fault of Stagewright, not of the input; run the same command with --traceback to see where."
         )
     sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""`--from FILE`: a configuration that is read, under the options of the command line."""
+"""`--from FILE`: a configuration from a file, overridden by options of the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FromFile = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="The configuration of a file: a script or argv.json of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or a "
+        help="Read the configuration from a file: a Megatron-LM script or argv.json, torchtitan TOML, DeepSpeed JSON, or a "
         "TOML with options of this verb; options override it.",
     ),
 ]
 
 
-def read_and_tell(path: Path) -> Reading:
-    """What a file says, with what of it is not taken on stderr."""
+def read_and_report(path: Path) -> Reading:
+    """Return what a configuration file says; print on stderr what of it is ignored."""
     from stagewright.export.reading import read_configuration
 
     reading = read_configuration(path)
@@ -41,10 +41,10 @@ def read_and_tell(path: Path) -> Reading:
 
 
 def model_of(text: str | None, settings: list[str] | None, reading: Reading | None) -> ModelReference:
-    """The model that is named, or that the file is for, with `settings` in place; the latter is told on stderr.
+    """Return the named model, by default that of the file, with `settings` applied; print the file's model on stderr.
 
     Raises:
-        InputError: neither says which; or there is none of this name.
+        InputError: neither names a model, or there is none of that name.
     """
     from stagewright.tracing.models.reference import resolve
 
@@ -53,7 +53,7 @@ def model_of(text: str | None, settings: list[str] | None, reading: Reading | No
         return resolve(text, overrides)
     if reading is None:
         raise InputError(
-            "no model is named: give MODEL, a bundled name (`stagewright models`) or a config.json"
+            "no model was given: name MODEL, a bundled name (`stagewright models`) or a config.json"
         )
     read = reading.read_model()
     say(f"the model is {read}")
@@ -63,7 +63,7 @@ def model_of(text: str | None, settings: list[str] | None, reading: Reading | No
 
 
 def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
-    """Keys of a job: those of the file, and in their place the options that are given, which are not None."""
+    """Return the keys of a job: those of the file, overridden by the options that are not None."""
     given = {name: value for name, value in options.items() if value is not None}
     runtime = {} if reading.runtime is None else {"runtime": reading.runtime}
     read = {
@@ -75,6 +75,8 @@ def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
 
 
 def overridden(context: typer.Context, read: Configuration, options: Configuration) -> Configuration:
-    """`read` with the options that are on the command line."""
-    changed = {one.name: getattr(options, one.name) for one in fields(options) if is_given(context, one.name)}
+    """Return `read` overridden by the options that are on the command line."""
+    changed = {
+        field.name: getattr(options, field.name) for field in fields(options) if is_given(context, field.name)
+    }
     return replace(read, **changed)

@@ -1,6 +1,4 @@
-"""The help of a verb: options under headings, those that few need by name alone, and an example; and how a verb takes a
-dataclass for each heading.
-"""
+"""Help of verbs, with options grouped under headings, and dataclasses as groups of options."""
 
 from __future__ import annotations
 
@@ -15,14 +13,13 @@ import typer
 from typer.core import TyperCommand
 
 _UNBROKEN = "\u2011"
-"""A hyphen that no line is broken at, for the time in which lines are."""
+"""A non-breaking hyphen, used while lines are wrapped."""
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
 
 
 def explains(*names: str) -> Callable[[Verb], Verb]:
-    """Of a verb with many options: the parameters that `--help` explains; the others are named there, and explained by
-    `--help-all`."""
+    """Mark the parameters of a verb that `--help` explains; it only names the others, which `--help-all` explains."""
 
     def marked(verb: Verb) -> Verb:
         verb.explained = frozenset(names)  # type: ignore[attr-defined]
@@ -32,21 +29,20 @@ def explains(*names: str) -> Callable[[Verb], Verb]:
 
 
 class GroupedCommand(TyperCommand):
-    """A verb whose help has the options of every group under the heading of that, and ends with the example of its
-    docstring, whose lines stay as they are."""
+    """A verb whose help lists options under the headings of their groups and ends with the docstring's example."""
 
     @property
     def _explained(self) -> frozenset[str] | None:
-        """What `--help` explains; None: everything."""
+        """The parameters that `--help` explains; None for all."""
         return getattr(self.callback, "explained", None)
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)
         if self._explained is not None and (help_option := self.get_help_option(ctx)) is not None:
-            all_of_it = copy(help_option)
-            all_of_it.name, all_of_it.opts = "help_all", ["--help-all"]
-            all_of_it.help, all_of_it.callback = "Explain all options and exit.", _show_all
-            params.append(all_of_it)
+            help_all = copy(help_option)
+            help_all.name, help_all.opts = "help_all", ["--help-all"]
+            help_all.help, help_all.callback = "Explain all options and exit.", _show_all
+            params.append(help_all)
         return params
 
     def get_help(self, ctx: Any) -> str:
@@ -88,7 +84,7 @@ class GroupedCommand(TyperCommand):
 
 _EXAMPLE = "\n\nExample:\n"
 EVERYTHING = "stagewright.help_all"
-"""In the `meta` of a context: whether its help explains all options."""
+"""Key in the `meta` of a context: whether its help explains all options."""
 _ALWAYS = frozenset({"help", "help_all", "as_json"})
 
 
@@ -104,7 +100,7 @@ def _unbroken(text: str) -> str:
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """`verb` with the fields of its parameters that are dataclasses, all of which have defaults, as options of their own.
+    """Return `verb` with the fields of its dataclass parameters, all of which have defaults, as separate options.
 
     The heading of a group is the first line of its docstring.
     """
@@ -121,21 +117,21 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     @wraps(verb)
     def with_groups(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         verb(**given)
 
     with_groups.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
-    with_groups.__annotations__ = {one.name: one.annotation for one in flat}
+    with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return with_groups
 
 
 def _options(group: Any) -> Iterator[inspect.Parameter]:
     heading = (inspect.getdoc(group) or "Options").splitlines()[0].rstrip(".")
     hints = get_type_hints(group, include_extras=True)
-    for one in fields(group):
-        (shared,) = hints[one.name].__metadata__
-        option = copy(shared)  # which other verbs have too
+    for field in fields(group):
+        (shared,) = hints[field.name].__metadata__
+        option = copy(shared)  # other verbs share it
         option.rich_help_panel = heading
-        annotation = Annotated[hints[one.name].__origin__, option]
+        annotation = Annotated[hints[field.name].__origin__, option]
         kind = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(one.name, kind, default=one.default, annotation=annotation)
+        yield inspect.Parameter(field.name, kind, default=field.default, annotation=annotation)

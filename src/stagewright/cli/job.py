@@ -31,17 +31,16 @@ class JobOptions:
     record: options.RecordFile = None
 
     def keys(self) -> dict[str, Any]:
-        """Keys of the job; None where they are not given."""
+        """Return the keys of the job; None if not given."""
         names = (field.name for field in fields(self) if field.name not in _NOT_OF_JOB)
         keys: dict[str, Any] = {name: getattr(self, name) for name in names}
         return keys | {"compiled": self.compiled or None}
 
     def read(self, reading: Reading | None = None) -> Job:
-        """Return the job, with what a file says where options are not given. Raises `InputError` for a missing or wrong
-        key."""
+        """Return the job, with a file's values for options not given. Raises `InputError` for a missing or wrong key."""
         keys = self.keys() if reading is None else job_keys(reading, **self.keys())
         return options.read_job(self.job, **keys)
 
     def measured(self, cluster: Cluster) -> Cluster:
-        """Return `cluster` with what the profile and the record say of it."""
+        """Return `cluster` with the measurements of the profile and the record."""
         return options.as_measured(cluster, self.profile, self.record)

@@ -1,4 +1,4 @@
-"""`stagewright launch`: a training script of one's own, in one process per rank of a plan."""
+"""`stagewright launch`: a user's training script in one process per rank of a plan."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from stagewright.errors import InputError
 
 def launch(
     plan: PlanFile,
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file that makes a stagewright.Trainer.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file that creates a stagewright.Trainer.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own, behind --.")] = None,
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Arguments of the script, after --.")] = None,
     start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until every rank must have made its Trainer.")] = 300.0,
+        float, typer.Option(min=1.0, help="Seconds within which every rank must create its Trainer.")] = 300.0,
 ) -> None:  # fmt: skip
     """Run a script, one process per rank of a plan.
 
-    `stagewright.Trainer()` in it takes the plan that is given here. On several machines start the script with torchrun.
+    `stagewright.Trainer()` in it takes this plan. On several machines, start the script with torchrun instead.
 
     Example:
         stagewright launch plan.json train.py

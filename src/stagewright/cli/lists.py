@@ -1,4 +1,4 @@
-"""`stagewright models`, `clusters` and `schema`: what there is to choose from, and what a plan is written as."""
+"""`stagewright models`, `clusters` and `schema`: bundled models and devices, and the format of plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stagewright.cli.output import print_document, show
 
 
 def models(as_json: Json = False) -> None:
-    """List the bundled models: families and sizes.
+    """List the bundled models, their families and sizes.
 
     Example:
         stagewright models
@@ -28,7 +28,7 @@ def models(as_json: Json = False) -> None:
 
 
 def _described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Family and sizes; a configuration of several parts is described by its text."""
+    """Return family and sizes; of a configuration of several parts, those of the text part."""
     from stagewright.tracing.models.overrides import of_text
 
     text = of_text(config)
@@ -42,18 +42,18 @@ _SIZES = {
     "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
     "vocabulary": ("vocab_size",),
 }
-"""By what it is called here, the keys under which configurations have it."""
+"""Keys of configurations by column."""
 
 
 def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
-    """The first value of `keys` that is there; None where none is."""
+    """Return the value of the first of `keys` that is there, or None."""
     return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
 
 
 def clusters(as_json: Json = False) -> None:
     """List the devices of the catalog and their prices.
 
-    Any number of one is a cluster: 8x-h100, 2x4x-a100-40, 4x-v100-32+4x-t4.
+    Any number of them is a cluster: 8x-h100, 2x4x-a100-40, 4x-v100-32+4x-t4.
 
     Example:
         stagewright clusters
@@ -63,16 +63,16 @@ def clusters(as_json: Json = False) -> None:
     from stagewright.cluster.prices import list_prices
     from stagewright.report.clusters import device_table, prices_line
 
-    found = {name: load_cluster(f"1x-{name}").nodes[0].device for name in device_names()}
+    devices = {name: load_cluster(f"1x-{name}").nodes[0].device for name in device_names()}
     if as_json:
         documents = [
             device.model_dump(mode="json", exclude={"sources"})
             | {"prices": {terms: vars(price) for terms, price in list_prices(name).items()}}
-            for name, device in found.items()
+            for name, device in devices.items()
         ]
         print_document({"devices": documents})
     else:
-        show(device_table(found), prices_line(found))
+        show(device_table(devices), prices_line(devices))
 
 
 def schema() -> None:

@@ -1,4 +1,4 @@
-"""What a verb leaves behind: a table or one JSON document on stdout, and files where they can be written."""
+"""Output of verbs: tables or one JSON document on stdout, and checks of the files to write."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def print_document(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def show(*parts: RenderableType) -> None:
-    """Text and tables on stdout."""
+    """Print text and tables on stdout."""
     from stagewright.report.console import stdout
 
     console = stdout()
@@ -32,14 +32,14 @@ def show(*parts: RenderableType) -> None:
 
 
 def copied(text: str) -> RenderableType:
-    """Text that is copied into a shell or a file: its lines stay as they are."""
+    """Return text to be copied into a shell or a file, with its lines unchanged."""
     from rich.text import Text
 
     return Text(text)
 
 
 def timetable(timeline: Timeline) -> list[RenderableType]:
-    """The timetable of `timeline` as stdout can show it."""
+    """Return the timetable of `timeline` as stdout can show it."""
     from stagewright.report.console import stdout
     from stagewright.report.timelines import picture
 
@@ -48,14 +48,17 @@ def timetable(timeline: Timeline) -> list[RenderableType]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuses a path that could not be written, before the work that would be lost. Raises `InputError` where the folder is
-    missing or read-only, or `path` is a folder, a link or a device."""
+    """Check that a path can be written, before work that would be lost.
+
+    Raises:
+        InputError: the folder is missing or read-only, or `path` is a folder, a link or a device.
+    """
     if path is None:
         return
     check_target(path)
     if not path.parent.is_dir():
         raise InputError(
-            f"cannot write '{path}': there is no folder '{path.parent}'; make it or name another"
+            f"cannot write '{path}': there is no folder '{path.parent}'; create it or name another"
         )
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write '{path}': the folder '{path.parent}' is read-only; name another")

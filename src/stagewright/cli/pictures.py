@@ -1,4 +1,4 @@
-"""The options that write a timeline as pictures, pages and traces, shared by `plan`, `schedule` and `simulate`."""
+"""Options of `plan`, `schedule` and `simulate` that write a timeline as pictures, pages and traces."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Pictures:
 
     @property
     def files(self) -> list[Path]:
-        """Those to write."""
+        """The files to write."""
         return [path for path in (self.svg, self.png, self.html, self.trace) if path is not None]
 
     def check(self, source: str | Path) -> None:
-        """Refuse files that cannot be written, before the work that would be lost, and the one that is drawn, `source`."""
+        """Raise `InputError` for files that cannot be written, or that are the drawn file `source`, before work is lost."""
         if self.dark and self.svg is None and self.png is None:
-            raise InputError("--dark is the ground of --svg and --png: give one of them, or leave it out")
+            raise InputError("--dark is the background of --svg and --png: give one of them, or leave it out")
         for path in self.files:
             if path.exists() and path.resolve() == Path(source).resolve():
-                raise InputError(f"'{path}' is what is drawn, and would be overwritten: name another file")
+                raise InputError(f"'{path}' is the file to draw and would be overwritten: name another file")
             check_writable(path)
 
     def write(
@@ -56,10 +56,15 @@ class Pictures:
         timeline: Timeline,
         curves: Callable[[], Sequence[Curve] | None] = lambda: None,
         plan: Plan | None = None,
-        found: Found | None = None,
+        search_result: Found | None = None,
     ) -> None:
-        """Write every file asked for; `curves` says what the ranks hold, where that is known better, and the page tells of
-        the `plan` and what was `found` with it."""
+        """Write every file asked for.
+
+        Args:
+            curves: memory of the ranks over time in bytes; None counts activations.
+            plan: the plan to report on the page.
+            search_result: the search that the plan comes from.
+        """
         if not self.files:
             return
         from stagewright.planning.promises import usable_bytes
@@ -83,7 +88,9 @@ class Pictures:
                 write_whole(self.png, png_image(image))
         if self.html is not None:
             panels = (
-                timeline_panels(timeline, scene.title) if plan is None else plan_panels(plan, timeline, found)
+                timeline_panels(timeline, scene.title)
+                if plan is None
+                else plan_panels(plan, timeline, search_result)
             )
             write_whole(self.html, html_page(scene, panels))
         if self.trace is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.from_file import model_of, read_and_tell
+from stagewright.cli.from_file import model_of, read_and_report
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
 from stagewright.cli.lora import LoraOptions
@@ -59,19 +59,19 @@ class PlannedJobOptions(JobOptions):
 
 
 @dataclass(frozen=True)
-class WidthOptions:
-    """Parallelism: degrees and ZeRO levels that are not given are all tried."""
+class ParallelismOptions:
+    """Parallelism: all degrees and ZeRO levels are tried unless given."""
 
-    pp: options.PipelineWidth = None
-    dp: options.DataWidth = None
+    pp: options.PipelineDegree = None
+    dp: options.DataDegree = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
             help="Tensor parallelism; auto, the default, tries all degrees within a node.")] = None
-    cp: options.ContextWidth = None
-    ep: options.ExpertWidth = None
+    cp: options.ContextDegree = None
+    ep: options.ExpertDegree = None
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel",
-            help="Whether ranks of --tp also split the sequence between layers; default what is faster.")] = None
+            help="Whether to use sequence parallelism over the ranks of --tp; default: whichever is faster.")] = None
     microbatch: Annotated[int | None, typer.Option("--microbatch", min=1, help="Samples per microbatch.")] = None
     zero: options.Zero = None
     shard_size: options.ShardSize = None
@@ -85,35 +85,35 @@ class ScheduleOptions:
 
     schedule: Annotated[
         list[str] | None, typer.Option("--schedule", metavar="NAME",
-            help="Schedules to try; repeatable; default 1f1b, gpipe, interleaved-1f1b, breadth-first and joint.")] = None
+            help="A schedule to try; repeatable; default: 1f1b, gpipe, interleaved-1f1b, breadth-first and joint.")] = None
     recompute: Annotated[
         str | None, typer.Option("--recompute", metavar="HOW",
-            help="none, full, model: what the model's own code checkpoints, or auto: as much as the memory limit asks "
-            "for. Default model where that code checkpoints something, else auto.")] = None
+            help="none, full, model (what the model's code checkpoints), or auto (as little as fits the memory limit); "
+            "default: model if its code checkpoints anything, else auto.")] = None
     offload: Annotated[
         bool, typer.Option("--offload/--no-offload",
-            help="Whether auto may also move saved values to the host and back.")] = True
+            help="Whether --recompute auto may also offload activations to the host.")] = True
     host_optimizer: Annotated[
         str, typer.Option("--host-optimizer", metavar="HOW",
-            help="Optimizer state and step on the host's processors: never, always, or auto, on ranks that lack memory "
-            "if nothing else is faster.")] = "auto"
+            help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, if "
+            "nothing else is faster).")] = "auto"
     loss_pieces: options.LossPieces = "auto"
 
 
 @dataclass(frozen=True)
 class ObjectiveOptions:
-    """What is best."""
+    """Objective."""
 
     objective: Annotated[
         str, typer.Option("--objective", metavar="WHAT",
-            help="speed, or cost: also with halves of the cluster.")] = "speed"
+            help="speed, or cost (also tries halves of the cluster).")] = "speed"
     price: Annotated[
         str | None, typer.Option("--price", metavar="DOLLARS|TERMS",
-            help="Dollars per device and hour, or whose list price is taken: on-demand (the default), reserved or spot.")
+            help="Dollars per device-hour, or the list price to use: on-demand (the default), reserved or spot.")
     ] = None
     tokens: Annotated[
         float | None, typer.Option("--tokens", min=1,
-            help="Tokens to train on, for days and dollars; default 1e12.")] = None
+            help="Training tokens, for days and dollars; default: 1e12.")] = None
 
 
 @dataclass(frozen=True)
@@ -122,22 +122,22 @@ class ResultOptions:
 
     top: Annotated[
         int | None, typer.Option("--top", min=1,
-            help="Plans to find (default: as many as it takes to know the best, up to 5); with -o all of them "
-            "are written: FILE, FILE-2, ...")] = None
+            help="Number of plans to find (default: enough to be sure of the best, up to 5); if given, -o writes all of "
+            "them: FILE, FILE-2, ...")] = None
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
-            help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
+            help="Write the node and device of every rank of the best plan (CSV), for `run --ranks`.")] = None
     html: Html = None
     compare: Annotated[
         Path | None, typer.Option("--compare", metavar="FILE",
-            help="Show a configuration of today beside the best: a file as `estimate --from` reads it; job and runtime are "
-            "its own where they are not given.")] = None
+            help="Compare the best plan with a configuration you use today, in a file that `estimate --from` reads; job and "
+            "runtime are taken from it unless given.")] = None
 # fmt: on
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A configuration of a file, as predicted, and what was read of it."""
+    """The predicted plan of a configuration file, and what was read from the file."""
 
     plan: Plan
     reading: Reading
@@ -156,15 +156,15 @@ def plan(
     output: options.Output = None,
     as_json: options.Json = False,
     tuning: LoraOptions,
-    widths: WidthOptions,
+    degrees: ParallelismOptions,
     scheduling: ScheduleOptions,
     objective: ObjectiveOptions,
     result: ResultOptions,
 ) -> None:
     """Find the best configurations of a model for a cluster.
 
-    Tries every width of parallelism, size of microbatches, sharding and schedule that is not given, and what stages
-    recompute or offload where memory is short.
+    Tries every degree of parallelism, microbatch size, sharding and schedule that is not given, and recomputes or
+    offloads activations where memory is short.
 
     Example:
         stagewright plan llama-3-8b --cluster 8x-h100 \\
@@ -178,45 +178,45 @@ def plan(
     _check_ranks(result.ranks)
     check_writable(result.html)
     if result.html is not None and result.html in (output, result.ranks):
-        raise InputError(f"--html {result.html} is written by another option, too: name another file")
+        raise InputError(f"--html {result.html} is also written by another option: name another file")
     _check_objective(context, objective)
-    reading = None if result.compare is None else read_and_tell(result.compare)
+    reading = None if result.compare is None else read_and_report(result.compare)
     reference = tuning.adapted(context, model_of(model, settings, reading))
     target = job.measured(load_cluster(cluster))
-    wanted = job.read(reading)
-    if wanted.runtime != STAGEWRIGHT:
-        options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
+    training_job = job.read(reading)
+    if training_job.runtime != STAGEWRIGHT:
+        options.check_one_length(training_job, f"plan --runtime {training_job.runtime}")
     price, terms = _price(objective.price)
-    width = _tensor_width(widths.tp or "auto")
+    tp = _tensor_degree(degrees.tp or "auto")
     refuse_unshared(
         context,
-        is_one_replica=(widths.cp or 1) == 1
-        and (widths.dp == 1 or (widths.pp or 1) * (width or 1) == target.num_devices),
-        is_one_rank_a_layer=width == 1,
+        is_one_replica=(degrees.cp or 1) == 1
+        and (degrees.dp == 1 or (degrees.pp or 1) * (tp or 1) == target.num_devices),
+        is_tp_one=tp == 1,
     )
-    space = _space(widths, width, scheduling)
+    space = _space(degrees, tp, scheduling)
     with Progress(f"planning {reference.name}") as progress:
-        offered = offers(
-            reference, target, wanted, cast("Objective", objective.objective), objective.tokens or 1e12,
+        candidates = offers(
+            reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress, interruptible=True,
         )  # fmt: skip
-        found, on = offered[0].result, offered[0].cluster
+        search_result, on = candidates[0].result, candidates[0].cluster
         compared = (
-            None if reading is None else _compared(reading, result, reference, target, wanted, progress)
+            None if reading is None else _compared(reading, result, reference, target, training_job, progress)
         )
-    options.warn([*target.cautions, *found.warnings])
+    options.warn([*target.cautions, *search_result.warnings])
     if result.ranks is not None:
-        _write_ranks(result.ranks, found.plans[0], on)
+        _write_ranks(result.ranks, search_result.plans[0], on)
     if result.html is not None:
-        _write_page(result.html, found, on)
-    is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
-    bills = Bills(offered, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
-    _tell(found, on, bills, output, result, as_json, compared)
+        _write_page(result.html, search_result, on)
+    is_offer = len(candidates) > 1 or objective.price is not None or objective.tokens is not None
+    bills = Bills(candidates, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
+    _show_plans(search_result, on, bills, output, result, as_json, compared)
 
 
 @dataclass(frozen=True)
 class Bills:
-    """What sizes of cluster and batch take to the target, and which prices that is at."""
+    """Time and cost to reach the target for each cluster size, and the prices behind them."""
 
     offers: Sequence[Offer]
     prices: Mapping[str, Price]
@@ -224,7 +224,7 @@ class Bills:
 
 
 def _price(text: str | None) -> tuple[float | None, Terms]:
-    """Dollars that are given, and the terms of a list price otherwise.
+    """Return the given dollars, or None and the terms of the list price.
 
     >>> _price("2.5"), _price(None), _price("spot")
     ((2.5, 'on-demand'), (None, 'on-demand'), (None, 'spot'))
@@ -240,9 +240,9 @@ def _price(text: str | None) -> tuple[float | None, Terms]:
     try:
         dollars = float(text)
     except ValueError:
-        known = ", ".join(TERMS)
+        accepted = ", ".join(TERMS)
         raise InputError(
-            f"--price {text}{nearest(text, TERMS)}: give dollars per device and hour, as 2.50, or one of {known}"
+            f"--price {text}{nearest(text, TERMS)}: give dollars per device-hour, e.g. 2.50, or one of {accepted}"
         ) from None
     check_price(dollars)
     return dollars, "on-demand"
@@ -264,13 +264,13 @@ def _compared(
     return Compared(plan, reading, result.compare)
 
 
-def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
+def _space(degrees: ParallelismOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
     from stagewright.planning.space import Space
 
     return Space.of(
-        tp=tp, cp=widths.cp, ep=widths.ep, pp=widths.pp, dp=widths.dp, sequence_parallel=widths.sequence_parallel,
-        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=options.checked_reduce_dtype(widths.reduce_dtype),
-        shard_size=widths.shard_size, shard_units=options.checked_shard_units(widths.shard_units),
+        tp=tp, cp=degrees.cp, ep=degrees.ep, pp=degrees.pp, dp=degrees.dp, sequence_parallel=degrees.sequence_parallel,
+        microbatch=degrees.microbatch, zero=degrees.zero, reduce_dtype=options.checked_reduce_dtype(degrees.reduce_dtype),
+        shard_size=degrees.shard_size, shard_units=options.checked_shard_units(degrees.shard_units),
         schedules=scheduling.schedule, recompute=scheduling.recompute, offload=scheduling.offload,
         host_optimizer=scheduling.host_optimizer, loss_pieces=options.parse_pieces(scheduling.loss_pieces),
     )  # fmt: skip
@@ -293,7 +293,9 @@ def _check_objective(context: typer.Context, objective: ObjectiveOptions) -> Non
 
 def _check_ranks(path: Path | None) -> None:
     if path is not None and parse_count(str(path)):
-        raise InputError(f"--ranks {path}: give a file to write places to; widths are --pp, --dp and --tp")
+        raise InputError(
+            f"--ranks {path}: give a file to write ranks to; parallel degrees are --pp, --dp and --tp"
+        )
     check_writable(path)
 
 
@@ -305,16 +307,16 @@ def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
-def _write_page(path: Path, found: Found, cluster: Cluster) -> None:
-    """The report of the best plan, with the memory of its ranks over time where that can be told in bytes."""
+def _write_page(path: Path, search_result: Found, cluster: Cluster) -> None:
+    """Write the report of the best plan, with the memory of its ranks over time if it can be shown in bytes."""
     from stagewright.planning.estimate import line_of
     from stagewright.planning.plan_stages import stage_program
     from stagewright.planning.prediction.step_times import simulated
     from stagewright.report.pictures.plan_memory import plan_curves
 
-    best = found.plans[0]
+    best = search_result.plans[0]
     if (costs := best.predictions.costs) is None:
-        raise InputError(f"--html: plans for {best.job.runtime} state no costs to simulate: leave it out")
+        raise InputError(f"--html: plans for {best.job.runtime} have no costs to simulate: leave it out")
     with Progress(f"writing {path}") as progress:
         timeline = simulated(stage_program(best), costs)
 
@@ -325,11 +327,11 @@ def _write_page(path: Path, found: Found, cluster: Cluster) -> None:
                 options.warn([f"the page counts activations instead of bytes: {error}"])
                 return None
 
-        Pictures(html=path).write(timeline, curves, best, found)
+        Pictures(html=path).write(timeline, curves, best, search_result)
 
 
-def _tell(
-    found: Found,
+def _show_plans(
+    search_result: Found,
     cluster: Cluster,
     bills: Bills | None,
     output: Path | None,
@@ -337,20 +339,20 @@ def _tell(
     as_json: bool,
     compared: Compared | None,
 ) -> None:
-    """Write the best plans, if that is asked for, and show them."""
+    """Show the best plans, and write them if an output is given."""
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.export.megatron import megatron_options, shell_lines
     from stagewright.report import configurations, plans, saved_values, side_by_side
 
-    shown = found.plans[: result.top or _SHOWN]
+    shown = search_result.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
     for_megatron = megatron_options(shown[0])
     if as_json:
         document = {
-            "plans": [plans.plan_document(one, path) for one, path in zip(shown, paths, strict=True)],
-            "excluded": [dataclasses.asdict(one) for one in found.excluded],
-            "num_bounded": found.num_bounded,
-            "next_best": dataclasses.asdict(found.next_best) if found.next_best else None,
+            "plans": [plans.plan_document(plan, path) for plan, path in zip(shown, paths, strict=True)],
+            "excluded": [dataclasses.asdict(excluded) for excluded in search_result.excluded],
+            "num_bounded": search_result.num_bounded,
+            "next_best": dataclasses.asdict(search_result.next_best) if search_result.next_best else None,
             "compared_with_model": shown[0].is_compared,
         }
         print_document(
@@ -362,12 +364,12 @@ def _tell(
                 else {}
             )
             | ({"megatron_options": for_megatron} if for_megatron else {})
-            | ({"compared": _beside(compared, shown[0])} if compared else {})
+            | ({"compared": _comparison(compared, shown[0])} if compared else {})
         )
         return
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        plans.found_heading(found),
+        plans.found_heading(search_result),
         plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
         plans.answer_line(shown[0]),
         *plans.lengths_tables(shown[0]),
@@ -376,8 +378,8 @@ def _tell(
         configurations.stages_line(shown[0], cluster),
         plans.host_line(shown[0]),
         plans.profile_line(shown[0]),
-        None if is_own else configurations.left_out_table(found),
-        plans.left_out(found),
+        None if is_own else configurations.left_out_table(search_result),
+        plans.left_out(search_result),
         *(side_by_side.side_by_side_lines(compared.plan, shown[0], str(compared.path)) if compared else ()),
     ]
     if bills is not None:
@@ -387,11 +389,11 @@ def _tell(
         ]
     if shown[0].devices and cluster.measured is not None:
         parts.append(
-            "Ranks are on the devices that suit them by the measured links: --ranks FILE writes which."
+            "Ranks are assigned to devices by the measured links: --ranks FILE writes the assignment."
         )
     if for_megatron:
         parts += [
-            "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
+            "Options for Megatron-LM's pretrain_gpt.py, in addition to those of model and data:",
             copied(shell_lines(for_megatron)),
         ]
     show(*(part for part in parts if part is not None))
@@ -399,7 +401,7 @@ def _tell(
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])
         show(
-            f"Wrote {written}. `stagewright estimate {output}` shows the stages and the memory of the best, "
+            f"Wrote {written}. `stagewright estimate {output}` shows stages and memory of the best plan, "
             + (
                 "which is asynchronous and cannot be run."
                 if steps_early
@@ -414,36 +416,38 @@ def _tell(
         show(f"Wrote {result.html}.")
 
 
-def _beside(compared: Compared, best: Plan) -> dict[str, Any]:
+def _comparison(compared: Compared, best: Plan) -> dict[str, Any]:
     from stagewright.report.side_by_side import side_by_side_document
 
     return side_by_side_document(compared.plan, best, str(compared.path), compared.reading.notes)
 
 
-def _tensor_width(text: str) -> int | None:
-    """
-    >>> _tensor_width("2"), _tensor_width("auto")
+def _tensor_degree(text: str) -> int | None:
+    """Return the tensor parallel degree, None for ``auto``.
+
+    >>> _tensor_degree("2"), _tensor_degree("auto")
     (2, None)
     """
     if text == "auto":
         return None
-    if not (width := parse_count(text)):
+    if not (degree := parse_count(text)):
         raise InputError(f"--tp {text}: give a number of ranks, or auto to try all degrees within a node")
-    return width
+    return degree
 
 
 def _write(plans: Sequence[Plan], output: Path | None, num_written: int) -> list[Path | None]:
-    """The file of each plan: the first `num_written` are written, if a file was asked for at all."""
+    """Write the first `num_written` plans if there is an output; return the path of each plan, None if not written."""
     paths: list[Path | None] = [None] * len(plans)
     if output is not None:
-        for index, one in enumerate(plans[:num_written]):
+        for index, plan in enumerate(plans[:num_written]):
             paths[index] = path = _numbered(output, index + 1)
-            one.save(path)
+            plan.save(path)
     return paths
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """
+    """Return `path` with `number` in its name, unless it is the first.
+
     >>> str(_numbered(Path("runs/plan.json"), 1)), str(_numbered(Path("runs/plan.json"), 2))
     ('runs/plan.json', 'runs/plan-2.json')
     """

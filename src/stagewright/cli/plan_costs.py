@@ -14,7 +14,7 @@ from stagewright.cli.cost_table import layer_table, read_cost_table
 from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, Output, warn
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.program_file import check_ending, lost_in, program_text
+from stagewright.cli.program_file import check_suffix, lost_in, program_text
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError
 from stagewright.files import write_whole
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from stagewright.planning.joint.promise import Provenance
 
 ASSUMED_BANDWIDTH = 50e9
-"""Bytes a second of one port of 400 Gb/s. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
+"""Bytes per second of one 400 Gb/s port. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
 
 
 # fmt: off
 @dataclass(frozen=True)
 class TableOptions:
-    """What is planned."""
+    """Problem."""
 
-    ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Ranks.")] = None
+    ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Number of ranks.")] = None
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", "-m", min=1, help="Microbatches per batch.")] = None
     speeds: Annotated[
-        str | None, typer.Option("--speeds", metavar="A,B,...", help="The speed of each rank, 1 as in the table.")] = None
+        str | None, typer.Option("--speeds", metavar="A,B,...", help="Speed of each rank, relative to the table.")] = None
     bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bytes a second between ranks; default 50GB.")] = None
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bytes/s between ranks; default: 50GB.")] = None
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory of a rank, as 16GiB, or of each.")] = None
+        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory per rank, e.g. 16GiB or 16GiB,8GiB.")] = None
     ran: Annotated[
         Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")] = None
     record: Annotated[
-        Path | None, typer.Option("--record", metavar="RECORD", help="Speeds of the ranks from a run's record.json.")] = None
-    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="How long to search.")] = 10.0
+        Path | None, typer.Option("--record", metavar="RECORD", help="The ranks' speeds from a run's record.json.")] = None
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="Seconds to search.")] = 10.0
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the search.")] = 0
 # fmt: on
 
@@ -61,7 +61,7 @@ def plan_costs(
 ) -> None:
     """Find the best plan for layers of known costs.
 
-    Partition, placement and schedule, for a table of what every layer takes in place of a model and a cluster.
+    Finds partition, placement and schedule from a table of layer costs instead of a model and a cluster.
 
     Example:
         stagewright plan-costs layers.csv --ranks 4 --microbatches 16
@@ -72,43 +72,43 @@ def plan_costs(
     from stagewright.report import joint as report
     from stagewright.schedule import chain, verify
 
-    check_ending(output)
+    check_suffix(output)
     check_writable(output)
     problem, bandwidth = _problem(costs, request)
     with Progress(f"planning {costs}") as progress:
 
-        def told(best_s: float, bound_s: float) -> None:
+        def report_bound(best_s: float, bound_s: float) -> None:
             progress(f"best {format_seconds(best_s)}, nothing below {format_seconds(bound_s)}")
 
-        found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
-    plan = found.best
+        result = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=report_bound)
+    plan = result.best
     check_transfers(verify(plan.program), chain(plan.program.num_stages), on_lanes=True)
-    promise = prediction_of(plan, found.bound.seconds, bandwidth)
+    prediction = prediction_of(plan, result.bound.seconds, bandwidth)
     if output is not None:
-        write_whole(output, program_text(output, plan.program, promise))
+        write_whole(output, program_text(output, plan.program, prediction))
         warn([lost] if (lost := lost_in(output)) else [])
     if as_json:
-        assumed = promise.assumptions.model_dump(mode="json")
-        print_document(report.joint_document(found, output) | {"assumptions": assumed})
+        assumed = prediction.assumptions.model_dump(mode="json")
+        print_document(report.joint_document(result, output) | {"assumptions": assumed})
         return
     show(
-        report.joint_heading(found),
-        report.assumptions_text(promise.assumptions),
+        report.joint_heading(result),
+        report.assumptions_text(prediction.assumptions),
         report.ranks_table(plan),
-        report.runners_up_table(found),
+        report.runners_up_table(result),
     )
     if output is not None:
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
 
 def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
-    """What is to be planned, and where the bandwidth between its ranks is from."""
+    """Return the planning problem and the provenance of its bandwidth."""
     from stagewright.planning.joint.problem import Problem
 
     if request.ran is not None and request.record is None:
-        raise InputError("--ran is the plan of a run: give what that measured too, as --record RECORD")
+        raise InputError("--ran is the plan of a run: also give the record of that run with --record RECORD")
     if request.ranks is None or request.microbatches is None:
-        raise InputError("a table needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
+        raise InputError("planning needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
     check_count(request.ranks, MOST_STAGES, "--ranks", "give fewer")
     most = MOST_ACTIONS // 2 // request.ranks
     check_count(request.microbatches, most, "--microbatches", "make them larger, so that there are fewer")
@@ -116,8 +116,8 @@ def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
     bytes_per_s, bandwidth = _bandwidth(costs, request, table)
     if request.memory_limit is not None and not (table.parameter_bytes.any() or table.saved_bytes.any()):
         raise InputError(
-            f"{costs} has neither parameter_bytes nor activation_bytes, so that every plan is within "
-            f"--memory-limit {request.memory_limit}: add them, or leave the limit out"
+            f"{costs} has neither parameter_bytes nor activation_bytes, so --memory-limit {request.memory_limit} has no "
+            "effect: add them, or leave the limit out"
         )
     problem = Problem.of(
         table, request.ranks, request.microbatches,
@@ -128,7 +128,7 @@ def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
 
 
 def _bandwidth(costs: Path, request: TableOptions, table: LayerTable) -> tuple[float, Provenance]:
-    """Bytes a second between ranks; endless where the layers do not say what leaves them."""
+    """Return the bytes per second between ranks, infinite where the layers have no boundary_bytes, and its provenance."""
     if table.boundary_bytes.any():
         if request.bandwidth is None:
             return ASSUMED_BANDWIDTH, "assumed"
@@ -138,14 +138,14 @@ def _bandwidth(costs: Path, request: TableOptions, table: LayerTable) -> tuple[f
         return bandwidth, "given"
     if request.bandwidth is not None:
         raise InputError(
-            f"{costs} has no boundary_bytes, so that no transfer is priced by --bandwidth {request.bandwidth}: add "
-            "them, or leave it out"
+            f"{costs} has no boundary_bytes, so --bandwidth {request.bandwidth} has no effect: add them, or leave it out"
         )
     return float("inf"), "none"
 
 
 def _speeds(text: str | None, num_ranks: int) -> list[float]:
-    """
+    """Return the speed of each rank.
+
     >>> _speeds("1, 0.5", 2), _speeds(None, 2)
     ([1.0, 0.5], [1.0, 1.0])
     """
@@ -154,7 +154,7 @@ def _speeds(text: str | None, num_ranks: int) -> list[float]:
     try:
         speeds = [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--speeds {text}: write numbers with commas, e.g. 1,1,0.5,1") from None
+        raise InputError(f"--speeds {text}: write numbers separated by commas, e.g. 1,1,0.5,1") from None
     if len(speeds) != num_ranks or not all(
         1 / MOST_SPEED_RATIO <= speed <= MOST_SPEED_RATIO for speed in speeds
     ):
@@ -165,7 +165,8 @@ def _speeds(text: str | None, num_ranks: int) -> list[float]:
 
 
 def _memory(text: str | None, num_ranks: int) -> list[float]:
-    """
+    """Return the memory limit of each rank in bytes.
+
     >>> _memory("2KiB", 2), _memory("2KiB,1KiB", 2), _memory(None, 1)
     ([2048.0, 2048.0], [2048.0, 1024.0], [inf])
     """
@@ -178,12 +179,12 @@ def _memory(text: str | None, num_ranks: int) -> list[float]:
 
 
 def _observed(request: TableOptions) -> list[float]:
-    """Speeds of the ranks, from what the slowest replica of each measured and what was planned for it."""
+    """Return the speeds of the ranks, from the measured time of the slowest replica of each and its planned time."""
     from stagewright.execution.record import load_record
     from stagewright.planning.plan import load_plan
 
     if request.ran is None or request.record is None or request.speeds is not None:
-        raise InputError("--record takes the place of --speeds and needs --ran PLAN, the plan that was run")
+        raise InputError("--record replaces --speeds and needs --ran PLAN, the plan that was run")
     plan, record = load_plan(request.ran), load_record(request.record)
     measured: dict[int, float] = {}
     for rank in record.ranks:
@@ -194,13 +195,13 @@ def _observed(request: TableOptions) -> list[float]:
             f"{request.ranks}: give the same number"
         )
     if not plan.predictions.ranks:
-        raise InputError(f"{request.ran} says nothing of its ranks' times: give the speeds with --speeds")
+        raise InputError(f"{request.ran} predicts no times of its ranks: give the speeds with --speeds")
     planned = [rank.busy_seconds for rank in plan.predictions.ranks]
     return _relative_speeds(planned, [measured[rank] for rank in range(plan.pp)])
 
 
 def _relative_speeds(planned_s: Sequence[float], measured_s: Sequence[float]) -> list[float]:
-    """The speed of every rank relative to the median rank: a factor that all ranks share is an error of the plan.
+    """Return the speed of every rank relative to the median rank: a factor that all ranks share is an error of the plan.
 
     >>> [round(speed, 6) for speed in _relative_speeds([1, 2, 2], [1.1, 2.2, 4.4])]
     [1.0, 1.0, 0.5]

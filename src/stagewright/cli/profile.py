@@ -1,4 +1,4 @@
-"""`stagewright profile`: what a model's operators take on the device at hand, as a file that plans are made with."""
+"""`stagewright profile`: measured times of a model's operators on this device, for planning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def profile(
     device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu",
     processes: Processes = 1,
     microbatches: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Samples per microbatch; operators of others are not measured.")
+        str, typer.Option(metavar="N,N,...", help="Microbatch sizes to measure.")
     ] = "1,2,4",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of passes with microbatches of each size.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each microbatch size.")] = 5.0,
     timeout: Annotated[
         float | None, typer.Option(min=1.0, metavar="SECONDS",
-            help="After which processes that come no further are given up; default as the sizes need.")
+            help="Give up after so long without progress; default depends on the sizes.")
     ] = None,
     settings: options.Settings = None,
     output: options.Output = None,
@@ -33,8 +33,8 @@ def profile(
 ) -> None:  # fmt: skip
     """Time a model's operators on the device at hand.
 
-    Runs forwards and backwards of a few of the layers and writes what each operator takes, by its arguments' layouts: a file
-    that `plan` and `estimate` take with --profile. Processes as many as the plan will use here share the machine as it will.
+    Runs forwards and backwards of a few layers and writes the time of each operator, by its arguments' layouts, to a file
+    for `plan --profile` and `estimate --profile`. Use as many --processes as the plan will, to share the machine alike.
 
     Example:
         stagewright profile tiny-llama --processes 2 --sequence-length 256 \\
@@ -44,7 +44,7 @@ def profile(
 
     check_writable(output)
     sizes = options.parse_microbatches(microbatches)
-    wanted = options.read_job(
+    training_job = options.read_job(
         job, global_batch=max(sizes), sequence_length=sequence_length, dtype=dtype,
     )  # fmt: skip
     reference = resolve(model, options.parse_settings(settings))
@@ -54,14 +54,14 @@ def profile(
         def report(what: str, fraction: float) -> None:
             progress(f"profiling: {what}", fraction)
 
-        found = measure(reference, wanted, sizes, device, processes, seconds, timeout, report)
+        measured = measure(reference, training_job, sizes, device, processes, seconds, timeout, report)
     if output is not None:
-        found.save(output)
+        measured.save(output)
     if as_json:
-        print_document(found.model_dump(mode="json"))
+        print_document(measured.model_dump(mode="json"))
         return
     from stagewright.report.profiles import profile_heading, profile_table
 
-    show(profile_heading(found), profile_table(found))
+    show(profile_heading(measured), profile_table(measured))
     if output is not None:
         show(f"\nWrote {output}; plan with it: `--profile {output}`.")

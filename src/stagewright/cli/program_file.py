@@ -1,4 +1,4 @@
-"""Programs from files: of torch.distributed.pipelining (CSV), and our own text and JSON."""
+"""Program files: the CSV of torch.distributed.pipelining, and Stagewright's text and JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from stagewright.schedule import Program
     from stagewright.simulation.prediction import ProgramPrediction
 
-_ENDINGS = (".csv", ".txt", ".json")
+_SUFFIXES = (".csv", ".txt", ".json")
 
 
 def is_program_file(text: str) -> bool:
-    """Whether `text` has the ending of a program file.
+    """Return whether `text` has the suffix of a program file.
 
     >>> is_program_file("torch.csv"), is_program_file("1f1b")
     (True, False)
     """
-    return Path(text).suffix in _ENDINGS
+    return Path(text).suffix in _SUFFIXES
 
 
-def read_promised_program(path: Path) -> tuple[Program, ProgramPrediction | None]:
-    """The program in a file, and what its document promises; None where it states no costs, as only JSON can.
+def read_predicted_program(path: Path) -> tuple[Program, ProgramPrediction | None]:
+    """Return the program in a file and its prediction; None unless the file states costs, which only JSON can.
 
     Raises:
-        InputError: the file cannot be read or is not a program, or a promise that makes no sense.
+        InputError: the file cannot be read or is not a program, or its prediction makes no sense.
         ScheduleError: an action or the placement is wrong.
     """
     from stagewright.schedule import Program
@@ -46,29 +46,29 @@ def read_promised_program(path: Path) -> tuple[Program, ProgramPrediction | None
     return program, ProgramPrediction.of_document(document, program, f"program '{path}'")
 
 
-def check_ending(path: Path | None) -> None:
-    """Raises `InputError` for the name of a program file whose ending says nothing of what is to be in it."""
-    if path is not None and path.suffix not in _ENDINGS:
+def check_suffix(path: Path | None) -> None:
+    """Raise `InputError` for an output whose suffix is not that of a program file."""
+    if path is not None and path.suffix not in _SUFFIXES:
         raise InputError(
-            f"cannot write '{path}': end its name in .json for the program with its cuts, costs and promises, or for the "
-            "order of its actions alone in .txt, or in .csv as torch.distributed.pipelining reads it"
+            f"cannot write '{path}': end its name in .json for the program with cuts, costs and predictions, or for the "
+            "order of actions only in .txt, or in .csv for torch.distributed.pipelining"
         )
 
 
-def program_text(path: Path, program: Program, promise: ProgramPrediction) -> str:
-    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`. Raises `ScheduleError` where the
-    format does not have some action of the program."""
+def program_text(path: Path, program: Program, prediction: ProgramPrediction) -> str:
+    """Return the text to write to `path`, whose suffix `check_suffix` has checked; see `lost_in`. Raises `ScheduleError` if
+    the format cannot represent an action of the program."""
     if path.suffix == ".txt":
         return program.to_text()
     if path.suffix == ".csv":
         from stagewright.schedule import write_torch_csv
 
         return write_torch_csv(program)
-    return sealed(json.dumps(program.to_document() | promise.model_dump(mode="json"))) + "\n"
+    return sealed(json.dumps(program.to_document() | prediction.model_dump(mode="json"))) + "\n"
 
 
 def lost_in(path: Path) -> str | None:
-    """What a program file of this ending has no place for, in words."""
+    """Return a sentence on what a program file of this suffix cannot hold; None if nothing is lost."""
     if path.suffix == ".json":
         return None
-    return f"{path} has the order of actions alone: cuts, costs and what is promised need a file that ends in .json"
+    return f"{path} has only the order of actions: cuts, costs and predictions need a file that ends in .json"

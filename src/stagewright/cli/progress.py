@@ -1,4 +1,4 @@
-"""Progress of long work: one line on stderr, on a terminal, after two seconds, and gone when the work is done."""
+"""Progress of long work: one line on a terminal's stderr, shown after two seconds and removed when the work is done."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ if TYPE_CHECKING:
 
 DELAY_SECONDS = 2.0
 _LEAST_SECONDS, _LEAST_DONE = 1.0, 0.02
-"""Of what was watched, before time left is told from it."""
+"""Minimum seconds and fraction of work observed before the remaining time is estimated."""
 _SPINNER = 3
-"""Columns in front of the line, and one behind it."""
+"""Columns for the spinner before the line and one space after it."""
 _COUNT = re.compile(r"\b(\d+) of (\d+)\b")
 
 
 @dataclass(frozen=True)
 class WatchedWork:
-    """Since when a stretch of work is watched, and how much of it was done then."""
+    """A phase of work: its start time and the fraction done then."""
 
     began_s: float
     began_at: float = 0.0
 
     def left_s(self, now_s: float, done: float) -> float | None:
-        """Seconds to go at the pace so far; None where too little was seen of it.
+        """Return the remaining seconds at the rate so far; None if too little was observed.
 
         >>> WatchedWork(10.0).left_s(12.0, 0.25), WatchedWork(10.0).left_s(10.1, 0.25)
         (6.0, None)
         >>> WatchedWork(10.0, 0.5).left_s(20.0, 0.5)
         """
-        passed, gained = now_s - self.began_s, done - self.began_at
-        if passed < _LEAST_SECONDS or gained < _LEAST_DONE:
+        elapsed, gained = now_s - self.began_s, done - self.began_at
+        if elapsed < _LEAST_SECONDS or gained < _LEAST_DONE:
             return None
-        return passed * (1 - done) / gained
+        return elapsed * (1 - done) / gained
 
 
 def roughly(seconds: float) -> str:
-    """
+    """Return a rounded duration.
+
     >>> roughly(8.4), roughly(95.0), roughly(5400.0)
     ('8 s', '2 min', '1.5 h')
     """
@@ -55,20 +56,20 @@ def roughly(seconds: float) -> str:
 
 
 def counted(text: str) -> float | None:
-    """The fraction that a text tells, as of things one after the other; None where it tells none.
+    """Return the fraction done that a text such as ``3 of 10`` gives; None if it gives none.
 
     >>> counted("120 of 480: dp 2 x pp 4"), counted("writing file 3 of 4"), counted("tracing"), counted("0 of 0")
     (0.25, 0.75, None, None)
     """
-    found = _COUNT.search(text)
-    return min(int(found[1]) / int(found[2]), 1.0) if found and int(found[2]) else None
+    match = _COUNT.search(text)
+    return min(int(match[1]) / int(match[2]), 1.0) if match and int(match[2]) else None
 
 
 class Progress:
-    """A line on stderr that says what is being done, and how long that will still take where it can be told.
+    """A line on stderr with the current work and, where it can be estimated, the remaining time.
 
-    Use as a context manager; call it with what happens now and, where known, the fraction already done; of a text such as
-    ``3 of 10`` that is known.
+    Use as a context manager; call it with the current work and, if known, the fraction done, which is read from a text such
+    as ``3 of 10``.
     """
 
     def __init__(self, title: str) -> None:
@@ -92,7 +93,7 @@ class Progress:
             fraction = counted(text) if fraction is None else fraction
             if (
                 fraction is None or self._fraction is None or fraction < self._fraction
-            ):  # another stretch of work
+            ):  # another phase of work
                 self._watched = None if fraction is None else WatchedWork(time.monotonic(), fraction)
             self._text, self._fraction = text, fraction
             if self._status is not None:
@@ -120,7 +121,7 @@ class Progress:
                 self._status.start()
 
     def _line(self) -> Text:
-        """Of which nothing is taken for styles; what does not fit is cut off the text."""
+        """Return the line without interpreting styles in the text, which is truncated to fit."""
         from rich.text import Text
 
         done = "" if self._fraction is None else f" {self._fraction:.0%}"

@@ -1,4 +1,4 @@
-"""`stagewright run`: trains a plan on this machine, or as one rank of a launcher that is already running."""
+"""`stagewright run`: trains a plan on this machine, or as one rank under a launcher."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class DataOptions:
     text_field: TextField = None
     held_out: Annotated[
         list[str] | None, typer.Option(metavar="PATH", help="Data to evaluate at the end, each sample once.")] = None
-    evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And after every N steps.")] = None
+    evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also evaluate it every N steps.")] = None
 
     def requests(self) -> dict[str, DataRequest | None]:
-        """What to train on and what to evaluate, whose text is tokenised in the same way."""
+        """Return the data to train on and to evaluate, tokenised in the same way."""
         from stagewright.execution.data.request import DataRequest
 
         data = DataRequest.of(self.data, self.tokenizer, self.text_field)
@@ -55,28 +55,28 @@ class CheckpointOptions:
     """Checkpoints."""
 
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None
-    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None
+        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint to it after the last step.")] = None
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also write one every N steps.")] = None
     keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep only the newest N; default all.")] = None
-    keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And those after every N-th step.")] = None
+        int | None, typer.Option(min=1, metavar="N", help="Keep only the newest N; default: all.")] = None
+    keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep every N-th step's.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in that folder.")] = False
     other_data: Annotated[bool, typer.Option("--other-data", help="Resume even if the data changed.")] = False
 
 
 @dataclass(frozen=True)
 class RateOptions:
-    """Learning rate: default as the plan's job says."""
+    """Learning rate: by default as in the plan's job."""
 
-    learning_rate: Annotated[float | None, typer.Option(metavar="RATE", help="The highest.")] = None
+    learning_rate: Annotated[float | None, typer.Option(metavar="RATE", help="Peak learning rate.")] = None
     lr_schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="How it falls: constant, linear, cosine, or wsd (only at the end).")
+        str | None, typer.Option(metavar="NAME", help="Decay: constant, linear, cosine, or wsd (only at the end).")
     ] = None
-    warmup_steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Steps in which it rises.")] = None
+    warmup_steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Number of warmup steps.")] = None
     decay_steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Last steps, in which wsd falls; default a tenth of all.")] = None
+        int | None, typer.Option(min=1, metavar="N", help="Final steps in which wsd decays; default: a tenth.")] = None
     final_fraction: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="PART", help="Fraction of it after the last step; default 0.")
+        float | None, typer.Option(min=0, max=1, metavar="PART", help="Fraction of the peak at the end; default: 0.")
     ] = None
 
 
@@ -86,10 +86,10 @@ class ProcessOptions:
 
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto"
     ranks: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0
+        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default: the plan's.")] = None
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may spend on one action.")] = 1800.0
     start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")] = 300.0
+        float, typer.Option(min=1.0, help="Seconds within which every rank must join.")] = 300.0
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ class TroubleOptions:
     on_nan: Annotated[
         str, typer.Option(metavar="WHAT", help="When loss or gradients are NaN or Inf: warn, skip, stop, or rollback.")
     ] = "warn"
-    adapt: Annotated[bool, typer.Option("--adapt", help="Change to another plan if ranks or links stay slow.")] = False
+    adapt: Annotated[bool, typer.Option("--adapt", help="Switch to another plan if ranks or links stay slow.")] = False
     replan: Annotated[
-        bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and go on.")] = False
+        bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and continue.")] = False
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Whether to compare the model with its traced graph before the "
-            "first run; without, errors of the trace are trained.")] = True
+            "first run; otherwise tracing errors go unnoticed.")] = True
 
 
 @dataclass(frozen=True)
 class LogOptions:
     """Logs of every step."""
 
-    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For TensorBoard.")] = None
-    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="For Weights & Biases.")] = None
+    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Log to this folder for TensorBoard.")] = None
+    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Log to this project of Weights & Biases.")] = None
 # fmt: on
 
 
@@ -128,19 +128,19 @@ def run(
     processes: ProcessOptions,
     trouble: TroubleOptions,
     logs: LogOptions,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the job's.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default: runs/MODEL-TIME.")] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Start from the seed even if there are weights.")] = False,
+        bool, typer.Option("--random-weights", help="Start from random weights even if there are trained ones.")] = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Afterwards, predicted and measured as one page.")] = None,
+        Path | None, typer.Option(metavar="FILE", help="Write a page that compares predictions and measurements.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
-    after the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
+    after the current step, with a checkpoint if --checkpoint was given; a second Ctrl-C stops it at once.
 
     Example:
         stagewright run plan.json --data texts.jsonl --tokenizer tokenizer.json \\
@@ -152,7 +152,7 @@ def run(
     from stagewright.execution.preflight import default_folder
     from stagewright.planning.plan import load_plan
 
-    with _said_when_ended():
+    with _message_on_sigterm():
         check_writable(html)
         loaded = load_plan(plan)
         requests = data.requests()
@@ -163,8 +163,8 @@ def run(
             for source in request.sources if request is not None else ():
                 say_what_runs(source.path)
         folder = out or default_folder(loaded)
-        others = watch_others()
-        with _last_checkpoint_told(checkpoints.checkpoint):
+        measure_others = watch_others()
+        with _newest_checkpoint_on_exit(checkpoints.checkpoint):
             record = launch.run(
                 plan, steps=steps, out=folder, random_weights=random_weights, rates=vars(rates),
                 evaluate_every=data.evaluate_every, **requests, **vars(checkpoints), **vars(processes), **vars(trouble),
@@ -175,13 +175,13 @@ def run(
     from stagewright.cli.options import warn
     from stagewright.report import runs as report
 
-    if record.plan is not None:  # a run that replanned or adapted has another one than was given
+    if record.plan is not None:  # not the given plan after replanning or adapting
         loaded = load_plan(record.plan)
     path = folder / "record.json"
     document = report.run_document(loaded, record, str(path))
     warn(report.on_other_devices(record, loaded.cluster.kind, loaded.cluster.name))
     if record.device == "cpu" and "RANK" not in os.environ:  # all ranks are children of this process
-        warn(measurement_cautions(others()))
+        warn(measurement_cautions(measure_others()))
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     warn(report.left_out(record, loaded.job.dtype == "fp16"))
@@ -199,9 +199,9 @@ def run(
 
 
 @contextmanager
-def _said_when_ended() -> Iterator[None]:
-    """SIGTERM before ranks are started, which see to it then, does not end this without a word. One that comes when this
-    ends with an error has nothing to add to that."""
+def _message_on_sigterm() -> Iterator[None]:
+    """Print a message on SIGTERM before ranks are started, which then handle it. While an error ends the block, SIGTERM is
+    ignored, as it has nothing to add."""
 
     def leave(number: int, _: object) -> None:
         say(f"ended by {signal.Signals(number).name} before any rank was started: nothing was trained")
@@ -214,29 +214,29 @@ def _said_when_ended() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if signal.getsignal(signal.SIGTERM) is leave:  # and not that of a rank
+        if signal.getsignal(signal.SIGTERM) is leave:  # not the handler of a rank
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise
     signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def _last_checkpoint_told(folder: Path | None) -> Iterator[None]:
-    """Says from which checkpoint a run that is ended inside can go on."""
+def _newest_checkpoint_on_exit(folder: Path | None) -> Iterator[None]:
+    """Print the checkpoint from which a run interrupted inside can continue."""
     from stagewright.execution.checkpoint_folder import steps_of
 
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        if folder is not None and (found := steps_of(folder)):
-            say(f"the newest checkpoint is '{found[0]}': the same command with --resume goes on from there")
+        if folder is not None and (steps := steps_of(folder)):
+            say(f"the newest checkpoint is '{steps[0]}': the same command with --resume continues from there")
         raise
 
 
 def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:
-    """Where a run ended that somebody stopped, and how it goes on."""
+    """Return where a run was stopped and how to continue it."""
     done = record.first_step + len(record.losses)
     where = f"stopped by {record.stopped_by} after step {done} of {num_steps}"
     if checkpoint is None:
-        return f"{where}; no checkpoint was asked for (--checkpoint), so nothing is kept to go on from"
-    return f"{where}; its checkpoint is in {checkpoint}: the same command with --resume goes on from there"
+        return f"{where}; without --checkpoint nothing was saved to continue from"
+    return f"{where}; its checkpoint is in {checkpoint}: the same command with --resume continues from there"

@@ -14,7 +14,7 @@ from stagewright.cli.options import Json, is_plan, parse_settings
 from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Pictures
 from stagewright.cli.program_costs import CostsOf, GivenCosts, costing_of
-from stagewright.cli.program_file import is_program_file, read_promised_program
+from stagewright.cli.program_file import is_program_file, read_predicted_program
 from stagewright.cli.refuse import is_given, refuse
 from stagewright.errors import InputError, ScheduleError
 from stagewright.limits import MOST_ACTIONS, check_seconds
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stagewright.simulation import StageCosts
 
 _MOST_SHOWN = 2**18
-"""Forwards and backwards of a timetable; more take minutes, in which there is nothing to see."""
+"""Maximum forwards and backwards of a timetable; more take minutes and show nothing."""
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
 
@@ -37,15 +37,15 @@ class Size:
     ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")] = 4
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per batch.")] = 8
     chunks: Annotated[
-        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default the schedule's own.")] = None
+        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default: the schedule's.")] = None
 
     def check(self) -> None:
-        """Raise `InputError` for a timetable that would take minutes; the schedule's builder checks each number."""
+        """Raise `InputError` if the timetable would take minutes; the schedule's builder checks each number."""
         actions = 2 * self.ranks * self.microbatches * (self.chunks or 1)
         if _MOST_SHOWN < actions <= MOST_ACTIONS:
             raise InputError(
                 f"{self.ranks:,} ranks with {self.microbatches:,} microbatches have {actions:,} forwards and backwards, "
-                f"more than the {_MOST_SHOWN:,} of a timetable: give fewer --ranks or --microbatches"
+                f"more than the {_MOST_SHOWN:,} that a timetable shows: give fewer --ranks or --microbatches"
             )
 
 
@@ -58,14 +58,14 @@ class CostOptions:
     weight_grad: _Seconds = 1.0
     transfer: _Seconds = 0.0
     costs: Annotated[
-        Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones.")] = None
+        Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, instead of uniform ones.")] = None
 
     def given(self, context: typer.Context) -> GivenCosts:
-        """Those on the command line."""
+        """Return the costs given on the command line."""
         names = ("forward", "input_grad", "weight_grad")
         if self.costs is not None:
             refuse(
-                context, names, "--costs says how long each pass takes", "give one time for all stages without --costs"
+                context, names, "--costs has the times of all passes", "give one time for all stages without --costs"
             )
         for name in (*names, "transfer"):
             check_seconds(getattr(self, name), f"--{name.replace('_', '-')}")
@@ -85,15 +85,15 @@ def schedule(
     costs: CostOptions,
     pictures: Pictures,
     memory_limit: Annotated[
-        int | None, typer.Option(min=1, help="Most activations (stage and microbatch) a rank may hold.")] = None,
+        int | None, typer.Option(min=1, help="Maximum activations (stage and microbatch) per rank.")] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the schedule.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Simulate a schedule and print its timetable.
 
-    The program is checked first: complete, in order, free of deadlock. That of a file which states its costs is simulated by
-    these; costs that are given take their place.
+    The program is checked first: complete, in order, free of deadlock. A program file that states its costs is simulated
+    with them, unless other costs are given.
 
     Example:
         stagewright schedule zb-v --ranks 4 --microbatches 8
@@ -106,38 +106,38 @@ def schedule(
     if is_program_file(name):
         refuse(
             context, ["ranks", "microbatches", "chunks", "options"],
-            "a program file says which ranks, stages and microbatches there are, and in which order",
-            "name a schedule in place of the file",
+            "a program file has its own ranks, stages, microbatches and order",
+            "name a schedule instead of the file",
         )  # fmt: skip
     given_costs, transfer = costs.given(context), costs.transfer
     pictures.check(name)
-    given = parse_settings(options)
-    check_written(name, given)
+    schedule_options = parse_settings(options)
+    check_written(name, schedule_options)
     if memory_limit is not None and "memory_limit" in options_of(name):
-        given["memory_limit"] = float(memory_limit)
+        schedule_options["memory_limit"] = float(memory_limit)
     if is_plan(name):
         raise InputError(f"'{name}' is a plan: `stagewright simulate {name}` shows its timetable")
     if is_program_file(name):
-        program, promise = read_promised_program(Path(name))
+        program, prediction = read_predicted_program(Path(name))
         verify(program)
-        costing = costing_of(given_costs, promise, name, program.placement.rank_of_stage)
+        costing = costing_of(given_costs, prediction, name, program.placement.rank_of_stage)
     else:
         costing = costing_of(given_costs, None, name)
         size.check()
         counts = memory_limit is not None
-        program = verify(_program(name, size, costing.costs_of, transfer, given, counts))
+        program = verify(_program(name, size, costing.costs_of, transfer, schedule_options, counts))
     overhead = costing.overhead_s
     stage_costs = costing.costs_of(program.num_stages)
     timeline = simulate(program, stage_costs, costing.transfers, action_overhead_s=overhead)
-    if memory_limit is not None and "memory_limit" not in given:
+    if memory_limit is not None and "memory_limit" not in schedule_options:
         _check_limit(program, memory_limit, costing.costs_of, transfer)
     pictures.write(timeline)
-    said = (costing.said,) if is_program_file(name) else ()
-    document = timeline_document(program, timeline) | ({"costs": costing.said} if said else {})
+    cost_lines = (costing.origin,) if is_program_file(name) else ()
+    document = timeline_document(program, timeline) | ({"costs": costing.origin} if cost_lines else {})
     if as_json:
         print_document(document)
         return
-    show(heading(document), *said, "", *timetable(timeline), rank_table(document))
+    show(heading(document), *cost_lines, "", *timetable(timeline), rank_table(document))
 
 
 def _program(
@@ -154,15 +154,15 @@ def _program(
     if "times" in options_of(name):
         # One microbatch is enough to learn how many stages the schedule places.
         num_stages = build(name, size.ranks, 1, size.chunks).num_stages
-        # An activation is held until its weight gradient is done, though half of its bytes may go before.
+        # An activation counts until its weight gradient is done, though half of its bytes may be freed before.
         held = 1.0 if counts_activations else 0.5
         options = {"times": _given_times(costs_of(num_stages), transfer, held), **options}
     return build(name, size.ranks, size.microbatches, size.chunks, **options)
 
 
 def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
-    """The times, as the schedules that are made for given times take them; `held` of an activation's memory
-    waits for its weight gradient."""
+    """Return the times for schedules that are built from them; the fraction `held` of an activation's memory is kept
+    until its weight gradient."""
     import numpy as np
 
     from stagewright.schedule.automatic import StageTimes
@@ -172,26 +172,26 @@ def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
 
 
 def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:
-    """Raises `ScheduleError` where a rank holds more; names the schedules that do not."""
+    """Raise `ScheduleError` if a rank holds more than `limit` activations; name the schedules that do not."""
     from stagewright.schedule.in_flight import peak_activations
 
     activations = peak_activations(program)
     rank = max(range(len(activations)), key=activations.__getitem__)
     if activations[rank] <= limit:
         return
-    others = ", ".join(_within(limit, program, costs_of, transfer))
+    alternatives = ", ".join(_within(limit, program, costs_of, transfer))
     raise ScheduleError(
-        f"{program.name} holds {activations[rank]} activations on rank {rank}, the limit is {limit}: allow more, "
+        f"{program.name} holds {activations[rank]} activations on rank {rank}, but the limit is {limit}: allow more, "
         + (
-            f"use fewer microbatches, or a schedule that holds no more ({others})"
-            if others
+            f"use fewer microbatches, or a schedule that holds no more ({alternatives})"
+            if alternatives
             else "or use fewer microbatches"
         )
     )
 
 
 def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) -> Iterator[str]:
-    """The synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
+    """Yield the synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
     from stagewright.schedule import FAMILIES, Kind
     from stagewright.schedule.families import options_of
     from stagewright.schedule.in_flight import peak_activations
@@ -201,12 +201,12 @@ def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) ->
         options = {"memory_limit": float(limit)} if "memory_limit" in accepted else {}
         num_microbatches = program.num_microbatches
         if "times" in accepted:
-            # Long batches take long to order by times, and hold no more than short ones.
+            # Ordering long batches by times takes long, and they hold no more than short ones.
             num_microbatches = min(num_microbatches, 2 * program.num_ranks)
         try:
             size = Size(program.num_ranks, num_microbatches)
             built = _program(name, size, costs_of, transfer, options, True)
         except (InputError, ScheduleError):
-            continue  # it has other sizes, or more stages than there are layers
+            continue  # it does not support this size, or has more stages than there are layers
         if max(peak_activations(built)) <= limit and all(action.kind is not Kind.STEP for action in built):
             yield name

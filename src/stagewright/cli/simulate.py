@@ -30,8 +30,8 @@ def simulate(
 ) -> None:
     """Simulate a plan and print its timetable.
 
-    What the plan promises, or what it would take on another cluster. No code of its model runs unless --with-model allows
-    it.
+    Shows what the plan predicts, or what it would take on another cluster. No code of its model runs unless --with-model
+    allows it.
 
     Example:
         stagewright simulate plan.json --html timeline.html
@@ -45,16 +45,16 @@ def simulate(
     pictures.check(plan)
     loaded = load_plan(plan)
     with Progress(f"simulating {plan}") as progress:
-        line = _line(loaded, cluster, with_model, bool(pictures.files), progress)
+        staged = _staged_model(loaded, cluster, with_model, bool(pictures.files), progress)
         costs = loaded.predictions.costs
         peaks = [rank.allocated_peak_bytes for rank in loaded.predictions.ranks] or None
         if cluster is not None or costs is None:
-            assert line is not None
-            costs, peaks = step_costs(line), [memory.peak_bytes for memory in rank_memories(line)]
+            assert staged is not None
+            costs, peaks = step_costs(staged), [memory.peak_bytes for memory in rank_memories(staged)]
         program = stage_program(loaded)
         timeline = simulated(program, costs)
-        told = loaded if cluster is None else None  # figures of the plan are those of its own cluster
-        pictures.write(timeline, lambda: None if line is None else _curves(line, timeline), told)
+        shown_plan = loaded if cluster is None else None  # its figures hold for its own cluster only
+        pictures.write(timeline, lambda: None if staged is None else _curves(staged, timeline), shown_plan)
     step = whole_step_seconds(timeline, costs)
     document = timeline_document(program, timeline, peaks) | {"step_seconds": step}
     if as_json:
@@ -64,11 +64,11 @@ def simulate(
     show(*timetable(timeline), rank_table(document))
 
 
-def _line(
+def _staged_model(
     plan: Plan, cluster: str | None, with_model: bool, draws: bool, report: Progress
 ) -> Pipeline | None:
-    """The model as the plan cuts it, where the plan itself does not say enough: on another cluster, without costs, and for
-    the bytes in a picture."""
+    """Return the staged model where the plan's predictions do not suffice: on another cluster, without costs, and for the
+    bytes in a picture."""
     from stagewright.planning.estimate import line_of
 
     if cluster is not None or plan.predictions.costs is None:
@@ -85,8 +85,8 @@ def _line(
         return None
 
 
-def _curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
-    """Imported only when a picture is asked for."""
+def _curves(staged: Pipeline, timeline: Timeline) -> list[Curve]:
+    """Return the memory curves; imported here, as only pictures need them."""
     from stagewright.report.pictures.plan_memory import plan_curves
 
-    return plan_curves(line, timeline)
+    return plan_curves(staged, timeline)

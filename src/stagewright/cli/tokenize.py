@@ -1,4 +1,4 @@
-"""`stagewright tokenize`: makes token ids of documents once, for many runs."""
+"""`stagewright tokenize`: tokenises documents once, for many runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def tokenize(
     text_field: TextField = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Make the tokens of documents once, for many runs.
+    """Tokenise documents once, for many runs.
 
-    `run --data FOLDER` trains on what is written. The folder is there whole or not at all. A run tokenises by itself, too,
-    and keeps the tokens in the cache.
+    `run --data FOLDER` trains on the result. The folder is written whole or not at all. A run can also tokenise by itself
+    and caches the tokens.
 
     Example:
         stagewright tokenize texts.jsonl --tokenizer tokenizer.json -o tokens
@@ -33,14 +33,14 @@ def tokenize(
     from stagewright.execution.data.tokenizers import load_tokenizer
 
     with Progress(f"tokenising {data}") as progress:
-        made = tokenised(
+        manifest = tokenised(
             data, load_tokenizer(None if tokenizer is None else str(tokenizer)), text_field, output, progress
         ).manifest
     if as_json:
-        print_document({"path": str(output), **made.model_dump()})
+        print_document({"path": str(output), **manifest.model_dump()})
         return
-    learnt = f", {made.num_learnt:,} of them to be learnt" if made.is_masked else ""
+    learnt = f", {manifest.num_learnt:,} of them with a loss" if manifest.is_masked else ""
     show(
-        f"Wrote {output}: {made.num_documents:,} documents of {made.num_tokens:,} tokens{learnt}; the longest has "
-        f"{made.longest:,}."
+        f"Wrote {output}: {manifest.num_documents:,} documents of {manifest.num_tokens:,} tokens{learnt}; the longest has "
+        f"{manifest.longest:,}."
     )

@@ -1,4 +1,4 @@
-"""`stagewright trace`: a model's operator graph, summed up."""
+"""`stagewright trace`: summary of a model's operator graph."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def trace(
     microbatch: options.MicrobatchSize = 1,
     sequence_length: options.SequenceLength = 1024,
     dtype: Annotated[str, typer.Option(help="Precision of parameters and activations.")] = "bf16",
-    tp: options.TensorWidth = None,
+    tp: options.TensorDegree = None,
     sequence_parallel: options.SequenceParallel = False,
-    cp: options.ContextWidth = None,
-    ep: options.ExpertWidth = None,
+    cp: options.ContextDegree = None,
+    ep: options.ExpertDegree = None,
     runtime: options.RuntimeName = None,
     settings: options.Settings = None,
     output: options.Output = None,
-    use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,
+    use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Use the cache of traces.")] = True,
     as_json: options.Json = False,
     *,
     tuning: LoraOptions,
 ) -> None:
     """Trace a model into its operator graph.
 
-    Prints parameters, layers, operators by part, and where the model can be cut: of one rank where several share layers or
-    divide sequences or experts, and with the kernels of another runtime where one is named.
+    Prints parameters, layers, operators by part, and where the model can be cut: for one rank if --tp, --cp or --ep is
+    given, and with the kernels of another runtime if --runtime names one.
 
     Example:
         stagewright trace path/to/net.py:build --sequence-length 256
@@ -52,16 +52,16 @@ def trace(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    refuse_unshared(context, is_one_replica=False, is_one_rank_a_layer=(tp or 1) == 1)
+    refuse_unshared(context, is_one_replica=False, is_tp_one=(tp or 1) == 1)
     begun = time.perf_counter()
     reference = tuning.adapted(context, resolve(model, options.parse_settings(settings)))
     element_type = options.torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)
-    shared = Configuration.of(tp=tp, sequence_parallel=sequence_parallel, cp=cp, ep=ep).trace_arguments
+    degrees = Configuration.of(tp=tp, sequence_parallel=sequence_parallel, cp=cp, ep=ep).trace_arguments
     with Progress(f"tracing {model}") as progress:
         graph = cache.trace(
             reference, microbatch, sequence_length, element_type, report=progress, use_cache=use_cache,
-            **profile.traced, **shared,
+            **profile.traced, **degrees,
         )  # fmt: skip
         graph = profile.rewrite(graph)
     document = graph_document(graph, time.perf_counter() - begun)

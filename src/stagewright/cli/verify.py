@@ -1,4 +1,4 @@
-"""`stagewright verify`: does a plan train the user's model as plain PyTorch would?"""
+"""`stagewright verify`: checks that a plan trains the user's model as plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def verify(
     model: Model,
     plan: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan.json for this model.")],
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Layers of the copy; default one per stage, at least two.")
+        int | None, typer.Option(min=1, help="Layers of the copy; default: one per stage, at least two.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu, cuda (one GPU per rank) or auto: GPUs if the plan is for them.")
@@ -31,7 +31,7 @@ def verify(
         bool,
         typer.Option(
             "--no-compare",
-            help="Do not compare the whole model with its traced graph first, only the reduced copy.",
+            help="Compare only the reduced copy with its traced graph, not first the whole model.",
         ),
     ] = False,
     as_json: Json = False,
@@ -52,38 +52,38 @@ def verify(
     with Progress("importing torch") as progress:
         from stagewright.execution import verification
 
-        found = verification.verify(model, loaded, layers, progress, device, not no_compare)
+        result = verification.verify(model, loaded, layers, progress, device, not no_compare)
     if as_json:
-        print_document(_document(found))
+        print_document(_document(result))
     else:
-        show(*_lines(found))
-    if not found.holds:
+        show(*_lines(result))
+    if not result.holds:
         raise typer.Exit(1)
 
 
-def _document(found: Verification) -> dict[str, Any]:
-    """None for what JSON cannot write: NaN and infinity."""
-    return {"equal": found.holds} | {
+def _document(verification: Verification) -> dict[str, Any]:
+    """Return the JSON document, with None for NaN and infinity, which JSON cannot write."""
+    return {"equal": verification.holds} | {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(found).items()
+        for name, value in asdict(verification).items()
     }
 
 
-def _lines(found: Verification) -> list[str]:
-    layers = f"{found.num_layers} layers" if found.num_layers else "as it is"
+def _lines(verification: Verification) -> list[str]:
+    layers = f"{verification.num_layers} layers" if verification.num_layers else "as it is"
     verdict = (
-        "Pipelined equals plain." if found.holds else "Pipelined is NOT equal to plain: the plan cannot be trusted."
+        "Pipelined equals plain." if verification.holds else "Pipelined is NOT equal to plain: the plan cannot be trusted."
     )  # fmt: skip
-    worst = f", largest difference {found.gradient_difference:.1e} in {found.worst_parameter}"
+    worst = f", largest difference {verification.gradient_difference:.1e} in {verification.worst_parameter}"
     return [
-        f"{found.model}, {layers}, {found.num_parameters:,} parameters, {found.dtype}, "
-        f"{found.sequence_length} tokens a sample: {found.schedule} with {found.num_stages} stages on "
-        f"{found.num_ranks * found.num_replicas} {'processes' if found.device == 'cpu' else 'GPUs'}"
-        + (f" ({found.num_replicas} replicas)" if found.num_replicas > 1 else "")
-        + f" against {'one process' if found.device == 'cpu' else 'one GPU'}",
-        f"loss {found.loss:.6f}, largest difference {found.loss_difference:.1e}",
-        f"{found.num_gradients} gradients, {found.num_equal_gradients} of them equal to the last bit"
-        + (worst if found.num_equal_gradients < found.num_gradients else ""),
-        f"(differences relative to the largest element; rounding explains {found.tolerance:.0e})",
+        f"{verification.model}, {layers}, {verification.num_parameters:,} parameters, {verification.dtype}, "
+        f"{verification.sequence_length} tokens a sample: {verification.schedule} with {verification.num_stages} stages on "
+        f"{verification.num_ranks * verification.num_replicas} {'processes' if verification.device == 'cpu' else 'GPUs'}"
+        + (f" ({verification.num_replicas} replicas)" if verification.num_replicas > 1 else "")
+        + f" against {'one process' if verification.device == 'cpu' else 'one GPU'}",
+        f"loss {verification.loss:.6f}, largest difference {verification.loss_difference:.1e}",
+        f"{verification.num_gradients} gradients, {verification.num_equal_gradients} of them equal to the last bit"
+        + (worst if verification.num_equal_gradients < verification.num_gradients else ""),
+        f"(differences relative to the largest element; rounding explains {verification.tolerance:.0e})",
         verdict,
     ]

@@ -235,12 +235,12 @@ class Job(StrictModel):
             )
         if self.optimizer_state is not None:
             return self
-        from stagewright.tracing.optimizers import asked, dims_of_parameters
+        from stagewright.tracing.optimizers import dims_of_parameters, state_fields
 
         named: dict[str, int] = {}
         if model is not None and self.has_factory:
             named = dims_of_parameters(model, self.sequence_length, self.torch_name)
-        state = asked(
+        state = state_fields(
             self.optimizer, self.learning_rate, self.optimizer_arguments, self.precision_of_weights,
             takes_decay=self.weight_decay > 0, named=named,
         )  # fmt: skip

@@ -37,8 +37,8 @@ def prices_line(devices: Iterable[str]) -> str:
     """Return the dates and sources of the prices."""
     dates = [price.date for name in devices for price in list_prices(name).values() if price.date]
     return (
-        f"Dollars per device and hour: list prices on demand, between {min(dates)} and {max(dates)}; --json has those of "
-        "reserved and spot devices too, each with its seller and date."
+        f"Dollars per device-hour: on-demand list prices of {min(dates)} to {max(dates)}; --json also has prices of "
+        "reserved and spot devices, each with seller and date."
     )
 
 
@@ -59,14 +59,14 @@ def links_summary(cluster: Cluster) -> Table:
     for span, links in spans.items():
         if not links:
             continue
-        middle = links[len(links) // 2][0]
+        median = links[len(links) // 2][0]
         latency = sorted(latency for _, latency, _, _ in links)[len(links) // 2]
-        rows.append((span, "middle", _rate(middle), format_seconds(latency), ""))
-        slow = [link for link in links if link[0] < _SLOW * middle]
+        rows.append((span, "median", _rate(median), format_seconds(latency), ""))
+        slow = [link for link in links if link[0] < _SLOW * median]
         for bandwidth, latency, a, b in slow[:_SHOWN]:
             path = f"rank {a} to rank {b}"
             rows.append(
-                (span, path, _rate(bandwidth), format_seconds(latency), f"slow: {bandwidth / middle:.2f}x")
+                (span, path, _rate(bandwidth), format_seconds(latency), f"slow: {bandwidth / median:.2f}x")
             )
         if len(slow) > _SHOWN:
             rows.append((span, f"{len(slow) - _SHOWN} more slow links", "", "", ""))
@@ -103,7 +103,7 @@ def cluster_summary(cluster: Cluster) -> Table:
         [
             ("devices", f"{cluster.num_devices} x {device.kind} ({device.vendor})"),
             ("memory each", format_bytes(device.memory_bytes)),
-            ("matrix products", rates),
+            ("matrix multiply", rates),
             ("memory bandwidth", f"{device.memory_bandwidth * device.memory_efficiency / GIGA:.3g} GB/s"),
             ("operator overhead", format_seconds(device.host_overhead_s)),
             (

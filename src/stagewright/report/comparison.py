@@ -41,8 +41,8 @@ def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int
 
     >>> from stagewright.schedule import build
     >>> from stagewright.simulation import StageCosts, simulate
-    >>> found = action_seconds(simulate(build("1f1b", 2, 3), StageCosts.uniform(2, 1.0, 2.0, 1.0)))
-    >>> found[1, "F"], found[1, "B"]
+    >>> seconds = action_seconds(simulate(build("1f1b", 2, 3), StageCosts.uniform(2, 1.0, 2.0, 1.0)))
+    >>> seconds[1, "F"], seconds[1, "B"]
     ((1.0, 3), (3.0, 3))
     """
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -125,14 +125,14 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
         was = expected[stage, kind][0]
         text = (
             f"stage {stage}'s {kind_in_words(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
-            f"{format_seconds(was)}, {count} times a batch"
+            f"{format_seconds(was)}, {count} times per batch"
         )
         yield Disagreement(text, abs(now - was) * count / step)
     # Waiting that differs more than the computations explain shows on the rank with the largest difference.
     rank = int(abs(measured.idle_s - predicted.idle_s).argmax())
     was, now = float(predicted.idle_s[rank]), float(measured.idle_s[rank])
     text = (
-        f"rank {rank} waits {format_seconds(now)} a batch instead of {format_seconds(was)} "
+        f"rank {rank} waits {format_seconds(now)} per batch instead of {format_seconds(was)} "
         f"({_share(now, measured)} of it instead of {_share(was, predicted)})"
     )
     yield Disagreement(text, abs(now - was) / step)
@@ -167,17 +167,17 @@ def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Reco
         slowest = max(paces, key=paces.__getitem__)
         steps.append(
             f"rank {slowest} computes {paces[slowest] / min(paces.values()):.1f} times as long as the fastest, relative "
-            "to the plan: look at its device, or plan again with --record and this record, which gives it less"
+            "to the plan: check its device, or plan again with --record and this record, which gives it less work"
         )
     elif abs(float(measured.busy_s.max() - predicted.busy_s.max())) > _WORTH_NAMING * step:
         steps.append(
-            "computations differ on all ranks alike: `stagewright profile` times this model's operators for `plan "
+            "computations differ on all ranks: `stagewright profile` times this model's operators for `plan "
             "--profile`, and `plan --record` with this record plans for the machine as it was in this run"
         )
     was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
     if abs(now - was) > _WORTH_NAMING * step:
         steps.append(
-            "the end of the step differs, which links and memory bandwidth decide over: measure them again with "
+            "the end of the step differs, which depends on links and memory bandwidth: measure them again with "
             "`stagewright probe`, while nothing else runs"
         )
     if not steps and abs(record.median_step_seconds - step) > _WORTH_NAMING * step:
@@ -193,7 +193,8 @@ def kind_in_words(kind: str) -> str:
 
 
 def _factor(was: float, now: float) -> str:
-    """
+    """Return a measured time relative to the predicted one.
+
     >>> _factor(2.0, 5.0), _factor(2.0, 1.0), _factor(0.0, 1.0)
     ('2.5x as long as predicted', '0.5x as long as predicted', 'time that was not predicted')
     """

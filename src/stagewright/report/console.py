@@ -43,7 +43,8 @@ class _Plain(Console):
 
 
 def _wrapped(line: str, width: int) -> str:
-    """
+    """Wrap a line between words, but not within commands in backticks.
+
     >>> print(_wrapped("  Wrote it. `run it` trains.", 12).replace(_UNBROKEN, " "))
       Wrote it.
       `run it`

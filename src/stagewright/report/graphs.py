@@ -45,7 +45,8 @@ def find_layers(graph: OperatorGraph) -> list[NumberedModules]:
 
 
 def _numbered(module: str) -> tuple[str, int] | None:
-    """
+    """Return the path of a module up to its first number, and that number; None without a number.
+
     >>> _numbered("model.layers.3.mlp.experts.1"), _numbered("model.norm")
     (('model.layers.*', 3), None)
     """

@@ -76,7 +76,7 @@ def assumptions_text(assumptions: Assumptions) -> str:
     speeds = "equal ranks (--speeds)"
     if len(set(assumptions.speeds)) > 1:
         speeds = "speeds " + ", ".join(f"{speed:.3g}" for speed in assumptions.speeds)
-    return f"Assumed: {transfers}; {memory}; {speeds}; activations held until their weight gradient."
+    return f"Assumed: {transfers}; {memory}; {speeds}; activations kept until their weight gradient."
 
 
 def ranks_table(plan: JointPlan) -> Table:
@@ -93,7 +93,8 @@ def ranks_table(plan: JointPlan) -> Table:
 
 
 def _span(start: int, end: int) -> str:
-    """
+    """Return the layers from `start` up to `end`.
+
     >>> _span(3, 6), _span(3, 4)
     ('3-5', '3')
     """

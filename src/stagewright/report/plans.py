@@ -83,7 +83,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def counts_samples(plan: Plan) -> bool:
-    """Whether its samples are indivisible, such as images, and not made of tokens."""
+    """Return whether the samples are indivisible, such as images, and not made of tokens."""
     return tuple(plan.job.shares) == (1,)
 
 
@@ -111,7 +111,7 @@ def answer_line(plan: Plan) -> str:
     ]
     if predictions.lower_bound_seconds:
         above = predictions.step_seconds / predictions.lower_bound_seconds - 1
-        parts.append(f"{above:.1%} above the lower bound of this width")
+        parts.append(f"{above:.1%} above the lower bound for these degrees")
     return "; ".join(parts) + "."
 
 
@@ -150,10 +150,10 @@ def spare_bytes(plan: Plan) -> tuple[int, int]:
 def left_out(result: Found) -> str:
     """Return how many configurations were rejected, by kind of reason."""
     lacking = sum(excluded.missing_bytes is not None for excluded in result.excluded)
-    others = len(result.excluded) - lacking
-    reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
+    other = len(result.excluded) - lacking
+    reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{other} for other reasons"] * (other > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    slower = f" {result.num_bounded} more cannot be faster{_promise(result)}." if result.num_bounded else ""
+    slower = f" {result.num_bounded} more cannot be faster{_next_best(result)}." if result.num_bounded else ""
     num_found = plural(len(result.plans), "configuration")
     return f"{num_found} found; {len(result.excluded)} rejected{listed}.{slower}{zero_text(result.plans[0])}"
 
@@ -171,7 +171,7 @@ def zero_text(plan: Plan) -> str:
     return f" Replicas of the best shard {_SHARDED[levels[-1] - 1]} (ZeRO {named})."
 
 
-def _promise(result: Found) -> str:
+def _next_best(result: Found) -> str:
     nearest = result.next_best
     return (
         ""
@@ -184,13 +184,13 @@ def _best_s(result: Found) -> float:
     return min(plan.predictions.step_seconds for plan in result.plans)
 
 
-def widths(plan: Plan) -> str:
+def degrees(plan: Plan) -> str:
     """Return the parallel degrees: pipeline ranks, replicas, and other kinds above 1."""
     shared = f" x {plan.tp}" if plan.tp > 1 else ""
-    return f"{plan.pp} x {plan.dp}{shared}{_more_widths(plan)}"
+    return f"{plan.pp} x {plan.dp}{shared}{_more_degrees(plan)}"
 
 
-def _more_widths(plan: Plan) -> str:
+def _more_degrees(plan: Plan) -> str:
     return (f" x cp {plan.cp}" if plan.cp > 1 else "") + (f", ep {plan.ep}" if plan.ep > 1 else "")
 
 
@@ -215,7 +215,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            widths(plan), plan.num_stages, f"{plan.num_microbatches} of {plan.microbatch_size}", described_schedule(plan),
+            degrees(plan), plan.num_stages, f"{plan.num_microbatches} x {plan.microbatch_size}", described_schedule(plan),
             format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
             f"{plan.mean_rate(lambda predictions: predictions.mfu):.1%}",
             f"{plan.mean_rate(lambda predictions: predictions.bubble_fraction):.1%}", _range(counts, size),
@@ -233,7 +233,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 def estimate_heading(plan: Plan) -> str:
     """Return the configuration and its time in one line."""
     predictions = plan.predictions
-    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_widths(plan)
+    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_degrees(plan)
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
     unit = "samples" if counts_samples(plan) else "tokens"
     under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
@@ -268,7 +268,7 @@ def profile_line(plan: Plan) -> str | None:
     note = (
         ""
         if share > 1 - _LEAST_SHARE
-        else "; the rest is not in the profile and estimated from the device's figures"
+        else "; the rest is not in the profile and is estimated from the device's figures"
     )
     return f"Measured: {share:.0%} of the operators' time{note}."
 
@@ -318,7 +318,8 @@ def stage_table(plan: Plan) -> Table:
 
 
 def _range(counts: Sequence[int], size: float) -> str:
-    """
+    """Return the range of `counts` in units of `size`.
+
     >>> _range([3 * 2**30, 4 * 2**30], 2**30), _range([5, 5], 1)
     ('3.0-4.0', '5.0')
     """

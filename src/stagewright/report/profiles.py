@@ -28,11 +28,11 @@ def profile_table(profile: OperatorProfile) -> Table:
         (name, len(times), format_seconds(min(times)), format_seconds(max(times)))
         for name, times in slowest[:_SHOWN]
     ]
-    if others := slowest[_SHOWN:]:
-        other_times = [seconds for _, times in others for seconds in times]
+    if remaining := slowest[_SHOWN:]:
+        other_times = [seconds for _, times in remaining for seconds in times]
         rows.append(
             (
-                f"{len(others)} others",
+                f"{len(remaining)} others",
                 len(other_times),
                 format_seconds(min(other_times)),
                 format_seconds(max(other_times)),

@@ -33,7 +33,7 @@ def longest_not_run(plan: Plan, record: Record) -> list[str]:
     if length is None or length == longest:
         return []
     return [
-        f"no step had {longest} tokens a sample, the longest of the plan: compared are steps of {length} tokens; run "
+        f"no step had {longest} tokens per sample, the longest of the plan: steps of {length} tokens are compared; run "
         f"{len(plan.job.sequence_lengths)} steps or more"
     ]
 
@@ -44,13 +44,13 @@ def too_few_steps(num_steps: int) -> list[str]:
     >>> too_few_steps(3)
     []
     >>> too_few_steps(1)[0].partition(":")[0]
-    '1 step is too few to compare with what is predicted'
+    '1 step is too few to compare with the prediction'
     """
     if num_steps > 2:
         return []
     steps = "1 step is" if num_steps == 1 else f"{num_steps} steps are"
     return [
-        f"{steps} too few to compare with what is predicted: the first warms up and makes the optimizer's state, the second "
+        f"{steps} too few to compare with the prediction: the first warms up and creates the optimizer's state, the second "
         "is slow because its memory is counted; run 3 or more"
     ]
 
@@ -136,7 +136,7 @@ def machine_lines(slowdown: float | None, ratios: Collection[float]) -> list[str
         return []
     lines = [
         f"The machine took {slowdown:.2f} times as long for the same work as when it was probed: that part of the "
-        "difference is not the prediction's."
+        "difference is not an error of the prediction."
     ]
     low, high = min(ratios), max(ratios)
     if high > (1 + _VARIES) * low:
@@ -149,7 +149,7 @@ def on_other_devices(record: Record, kind: str, name: str) -> list[str]:
     if (kind == "cpu") == (record.device == "cpu"):
         return []
     return [
-        f"the plan is for {name}, but was run on {record.device}: to plan for the machine it runs on, describe that with "
+        f"the plan is for {name}, but was run on {record.device}: to plan for the machine it runs on, describe it with "
         "`stagewright probe`"
     ]
 

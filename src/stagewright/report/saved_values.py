@@ -51,8 +51,8 @@ def _peaks_table(plan: Plan) -> Table:
     rows = []
     for rank in ranks:
         parts = [rank.categories.get(name, 0) for name in ("activations", "recomputed", "transient")]
-        others = rank.allocated_peak_bytes - sum(parts)
-        rows.append((_place(rank), *(figure(part, size) for part in (others, *parts))))
+        other_bytes = rank.allocated_peak_bytes - sum(parts)
+        rows.append((_place(rank), *(figure(part, size) for part in (other_bytes, *parts))))
     headings = ("rank", "when", "state,\nbuffers", "saved", "recom-\nputed", "results")
     return table(f"What the peak of every rank is made of, in {unit}", headings, numbered(rows), text=2)
 
@@ -96,8 +96,8 @@ def _modules(operators: Iterable[str]) -> str:
     """
     counts = Counter(_last(name.rpartition(":")[0]) for name in operators)
     shown = [name if count == 1 else f"{name} x{count}" for name, count in counts.most_common(_NAMED)]
-    others = len(counts) - len(shown)
-    return ", ".join([*shown, *([f"{others} others"] if others > 0 else [])])
+    num_others = len(counts) - len(shown)
+    return ", ".join([*shown, *([f"{num_others} others"] if num_others > 0 else [])])
 
 
 def _last(module: str) -> str:

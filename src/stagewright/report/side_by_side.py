@@ -39,7 +39,7 @@ def side_by_side_lines(yours: Plan, best: Plan, name: str) -> list[str]:
     mine, planned = yours.predictions, best.predictions
     gain = planned.step_seconds / mine.step_seconds - 1
     spare, rank = spare_bytes(yours)
-    lacks = f", which lacks {format_bytes(-spare)} on rank {rank}" if spare < 0 else ""
+    lacks = f", {format_bytes(-spare)} over the memory of rank {rank}" if spare < 0 else ""
     changes = [f"{what} {in_yours} -> {in_best}" for what, in_yours, in_best in differences(yours, best)]
     return [
         f"{name}: {format_seconds(mine.step_seconds)}, {format_bytes(mine.reserved_peak_bytes)}{lacks}; the plan: "
@@ -49,7 +49,7 @@ def side_by_side_lines(yours: Plan, best: Plan, name: str) -> list[str]:
 
 
 def side_by_side_document(yours: Plan, best: Plan, name: str, notes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the same for ``compared`` of `plan --json`."""
+    """Return the comparison as ``compared`` of `plan --json`."""
     predictions = yours.predictions
     return {
         "file": name,

@@ -69,9 +69,9 @@ class Table:
         for gap in (2, 1):
             if fitted(self.columns, self._available(self.columns, gap, max_width)) is not None:
                 return [(self.columns, gap)]
-        first, *others = self.columns
+        first, *further = self.columns
         blocks = [[first]]
-        for column in others:
+        for column in further:
             wider = [*blocks[-1], column]
             if len(wider) > 2 and fitted(wider, self._available(wider, 1, max_width)) is None:
                 blocks.append([first, column])
@@ -178,13 +178,14 @@ def numbered(
     """
     result: list[tuple[Any, ...]] = []
     for _, group in groupby(enumerate(rows), key=lambda pair: alike(pair[1])):
-        (first, row), *others = group
-        result.append((f"{first}-{others[-1][0]}" if others else str(first), *row))
+        (first, row), *further = group
+        result.append((f"{first}-{further[-1][0]}" if further else str(first), *row))
     return result
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:
-    """
+    """Return a count with its noun.
+
     >>> plural(1, "tensor"), plural(2, "tensor"), plural(2, "microbatch", "microbatches")
     ('1 tensor', '2 tensors', '2 microbatches')
     """

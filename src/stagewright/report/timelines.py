@@ -171,7 +171,8 @@ def _computation(action: Action, size: int, full: bool, colour: bool) -> Text:
 
 
 def _plain(text: str, kind: str, size: int) -> str:
-    """
+    """Return the label of a computation in ASCII, `size` columns wide.
+
     >>> _plain("F0", "F", 5), _plain("F0", "F", 2), _plain("F12", "F", 2)
     ('F0-- ', 'F0', 'FF')
     """

@@ -1,1 +1,1 @@
-"""From a model to its operator graph, and from a stage to the F, I and W modules that run it."""
+"""Tracing of a model into its operator graph, and of a stage into the F, I and W modules that run it."""

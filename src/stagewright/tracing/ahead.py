@@ -20,17 +20,17 @@ from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 _FEWEST = 2
-"""Graphs for which it is worth while to start processes, each of which imports torch first."""
+"""Minimum number of graphs worth starting processes for, each of which first imports torch."""
 _MOST = 8
 _BYTES = 1.5 * 2**30
-"""What a process takes of the machine's memory, generously."""
+"""Memory of a process in bytes, estimated generously."""
 
 
 class Ahead:
-    """Processes that trace what will be asked of `stagewright.tracing.cache.trace`, as long as this is open.
+    """Processes that trace graphs ahead of calls of `stagewright.tracing.cache.trace`, while this is open.
 
-    Best effort: what cannot be traced, and what a process leaves undone, is left to whoever asks for it. Code of a factory
-    is run by this process alone.
+    Best effort: graphs that cannot be traced, or that a process leaves undone, are left to the caller. Only this process
+    runs the code of a factory.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Ahead:
         settings: Sequence[Mapping[str, Any]],
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`asked` is all that may be wanted: keywords of one call each, smaller sizes first."""
-        self._model, self._asked, self._report = model, list(settings), report
-        self._given: set[int] = set()  # places in what is asked
+        """`settings`: arguments of all calls that may follow, smaller sizes first."""
+        self._model, self._settings, self._report = model, list(settings), report
+        self._given: set[int] = set()  # indices into the settings
         self._num_done = 0
         self._workers: list[subprocess.Popen[str]] = []
-        self._queue, self._to_queue = os.pipe()  # of such places, each for the process that reads it first
+        self._queue, self._to_queue = os.pipe()  # of such indices, each for the process that reads it first
         self._done, self._to_done = os.pipe()  # a byte per graph
         os.set_blocking(self._queue, False)
 
@@ -61,31 +61,31 @@ class Ahead:
             os.close(end)
 
     def start(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Have traced what is not known of the `wanted`, but for the first, which the caller traces meanwhile."""
+        """Start to trace the missing graphs of `wanted` except the first, which the caller traces meanwhile."""
         self._give([setting for setting in to_trace(self._model, wanted) if setting is not wanted[0]])
 
     def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Trace what is not known of the `wanted` together with the other processes, if it is worth while to have some."""
-        for _ in range(2):  # some do not follow from others as was hoped
+        """Trace the missing graphs of `wanted`, together with other processes if there are enough graphs."""
+        for _ in range(2):  # some turn out not to follow from others
             self._give(to_trace(self._model, wanted))
             while (place := _next(self._queue, 0)) is not None:
                 self._say()
-                _trace(self._model, self._asked[place])
+                _trace(self._model, self._settings[place])
                 self._num_done += 1
             self._wait()
 
     def _give(self, missing: Sequence[Mapping[str, Any]]) -> None:
         places = [
             place
-            for place, setting in enumerate(self._asked)
+            for place, setting in enumerate(self._settings)
             if setting in missing and place not in self._given
         ]
-        num = min(_room(), len(places))
+        num = min(_num_more_processes(), len(places))
         if self._model.kind == "factory" or not sys.executable or not num:
             return
         if not self._workers and len(places) < _FEWEST:
             return
-        with contextlib.suppress(OSError):  # no processes to be had
+        with contextlib.suppress(OSError):  # no process can be started
             while len(self._workers) < num:
                 self._workers.append(self._worker())
         if self._workers:
@@ -105,13 +105,13 @@ class Ahead:
         assert worker.stdin is not None
         model, lora = self._model, self._model.lora
         adapters = None if lora is None else lora.model_dump(mode="json")
-        request = [self._queue, model.text, dict(model.overrides), adapters, model.digest, self._asked]
+        request = [self._queue, model.text, dict(model.overrides), adapters, model.digest, self._settings]
         worker.stdin.write(json.dumps(request) + "\n")
         worker.stdin.flush()
         return worker
 
     def _wait(self) -> None:
-        """Until all that was given is done, as long as no process ends before."""
+        """Wait until all given graphs are done, or a process ends early."""
         self._say()
         while self._num_done < len(self._given) and all(worker.poll() is None for worker in self._workers):
             if select.select([self._done], [], [], 1.0)[0]:
@@ -125,13 +125,13 @@ class Ahead:
             )
 
 
-def _room() -> int:
-    """For how many processes beside this one the machine has processors and memory."""
+def _num_more_processes() -> int:
+    """Return the number of further processes that the machine has cores and memory for."""
     return min(num_cores() - 1, int(min(free_bytes() / _BYTES, _MOST)))
 
 
 def _next(queue: int, patience_s: float | None) -> int | None:
-    """What to trace next; None where there is nothing after so long, or nobody who could ask for something."""
+    """Return the index of the next graph; None if there is none within `patience_s`, or the queue is closed."""
     while select.select([queue], [], [], patience_s)[0]:
         with contextlib.suppress(BlockingIOError):  # another process was faster
             read = os.read(queue, 2)
@@ -147,13 +147,13 @@ def _trace(model: ModelReference, settings: Mapping[str, Any]) -> None:
 
 
 def _work() -> None:
-    """What one process does, as long as the one that started it is there."""
+    """Trace graphs from the queue until it is closed or the parent process ends."""
     results = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed is no word of a graph
+    os.dup2(2, 1)  # other output must not be taken for a finished graph
     queue, text, overrides, adapters, digest, settings = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     model = resolve(text, overrides).adapted(None if adapters is None else Lora.model_validate(adapters))
-    if model.digest != digest:  # its file has changed meanwhile
+    if model.digest != digest:  # its file has changed since
         return
     while (place := _next(queue, None)) is not None:
         _trace(model, settings[place])

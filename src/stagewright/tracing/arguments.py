@@ -43,19 +43,19 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """A tensor of a layout, in a storage of its own; its offset is left out."""
+    """Return a tensor with a layout, except its offset, in a new storage."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device)
 
 
 def contents(tensor: torch.Tensor) -> bytes:
-    """The elements of a constant, row-major; also of a fake tensor that knows what it stands for."""
+    """Return the elements of a constant, row-major; also of a fake tensor that knows what it stands for."""
     real = getattr(tensor, "constant", None)
     tensor = tensor if real is None else real
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
 
 
 def the_element(tensor: torch.Tensor) -> bool | int | float | complex | None:
-    """The value of all elements of a constant; None where they differ, or where the tensor is fake and stands for none."""
+    """Return the value of all elements of a constant; None if they differ, or if the tensor is fake without a value."""
     real = getattr(tensor, "constant", None)
     if real is None and isinstance(tensor, FakeTensor):
         return None
@@ -65,14 +65,14 @@ def the_element(tensor: torch.Tensor) -> bool | int | float | complex | None:
 
 
 def from_contents(data: bytes, meta: TensorMeta) -> torch.Tensor:
-    """The tensor whose `contents` these are."""
+    """Return the tensor whose `contents` these are."""
     dtype = DTYPES[meta.dtype]
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(meta.shape).clone()
 
 
 def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
-    """Plain data for one argument; `tensor` maps what stands for a tensor (an fx node) to a `Ref`."""
+    """Return plain data for an argument; `tensor` maps what stands for a tensor (an fx node) to a `Ref`."""
     if isinstance(argument, torch.fx.Node):
         return tensor(argument)
     if isinstance(argument, list | tuple):
@@ -103,13 +103,13 @@ def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 def encode_keywords(kwargs: Mapping[str, Any], tensor: Callable[[Any], Any]) -> tuple[tuple[str, Any], ...]:
-    """Plain data for keyword arguments, without those that say nothing."""
+    """Return plain data for keyword arguments, without defaults that mean nothing."""
     given = (item for item in kwargs.items() if item[0] != "pin_memory" and item[1] is not None)
     return tuple((name, encode(value, tensor)) for name, value in given)
 
 
 def decode(argument: Any, tensor: Callable[[int], Any], device: torch.device | None = None) -> Any:
-    """The torch argument for plain data; `tensor` maps value ids. `device` replaces the device of the trace."""
+    """Return the torch argument for plain data; `tensor` maps value ids. `device` replaces the device of the trace."""
     if isinstance(argument, Ref):
         return tensor(argument.value)
     if isinstance(argument, Symbol):
@@ -133,7 +133,7 @@ def symbol(item: Symbol, device: torch.device | None = None) -> Any:
 
 
 def references(argument: Any) -> Iterator[int]:
-    """Value ids in an encoded argument, in order, repeats included."""
+    """Yield the value ids in an encoded argument, in order, with repeats."""
     if isinstance(argument, Ref):
         yield argument.value
     elif isinstance(argument, tuple) and not isinstance(argument, Symbol):
@@ -142,7 +142,7 @@ def references(argument: Any) -> Iterator[int]:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers; attention without dropout is tagged as if it did, but does not."""
+    """Return whether a call draws random numbers; attention without dropout is tagged as random, but does not."""
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     for position, argument in enumerate(op._schema.arguments):
@@ -153,6 +153,6 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def operator(name: str) -> torch._ops.OpOverload:
-    """The operator of a name such as ``aten.mm.default``."""
+    """Return the operator of a name such as ``aten.mm.default``."""
     space, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, space), packet), overload)

@@ -30,7 +30,7 @@ ATTENTION = "stagewright.attention.default"
 
 @contextlib.contextmanager
 def attention_of(kind: str, cp: int, target: str) -> Iterator[None]:
-    """Within it `scaled_dot_product_attention` is what the target computes.
+    """Make `scaled_dot_product_attention` inside compute as the target does.
 
     * ``traced``: the kernels of a CPU for the target ``cpu``; for others one logical operator.
     * ``fused``: one operator for every target. It is costed.
@@ -60,7 +60,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` as one logical operator.
+    """Compute `scaled_dot_product_attention` as one logical operator.
 
     Raises:
         ValueError: there is a mask and `is_causal`, or the numbers of heads do not divide.
@@ -87,9 +87,9 @@ def attention(
 
 
 def _bias(mask: Tensor, query: Tensor, batch: Sequence[int]) -> Tensor:
-    """What is added to the scores of `query`, in four dimensions."""
+    """Return the bias that is added to the scores of `query`, in four dimensions."""
     if mask.dtype == torch.bool:
-        # Of the mask alone, so that all layers share it.
+        # From the mask only, so that all layers share it.
         hidden = torch.full(mask.shape, -math.inf, dtype=query.dtype, device=mask.device)
         mask = hidden.masked_fill(mask, 0.0)
     if mask.dim() < 4:
@@ -115,7 +115,7 @@ def _explicit(
 
 
 def _fused(cp: int) -> Callable[..., Tensor]:
-    """One kernel, over all `cp` parts of a sequence."""
+    """Return attention as one kernel over all `cp` parts of a sequence."""
 
     def fused(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -129,7 +129,7 @@ def _fused(cp: int) -> Callable[..., Tensor]:
         if cp > 1:
             return over_all_parts(cp, query, key, value, is_causal, scale)
         if query.shape[-1] != value.shape[-1]:
-            # Values are no view of what the keys are made of too.
+            # Values must not be a view of the base of the keys.
             value = value.transpose(-3, -2).contiguous().transpose(-3, -2)
         return attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -160,8 +160,7 @@ class _AttentionCall:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a kernel's forward leaves for its backward: its result, the logarithms of its sums, and of dropout the state of
-    the random numbers."""
+    """Values saved by a kernel's forward for its backward: result, log-sum-exp, and the random state of dropout."""
 
     out: Tensor
     sums: Tensor
@@ -190,7 +189,7 @@ class _FlashOnCpu:
 
 
 class _Flash:
-    """FlashAttention, of one width: narrower queries, keys or values are padded by zeros, which change nothing."""
+    """FlashAttention with one head dimension: narrower queries, keys or values are padded with zeros, without effect."""
 
     @staticmethod
     def forward(call: _AttentionCall) -> _Saved:
@@ -223,7 +222,7 @@ class _Flash:
 
 
 class _Efficient:
-    """The memory-efficient kernel, which takes a bias, values of another width, and float32."""
+    """The memory-efficient kernel, which supports a bias, values of another head dimension, and float32."""
 
     @staticmethod
     def forward(call: _AttentionCall) -> _Saved:
@@ -307,9 +306,9 @@ _Kernel = type[_FlashOnCpu] | type[_Flash] | type[_Efficient] | type[_Math]
 
 
 def _kernel(call: _AttentionCall) -> _Kernel:
-    """The kernel for a call on its device: on a CPU that of PyTorch itself; on a GPU FlashAttention, the memory-efficient
-    kernel or single operators, the first that takes it. cuDNN's is none of them: it is chosen on some devices only, and
-    its saved values are others."""
+    """Return the kernel for a call on its device: on a CPU PyTorch's own; on a GPU the first of FlashAttention, the
+    memory-efficient kernel and single operators that supports it. cuDNN's is excluded: it is chosen on some devices only,
+    and saves other values."""
     if call.query.device.type == "cpu":
         bias = call.bias
         if bias is not None and call.is_trained:
@@ -331,7 +330,7 @@ def _kernel(call: _AttentionCall) -> _Kernel:
 
 
 _FLASH = 1
-"""As `torch.nn.attention.SDPBackend` numbers it."""
+"""Number of FlashAttention in `torch.nn.attention.SDPBackend`."""
 
 _ON_GPU: dict[Any, _Kernel] = {}
 """Kernels by the layouts of what they are given."""
@@ -340,7 +339,7 @@ _ON_GPU: dict[Any, _Kernel] = {}
 def _kernel_on_gpu(call: _AttentionCall) -> _Kernel:
     cuda = torch.backends.cuda
     if call.bias is None:
-        # Some devices lack the backward of some widths: it is asked of what needs gradients.
+        # Some devices lack the backward for some head dimensions: check it if gradients are needed.
         query, key, value = (tensor.detach().requires_grad_() for tensor in _of_one_width(call))
         flash = cuda.SDPAParams(query, key, value, None, call.dropout_p, call.is_causal, call.repeats > 1)
         if cuda.can_use_flash_attention(flash):
@@ -351,14 +350,14 @@ def _kernel_on_gpu(call: _AttentionCall) -> _Kernel:
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
-    """With rows of `width` elements, which lie one after the other in memory."""
+    """Return `tensor` padded to contiguous rows of `width` elements."""
     short = width - tensor.shape[-1]
     padded = functional.pad(tensor, (0, short)) if short else tensor
     return padded if padded.stride(-1) == 1 else padded.contiguous()
 
 
 def _rounded(width: int, tensor: Tensor) -> int:
-    """Up to a multiple of 16 bytes, as tensor cores load."""
+    """Round up to a multiple of 16 bytes, as tensor cores load."""
     multiple = 16 // tensor.element_size()
     return -(-width // multiple) * multiple
 
@@ -369,7 +368,7 @@ def _of_one_width(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _aligned(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with as many heads each."""
+    """Return queries, keys and values with equal numbers of heads."""
     of_keys, of_values = (_rounded(tensor.shape[-1], tensor) for tensor in (call.key, call.value))
     key, value = _padded(call.key, of_keys), _padded(call.value, of_values)
     if call.repeats > 1:
@@ -378,14 +377,14 @@ def _aligned(call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _SUMS_ALIGNMENT = 32
-"""Rows that the memory-efficient kernel has sums of: a multiple; they are infinite beyond the last query."""
+"""The memory-efficient kernel has log-sum-exps of a multiple of so many rows; they are infinite beyond the last query."""
 
 _BIAS_ALIGNMENT = 16
-"""Elements after which rows of a bias begin. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
+"""Alignment of the rows of a bias in elements. Source: `pad_bias` in aten/src/ATen/native/transformers/attention.cpp."""
 
 
 def _aligned_bias(call: _AttentionCall) -> Tensor | None:
-    """The bias of every head, its rows at aligned places."""
+    """Return the bias of every head, its rows at aligned places."""
     if call.bias is None:
         return None
     num_keys = call.key.shape[2]
@@ -396,12 +395,12 @@ def _aligned_bias(call: _AttentionCall) -> Tensor | None:
 
 
 def _packed(seed: Tensor, offset: Tensor) -> Tensor:
-    """Seed and offset, which some kernels return as one tensor, as two integers."""
+    """Return seed and offset, which some kernels return as one tensor, as two integers."""
     return seed.view(torch.int64) if seed.numel() == 2 else torch.stack((seed, offset))
 
 
 def _generator(device: torch.device) -> Any:
-    """What knows and sets the seed of a device's random numbers."""
+    """Return the module that gets and sets the random seed of a device."""
     return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
 
 
@@ -410,7 +409,7 @@ def _sums_type(query: Tensor) -> torch.dtype:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """`tensor` in the layout that the logical operator declares."""
+    """Return `tensor` in the layout that the logical operator declares."""
     _, heads, tokens, width = tensor.shape
     if tensor.stride() == (tokens * heads * width, width, heads * width, 1):
         return tensor

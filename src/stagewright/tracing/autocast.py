@@ -24,7 +24,7 @@ from stagewright.tracing.private import has_autocast_kernel, operator_names, run
 
 
 class CastPolicy(Enum):
-    """What autocast does to the floating-point inputs of an operator; float64 is left alone by all."""
+    """Treatment of an operator's floating-point inputs by autocast; float64 is never cast."""
 
     LOWER = auto()  # to the element type of autocast
     FLOAT32 = auto()  # to float32
@@ -54,7 +54,7 @@ prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm 
 linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
-_MADE_OF_SUCH = """
+_COMPOSITE = """
 cross_entropy_loss nll_loss_nd square float_power.Tensor_Scalar float_power.Tensor_Tensor float_power.Scalar linalg_norm
 linalg_norm.ord_str pairwise_distance conv1d.padding conv2d.padding conv3d.padding thnn_conv2d _convolution_mode inner
 linalg_matmul matrix_power linalg_matrix_power kron cov corrcoef special_softmax special_log_softmax special_logsumexp
@@ -72,12 +72,12 @@ CUDA_RULES: dict[str, CastPolicy] = {
     **dict.fromkeys(_WIDEST.split(), CastPolicy.WIDEST),
     "binary_cross_entropy": CastPolicy.BANNED,
 }
-"""Operator and overload (as ``aten`` names them) to what CUDA's autocast does."""
+"""Policies of CUDA's autocast by operator and overload, as ``aten`` names them."""
 
 
 @contextlib.contextmanager
 def autocast_of(target: str) -> Iterator[None]:
-    """While it is open, autocast on the CPU casts as it does on `target`, and ``autocast(target)`` means the CPU's."""
+    """Make autocast on the CPU cast as on `target` inside, and ``autocast(target)`` mean the CPU's."""
     if target == "cpu":
         yield
         return
@@ -87,7 +87,7 @@ def autocast_of(target: str) -> Iterator[None]:
         for name in operator_names():
             if name in CUDA_RULES and has_autocast_kernel(name, "CUDA"):
                 library.impl(name, _kernel(name, CUDA_RULES[name]), "AutocastCPU", allow_override=True)
-            elif name in _MADE_OF_SUCH.split():
+            elif name in _COMPOSITE.split():
                 library.impl(name, _in_parts(name), "AutocastCPU", allow_override=True)
             elif has_autocast_kernel(name, "CPU"):  # a rule of the CPU alone
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
@@ -104,9 +104,9 @@ def _operator(name: str) -> Any:
 
 
 def _in_parts(name: str) -> Callable[..., Any]:
-    """Calls what an operator without a rule is made of, so that autocast sees the parts.
+    """Return a kernel that calls the parts of an operator without a rule, so that autocast sees them.
 
-    In eager execution it does so by itself; an exporter takes such operators apart where autocast no longer looks.
+    Eager execution does so by itself; an exporter decomposes such operators below autocast.
     """
     operator = _operator(name)
 
@@ -164,7 +164,7 @@ def _with_float32_result(
 
 @functools.cache
 def _dtype_place(name: str) -> int | None:
-    """Which positional argument names the dtype of the result; None where only a keyword does."""
+    """Return the index of the positional argument with the dtype of the result; None if only a keyword has it."""
     arguments = _operator(name)._schema.arguments
     places = [
         number
@@ -180,7 +180,7 @@ def _is_cast(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _entered_on_cpu(target: str) -> Iterator[None]:
-    """``torch.autocast(target, ...)`` in a model's code enters the CPU's autocast, with the target's default dtype."""
+    """Make ``torch.autocast(target, ...)`` in a model's code enter the CPU's autocast, with the target's default dtype."""
     original = torch.autocast.__init__
 
     @functools.wraps(original)

@@ -1,9 +1,9 @@
 """Calls of custom ``torch.autograd.Function``: one opaque operator each in the exported program, which stands for the
 operators of the function's own forward and backward.
 
-Export runs a function's forward and forgets its backward. So while a model is exported a call leaves the operator
-``stagewright::function``; the operators of both are recorded afterwards, when the joint graph is made, by calling the
-function again on fake tensors and going back through it by autograd, which sees to what functions ask of their context.
+Export runs a function's forward and drops its backward. So while a model is exported, a call leaves the operator
+``stagewright::function``; the operators of both are recorded afterwards, when the joint graph is built, by calling the
+function again on fake tensors and differentiating it with autograd, which handles the function's context.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class FunctionCall:
     """A call of a custom function, to be repeated on other tensors.
 
     Attributes:
-        apply: of the function.
-        leaves: of the arguments, None where a tensor goes.
+        apply: the `apply` of the function.
+        leaves: leaves of the arguments, None in place of a tensor.
         spec: pytree of the arguments.
-        tensors: which leaves are tensors.
+        tensors: indices of the leaves that are tensors.
         autocast: device, element type and whether it is on.
     """
 
@@ -49,7 +49,7 @@ class FunctionCall:
         return self.function.__qualname__
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        """What the function returns, with a derivative of its own."""
+        """Return the results of the function, with its own derivative."""
         leaves = list(self.leaves)
         for index, tensor in zip(self.tensors, tensors, strict=True):
             leaves[index] = tensor
@@ -70,7 +70,7 @@ class FunctionCalls:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """While it is open, a call of a custom function that may pass a gradient is one operator."""
+        """Make each call of a custom function that may pass a gradient one operator inside."""
         try:
             with replaced_function_calls(self._call):
                 yield
@@ -93,7 +93,7 @@ class FunctionCalls:
             tensors,
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
-        results, result_spec = pytree.tree_flatten(self._rehearsed(call, given))
+        results, result_spec = pytree.tree_flatten(self._dry_run(call, given))
         places = [index for index, leaf in enumerate(results) if isinstance(leaf, torch.Tensor)]
         if not places:
             return apply(*args)
@@ -107,8 +107,8 @@ class FunctionCalls:
             results[index] = tensor if passes_gradient else tensor.detach()
         return pytree.tree_unflatten(results, result_spec)
 
-    def _rehearsed(self, call: FunctionCall, given: list[torch.Tensor]) -> Any:
-        """What the call returns, on fresh fake tensors that no exporter sees."""
+    def _dry_run(self, call: FunctionCall, given: list[torch.Tensor]) -> Any:
+        """Return the results of the call on fresh fake tensors that no exporter sees."""
         layouts = [(meta_of(tensor), tensor.device, tensor.requires_grad) for tensor in given]
         with without_modes(), self._mode:
             tensors = [empty(meta, device).requires_grad_(needs) for meta, device, needs in layouts]
@@ -130,7 +130,7 @@ class FunctionCalls:
 
 _NUMBERS = itertools.count()
 _LAYOUTS: dict[int, tuple[TensorMeta, ...]] = {}
-"""Of what the calls return that are being exported."""
+"""Layouts of the results of calls during export."""
 
 _LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
 _LIBRARY.define("function(int number, Tensor[] tensors) -> Tensor[]")

@@ -36,12 +36,12 @@ class Binding:
     is_spread: bool = False
 
     def arranged(self, args: Args) -> Args:
-        """Positional arguments of the operator as this function takes them."""
+        """Return positional arguments of the operator as this function takes them."""
         return (args[0], *args[1]) if self.is_spread else args
 
 
 def binding_of(node: Node, value: Lookup) -> Binding:
-    """The cheapest function that does exactly what `node` says; `value` describes a value by its id."""
+    """Return the cheapest function that does exactly what `node` says; `value` describes a value by its id."""
     kind = node.op, _kind(node.args, value), tuple((key, _kind(item, value)) for key, item in node.kwargs)
     if kind not in _BINDINGS:
         overload = Binding(operator(node.op))
@@ -55,7 +55,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 
 
 def _copying(binding: Binding) -> Binding:
-    """A view that copies where a kernel laid out its argument differently than its shape function says, as batch norm does
+    """Return a view that copies if a kernel laid out its argument differently from its shape function, as batch norm does
     with a transposed input."""
     view = binding.function
 
@@ -69,7 +69,7 @@ def _copying(binding: Binding) -> Binding:
 
 
 _BINDINGS: dict[Any, Binding] = {}
-"""By operator and kinds of arguments; the dispatcher does not look at sizes."""
+"""Bindings by operator and kinds of arguments; the dispatcher ignores sizes."""
 
 
 def _kind(argument: Any, value: Lookup) -> Any:
@@ -82,7 +82,7 @@ def _kind(argument: Any, value: Lookup) -> Any:
 
 
 def _candidates(node: Node) -> Iterator[Binding]:
-    """Bindings of the name of an operator, the cheapest first: lists of integers take longer than integers."""
+    """Yield bindings of an operator's name, the cheapest first: lists of integers take longer than integers."""
     space, name, _ = node.op.split(".")
     if space != "aten":
         return
@@ -149,7 +149,7 @@ class _DispatchRecorder(TorchDispatchMode):
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether arguments are the same tensors, and the same numbers of the same types."""
+    """Return whether arguments are the same tensors, or equal numbers of the same types."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Effects of a block besides the tensors that it returns, watched while a model runs on fake tensors.
+"""Side effects of a block, observed while a model runs on fake tensors.
 
-One opaque operator may stand for a block only where the rest of the model sees nothing but what it returns. So a block may
-not keep a tensor anywhere (a list of losses, an attribute, a global object, a recorded output), read one that it is not
-given, or write to one that it does not hold as a buffer; and nothing outside may use its parameters.
+One opaque operator may stand for a block only if the rest of the model sees nothing but its results. So a block may not keep
+a tensor anywhere (a list of losses, an attribute, a global object, a recorded output), read one that it is not given, or
+write to one that is not its buffer; and nothing outside may use its parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stagewright.tracing.private import (
 
 
 class BlockCall:
-    """One call of a block: the tensors it may use, and the first effect that was noticed."""
+    """A call of a block: the tensors it may use, and the first side effect that was noticed."""
 
     def __init__(self, block: torch.nn.Module, leaves: Iterable[Any]) -> None:
         self._given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -57,16 +57,16 @@ class BlockCall:
             self._created[key] = StorageWeakRef(tensor.untyped_storage())
 
     def returns(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes results whose storage something else has, too: writes to them would be writes to that."""
-        own = {id(tensor): storage_key(tensor) for tensor in tensors}
+        """Note results that share their storage with something else, to which writes would go too."""
+        storage_keys = {id(tensor): storage_key(tensor) for tensor in tensors}
         for tensor in self._given:
-            own.pop(id(tensor), None)
-        storages = list(own.values())
+            storage_keys.pop(id(tensor), None)
+        storages = list(storage_keys.values())
         if len(set(storages)) < len(storages) or self._given_storages & set(storages):
             self.note("returns a view")
 
     def effect(self) -> str:
-        """What the block does besides returning tensors; empty for nothing. To be called when its result is gone."""
+        """Return the side effect of the block, or an empty text. To be called after its result is freed."""
         if not self._effect and self._has_kept():
             gc.collect()  # cycles of dead objects keep nothing
             if self._has_kept():
@@ -125,7 +125,7 @@ class BlockWatch(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While it is open, operators are watched, and who goes through the modules of a block."""
+        """Watch operators, and iterations over the modules of a block, inside."""
         named_modules = torch.nn.Module.named_modules
 
         def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -144,7 +144,7 @@ class BlockWatch(TorchDispatchMode):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """While it is open, what happens is none of the model's doing."""
+        """Ignore what happens inside, which the model does not do."""
         before, self._is_watching = self._is_watching, False
         try:
             yield
@@ -153,7 +153,7 @@ class BlockWatch(TorchDispatchMode):
 
     @contextmanager
     def inside(self, block: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[BlockCall]:
-        """While it is open, a block runs, called with these leaves."""
+        """Attribute what happens inside to a call of a block with these leaves."""
         with self.unwatched():
             self._call = call = BlockCall(block, leaves)
         try:
@@ -163,7 +163,7 @@ class BlockWatch(TorchDispatchMode):
 
 
 def _holders_of(model: torch.nn.Module, blocks: dict[int, str]) -> dict[int, set[str]]:
-    """Of the storage of every parameter and buffer the paths of the blocks that hold it; empty for what is in none."""
+    """Return the paths of the blocks that hold each storage of a parameter or buffer; empty for storages in no block."""
     holders: dict[int, set[str]] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):

@@ -52,7 +52,7 @@ class BlockKind:
     ]  # leaves of the result that are the very tensors of leaves of the call
 
     def is_call(self, leaves: list[Any], spec: Any) -> bool:
-        """Whether a call with these leaves is of this kind, as far as they tell."""
+        """Return whether a call with these leaves is of this kind, as far as they tell."""
         if str(spec) != str(self.spec):
             return False
         layouts = iter(self.inputs)
@@ -66,11 +66,11 @@ class BlockKind:
 
 @dataclass
 class RepeatedBlocks:
-    """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
+    """Blocks of a model by module path, and the kinds of calls seen in a dry run."""
 
     candidates: tuple[str, ...]
     kinds: dict[Any, BlockKind] = field(default_factory=dict)
-    """By signature of the call."""
+    """Kinds by the signature of the call."""
     numbered: set[Any] = field(default_factory=set)
     """Signatures of calls that read a numbering attribute."""
     unruly: dict[str, str] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class RepeatedBlocks:
     shared: set[str] = field(default_factory=set)
     """Paths of blocks that have tensors in common with another module."""
     members: dict[str, list[str]] = field(default_factory=dict)
-    """By key of a kind, paths in order of call."""
+    """Paths in the order of calls, by the key of a kind."""
     calls: dict[str, list[BlockKind]] = field(default_factory=dict)
-    """By path, the kinds of its calls in order."""
+    """Kinds of calls in order, by path."""
 
 
 def find_blocks(model: torch.nn.Module) -> RepeatedBlocks:
-    """Candidates: members of a ModuleList or Sequential of which at least three have an equal fingerprint."""
+    """Return candidates: members of a ModuleList or Sequential of which at least three have equal fingerprints."""
     candidates: dict[str, None] = {}
     for path, container in model.named_modules():
         if not isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
@@ -106,10 +106,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _fingerprint(block: torch.nn.Module, forward: Any = None) -> Any:
-    """A comparable form of a block: types, layouts and attributes of its modules, and which of its tensors are the same;
-    None where its modules have hooks.
+    """Return a comparable form of a block: types, layouts and attributes of its modules, and which tensors are identical;
+    None if its modules have hooks.
 
-    `forward` is the block's own attribute of this name, which a rehearsal replaces.
+    `forward` is the block's own attribute of this name, which a dry run replaces.
     """
     seen: dict[int, int] = {}
     contents: dict[int, Any] = {}
@@ -149,7 +149,7 @@ def _is_number(name: str, value: Any) -> bool:
 
 @contextmanager
 def _watched_numbers(block: torch.nn.Module) -> Iterator[list[str]]:
-    """Inside, the list grows by every numbering attribute of the block that its code reads."""
+    """Append to the list every numbering attribute of the block that its code reads inside."""
     hidden: dict[tuple[int, str], int] = {}
     owners: list[tuple[torch.nn.Module, str, int]] = []
     read: list[str] = []
@@ -180,7 +180,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 def _plain(value: Any, contents: dict[int, Any] | None = None) -> Any:
-    """A comparable form of an attribute: by value where it is plain; by identity where it is not, with its attributes.
+    """Return a comparable form of an attribute: by value if it is plain, otherwise by identity, with its attributes.
 
     `contents` remembers those of objects that have been described.
     """
@@ -214,11 +214,11 @@ def _described(value: Any, contents: dict[int, Any]) -> Any:
 
 
 @contextmanager
-def rehearsing(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
-    """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
+def dry_running(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
+    """Run and record the first block of each kind inside; the others return fake outputs of the same layout."""
     watch = BlockWatch(model, blocks.candidates)
 
-    def rehearse(path: str, block: torch.nn.Module, own_forward: Any) -> Callable[..., Any]:
+    def record(path: str, block: torch.nn.Module, own_forward: Any) -> Callable[..., Any]:
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ def rehearsing(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]
 
         return run
 
-    with _replaced_forwards(model, blocks, rehearse), watch.watching():
+    with _replaced_forwards(model, blocks, record), watch.watching():
         yield
     blocks.unruly.update(watch.used)
     blocks.shared.update(watch.shared)
@@ -277,10 +277,9 @@ class CalledDifferently(TraceError):
 
 
 class _Stub(torch.nn.Module):
-    """Stands in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
+    """A stand-in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
 
-    It is taken for the block itself, whose attributes it has; its calls are of the kinds that were rehearsed, in the same
-    order.
+    It passes for the block, whose attributes it has; its calls are of the kinds seen in the dry run, in the same order.
     """
 
     def __init__(self, path: str, block: torch.nn.Module, kinds: list[BlockKind]) -> None:
@@ -300,9 +299,7 @@ class _Stub(torch.nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = next(kinds, None)
         if kind is None or not kind.is_call(leaves, spec):
-            raise CalledDifferently(
-                f"module '{path}' is called differently when it is exported than when it is run"
-            )
+            raise CalledDifferently(f"module '{path}' is called differently during export than in a run")
         _ACTIVE[kind.key] = kind
         tensors = [leaves[index] for index in kind.tensors]
         return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors), leaves)
@@ -310,7 +307,7 @@ class _Stub(torch.nn.Module):
 
 @contextmanager
 def stubbed(model: torch.nn.Module, blocks: RepeatedBlocks) -> Iterator[None]:
-    """Inside, every block whose kind has several members is one call of the operator ``stagewright::block``."""
+    """Make every block inside whose kind has several members one call of the operator ``stagewright::block``."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
     repeated = {path for paths in blocks.members.values() if len(paths) > 1 for path in paths}
     single = {path for paths in blocks.members.values() if len(paths) == 1 for path in paths}
@@ -361,7 +358,7 @@ def _call_signature(fingerprint: Any, leaves: list[Any], spec: Any) -> Any:
 
 
 def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
-    """The autocast a call is under: type of device and element type."""
+    """Return the autocast a call is under: type of device and element type."""
     device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
@@ -369,7 +366,7 @@ def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
 def _autocast_as(
     wanted: tuple[str, torch.dtype] | None, tensors: list[torch.Tensor]
 ) -> AbstractContextManager[Any]:
-    """Enters the autocast a block was called under; nothing where it holds already."""
+    """Enter the autocast that a block was called under, unless it is already active."""
     around = _autocast(tensors)
     if wanted == around:
         return nullcontext()
@@ -402,7 +399,7 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> BlockKind:
 
 
 def _rebuild(kind: BlockKind, tensors: list[torch.Tensor], given: list[Any]) -> Any:
-    """The result of a call with the leaves `given` that makes `tensors`."""
+    """Return the result of a call with the leaves `given` that produces `tensors`."""
     leaves = list(kind.output_leaves)
     for index, tensor in zip(kind.output_tensors, tensors, strict=True):
         leaves[index] = tensor
@@ -412,7 +409,7 @@ def _rebuild(kind: BlockKind, tensors: list[torch.Tensor], given: list[Any]) -> 
 
 
 def empty_outputs(kind: BlockKind, given: list[Any]) -> list[torch.Tensor]:
-    """Tensors of the layouts that a call with the leaves `given` makes; they can be written to, as no leaves of autograd."""
+    """Return writable tensors, not leaves of autograd, with the output layouts of a call with the leaves `given`."""
     device = next((leaf.device for leaf in given if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
     tensors = [empty(meta, device) for meta in kind.outputs]
     with torch.enable_grad():
@@ -425,7 +422,7 @@ def empty_outputs(kind: BlockKind, given: list[Any]) -> list[torch.Tensor]:
 
 
 class BlockBody(torch.nn.Module):
-    """One block as a model of its own: flat tensors in, flat tensors out."""
+    """A block as a separate model: flat tensors in, flat tensors out."""
 
     def __init__(self, block: torch.nn.Module, kind: BlockKind) -> None:
         super().__init__()

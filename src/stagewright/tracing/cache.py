@@ -63,7 +63,7 @@ def trace(
     head: Literal["split", "gathered", "whole"] = "split",
     loss: Literal["float32", "as logits"] = "float32",
 ) -> OperatorGraph:
-    """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
+    """Return the operator graph of one microbatch of `model`, with loss and gradients; no weights are created.
 
     Args:
         model: a bundled name, ``config.json``, directory, hub id or ``package.module:factory``.
@@ -71,30 +71,30 @@ def trace(
         sequence_length: tokens per sample.
         dtype: element type of parameters and activations.
         overrides: configuration keys to change.
-        device: type of device that traces; a graph for another `target` has the same names and operators on each, and plans
-            and runs have it traced by the CPU.
+        device: type of device to trace on; a graph for another `target` has the same names and operators on each, and plans
+            and runs trace it on the CPU.
         target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold. None: `device`.
-        autocast: element type of an autocast around the whole model; None where the model's own code decides.
+        autocast: element type of an autocast around the whole model; None leaves it to the model's code.
         report: called with a short text at each phase of a trace that is not in the cache.
-        training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
-        tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
-        splits_sequence: whether those ranks also split the sequence between the layers' products.
+        training: whether the model is in training mode; otherwise it has no dropout and updates no statistics.
+        tp: tensor parallel degree; the graph is that of one rank, with collectives as operators.
+        splits_sequence: whether to use sequence parallelism.
         attention: as it runs on the `target`, by a CPU's kernels or as one logical operator
-            (`stagewright.tracing.attention`), or as one operator on every target (``fused``), or with operators of their own
-            for its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
-        experts: as the model computes them, or ``grouped`` as `stagewright.tracing.experts` says, which is costed, not run.
-        cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
-            attention gathers the keys and values of all. It is costed, not run.
-        ep: number of ranks among which the experts of every layer are shared out; the graph is that of one of them, to which
-            as many tokens come as leave it. It is costed, not run.
-        expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
-            `stagewright.graph.repeat` says.
-        embedding: whether the ranks that share every layer each have some tokens of it (``split``) or all.
-        head: the same; of a ``gathered`` one each computes the logits of some tokens, and gets those of all before the loss.
-        loss: in float32, whatever the type of the logits, or in theirs.
-        loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
-        further_inputs: what a causal language model is given beside its ``input_ids``: its ``labels``, which it would take
-            from these, and its ``position_ids``, which begin anew with every document that is kept apart.
+            (`stagewright.tracing.attention`), or as one operator on every target (``fused``), or with separate operators for
+            its scores (``explicit``), as in runtimes without fused kernels; the last two are costed, not run.
+        experts: as the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, which is costed, not run.
+        cp: context parallel degree; the graph is that of one rank, in which attention gathers the keys and values of all. It
+            is costed, not run.
+        ep: expert parallel degree; the graph is that of one rank, which receives as many tokens as it sends. It is costed,
+            not run.
+        expand: whether the graph has all layers; otherwise it may leave out some of many equal ones, as in
+            `stagewright.graph.repeat`.
+        embedding: whether each tensor parallel rank has the rows of some tokens (``split``) or of all.
+        head: likewise; with ``gathered`` each rank computes the logits of some tokens, and gathers all before the loss.
+        loss: in float32, whatever the type of the logits, or ``as logits``.
+        loss_pieces: slices of the microbatch's tokens for which head and loss are computed one after the other.
+        further_inputs: inputs of a causal language model besides ``input_ids``: ``labels``, which otherwise come from these,
+            and ``position_ids``, which restart at every document.
 
     Raises:
         InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
@@ -122,7 +122,7 @@ def trace(
 
 
 def _watched(reference: ModelReference, trace_it: Callable[[], OperatorGraph]) -> tuple[OperatorGraph, bool]:
-    """The graph of a factory with what it depends on among its facts, and whether that can be compared later."""
+    """Return the graph of a factory with its dependencies as a fact, and whether these can be compared later."""
     from stagewright.tracing.models.factories import load_module
 
     with FileWatch().noting() as watch:
@@ -134,16 +134,16 @@ def _watched(reference: ModelReference, trace_it: Callable[[], OperatorGraph]) -
 
 
 def _neighbours(text: str) -> Path:
-    """The folder in which the modules of the factory that `text` names are looked for after all others."""
+    """Return the folder in which modules of the factory `text` are looked up after all others."""
     name, file = split_factory(text), factory_file(text)
     return file.parent if name is not None and name.is_file and file is not None else Path.cwd()
 
 
 def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of what is `asked` of `trace`, smaller sizes first, that neither are kept nor follow from what is, nor from
-    others before them, as long as these are not there to be tried out."""
+    """Return the `settings` of `trace`, smaller sizes first, whose graphs are neither cached nor follow from cached ones or
+    from earlier ones in the list; the latter is assumed until they exist."""
     stamp, missing = _stamp(), dict[Path, Mapping[str, Any]]()
-    known_widths: dict[str, bool] = {}
+    follows_by_degrees: dict[str, bool] = {}
 
     def is_known(facts: dict[str, Any]) -> bool:
         path = _entry(facts, stamp)
@@ -160,14 +160,14 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
         return False
 
     def is_alike(facts: dict[str, Any], neighbours: list[dict[str, Any]]) -> bool:
-        """Tried out for one microbatch of each width."""
-        widths = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != "microbatch_size"])
-        if widths not in known_widths:
+        """Return whether larger sizes follow; tried once per parallel degree."""
+        degrees = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != "microbatch_size"])
+        if degrees not in follows_by_degrees:
             is_there = all(
                 path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp)) is not None
             )
-            known_widths[widths] = not is_there or _known(facts, stamp, follows=True) is not None
-        return known_widths[widths]
+            follows_by_degrees[degrees] = not is_there or _known(facts, stamp, follows=True) is not None
+        return follows_by_degrees[degrees]
 
     for setting in settings:
         facts = _facts_asked(model, setting)
@@ -177,7 +177,7 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
 
 
 def note_refused(model: ModelReference, settings: Mapping[str, Any]) -> None:
-    """`to_trace` need not name again what cannot be traced."""
+    """Record that these settings cannot be traced, so that `to_trace` leaves them out."""
     path = _entry(_facts_asked(model, settings), _stamp())
     if path is not None:
         with contextlib.suppress(InputError):
@@ -188,13 +188,13 @@ _REFUSED, _COMPARED = ".refused", ".compared"
 
 
 def compared_file(model: ModelReference, settings: Mapping[str, Any]) -> Path | None:
-    """The file that says that the graph `asked` of `trace` was compared with its model; None where nothing is kept."""
+    """Return the file that records that the graph of these settings was compared with its model; None without a cache."""
     path = _entry(_facts_asked(model, settings), _stamp())
     return None if path is None else path.with_suffix(_COMPARED)
 
 
 def is_compared(model: ModelReference, settings: Mapping[str, Any]) -> bool:
-    """Whether the graph that is `asked` of `trace` was compared with its model and equals it."""
+    """Return whether the graph of these settings was compared with its model and equals it."""
     path = compared_file(model, settings)
     return path is not None and path.is_file()
 
@@ -206,7 +206,7 @@ def _facts_asked(model: ModelReference, settings: Mapping[str, Any]) -> dict[str
 
 
 def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a graph is known by: of what is `given` to `trace`, all that says which graph it is."""
+    """Return the facts that identify a graph, from the arguments of `trace`."""
     facts: dict[str, Any] = {
         "model": reference.text,
         "digest": reference.digest,
@@ -233,7 +233,7 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def inputs_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """The inputs of the graph that is `asked` of `trace`, by name: from the graph where it is kept, else from the model."""
+    """Return the inputs of the graph of these settings by name: from the cached graph, else from the model."""
     facts, stamp = _facts_asked(model, settings), _stamp()
     graph = _known(facts, stamp, model.kind != "factory")
     if graph is not None:
@@ -250,7 +250,7 @@ _ALWAYS = ("microbatch_size", "sequence_length", "dtype", "device", "autocast", 
 
 
 def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:
-    """The graph of these facts, if it is kept or `follows` from kept ones of the same model.
+    """Return the graph of these facts if it is cached, or `follows` from cached ones of the same model.
 
     Code of a factory may ask for sizes, and do what it likes; what is bundled and the classes of transformers are tried out.
     """
@@ -266,7 +266,7 @@ def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | 
 
 
 def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
-    """The graph of these facts on a line through two that are known."""
+    """Return the graph of these facts on a line through two that are known."""
     for axis, (follow, pairs) in _AXES.items():
         size = facts.get(axis, 1)
         for pair in (pair for pair in pairs if max(pair) < size):
@@ -286,25 +286,25 @@ _AXES = {
     "cp": (at_degree, ((2, 4),)),
     "ep": (at_degree, ((2, 4),)),
 }
-"""How larger sizes follow, and from which; what a rank does alone says nothing of what one of several does."""
+"""How larger sizes follow, and from which; a rank without parallelism says nothing about one of several."""
 
 
 def _stamp() -> str:
-    """What graphs depend on beside their facts: a changed tracer never reads an old cache."""
+    """Return what graphs depend on besides their facts, so that a changed tracer never reads an old cache."""
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    own = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([FORMAT, __version__, own, tracing_packages(), _installed(), _environment()])
+    tracer_files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return json.dumps([FORMAT, __version__, tracer_files, tracing_packages(), _installed(), _environment()])
 
 
 def tracing_packages() -> dict[str, str]:
-    """Versions of what decides which operators a model is traced to; empty of what is not installed."""
+    """Return the versions of the packages that determine the traced operators; empty if not installed."""
     return {name: _version(name) for name in ("torch", "transformers")}
 
 
 @functools.cache
 def _installed() -> list[str]:
-    """Names and versions of all packages, some of which models use where they are there; and Python's own version."""
+    """Return names and versions of all packages, some of which models use if installed, and the version of Python."""
     folders = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     names = {path.name for folder in folders for path in folder.glob("*.*-info")}
     return [sys.version, *sorted(names)]
@@ -317,13 +317,13 @@ _OF_KERNELS = re.compile(
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables by which torch and transformers choose kernels or behave otherwise; those of communication,
-    caches and messages are none of them."""
+    """Return the environment variables that affect kernels or behaviour of torch and transformers, except those of
+    communication, caches and messages."""
     return {name: value for name, value in sorted(os.environ.items()) if _OF_KERNELS.fullmatch(name)}
 
 
 def _model_types(config: Any) -> Iterator[str]:
-    """The kinds of models that a configuration names, those of its parts too."""
+    """Return the kinds of models that a configuration and its parts name."""
     if isinstance(config, Mapping):
         if isinstance(kind := config.get("model_type"), str):
             yield kind
@@ -333,8 +333,8 @@ def _model_types(config: Any) -> Iterator[str]:
 
 @functools.cache
 def _code_of(kinds: frozenset[str]) -> str:
-    """A digest of the sizes and times of the files of transformers that models of these `kinds` are made of: one that is
-    installed from its sources, or edited in place, changes without its version."""
+    """Return a digest of the sizes and times of transformers' files for models of these `kinds`: a source installation, or
+    one edited in place, changes without its version."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return ""
@@ -352,8 +352,8 @@ def _code_of(kinds: frozenset[str]) -> str:
 
 
 def _kernels_of(device: str) -> str:
-    """What decides which kernels a device other than a CPU has for an operator: its generation, the libraries that torch
-    was built with, and which kernels of attention are switched on."""
+    """Return what determines the kernels of a device other than a CPU: its generation, the libraries that torch was built
+    with, and the enabled attention kernels."""
     import torch
 
     module = torch.get_device_module(device)
@@ -371,18 +371,18 @@ def _version(package: str) -> str:
 
 
 def _entry(facts: Mapping[str, Any], stamp: str) -> Path | None:
-    """Where the graph of these facts is kept; None where there is no folder that is this user's alone."""
+    """Return the path of the cached graph of these facts; None without a private folder."""
     try:
         folder = cache_folder("traces")
     except InputError as error:
-        _warn(f"graphs are not kept: {error}")
+        _warn(f"graphs are not cached: {error}")
         return None
     key = hashlib.sha256((stamp + json.dumps(facts, sort_keys=True)).encode()).hexdigest()
     return folder / f"{key[:32]}.graph"
 
 
 def _load(path: Path) -> OperatorGraph | None:
-    """The graph that is kept in a file; None, with a word of warning unless there is no file, if it cannot be trusted."""
+    """Return the graph in a file; None, with a warning unless the file is missing, if it cannot be trusted."""
     try:
         return _own_graph(path)
     except FileNotFoundError:
@@ -391,12 +391,12 @@ def _load(path: Path) -> OperatorGraph | None:
         reason = str(error)
     except OSError as error:
         reason = error.strerror or str(error)
-    _warn(f"'{path}' is not used and the model traced again: {reason}")
+    _warn(f"'{path}' is ignored and the model traced again: {reason}")
     return None
 
 
 def _own_graph(path: Path) -> OperatorGraph:
-    """The graph in a file that only this user can have written; read once, unless it has changed since.
+    """Return the graph in a file that only this user can have written; it is read again only if it has changed.
 
     Raises:
         DamagedGraph: it is a link, no file, somebody else's or writable by others, or no graph.
@@ -406,7 +406,7 @@ def _own_graph(path: Path) -> OperatorGraph:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedGraph("it is no file")
+            raise DamagedGraph("it is not a file")
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise DamagedGraph("it belongs to another user, or others may write to it")
         version = status.st_ino, status.st_mtime_ns, status.st_size
@@ -418,7 +418,7 @@ def _own_graph(path: Path) -> OperatorGraph:
 
 
 def _remember(memory: dict[Path, _T], path: Path, value: _T) -> _T:
-    """`one`, put last in `known`, which forgets what was asked for longest ago."""
+    """Return `value`, put last in `memory`, which drops the least recently used."""
     memory.pop(path, None)
     memory[path] = value
     while len(memory) > _MOST_KNOWN:
@@ -429,17 +429,17 @@ def _remember(memory: dict[Path, _T], path: Path, value: _T) -> _T:
 _MOST_KNOWN = 16
 _READING = RLock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
-"""Graphs that were read last, with what tells versions of their files apart: estimates of one model ask for few."""
+"""Graphs read last, with the versions of their files: estimates of one model need few."""
 _FOLLOWED: dict[Path, OperatorGraph] = {}
-"""Graphs that followed last."""
+"""Graphs last derived from smaller ones."""
 
 
 def _store(path: Path, graph: OperatorGraph) -> None:
-    """Best effort: what cannot be written, or has no form as data, costs time and not the result."""
+    """Write a graph, if possible: a failure costs time, not the result."""
     with contextlib.suppress(InputError, TypeError):
         write_whole(path, graph_to_bytes(graph))
 
 
-@functools.cache  # a search asks for many graphs: each message once
+@functools.cache  # a search traces many graphs: print each message once
 def _warn(message: str) -> None:
     say(f"warning: {message}")

@@ -27,8 +27,8 @@ from stagewright.tracing.blocks import (
     BlockKind,
     CalledDifferently,
     RepeatedBlocks,
+    dry_running,
     find_blocks,
-    rehearsing,
     stubbed,
 )
 from stagewright.tracing.depth import left_out
@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Captured:
-    """Calls in order; values are numbered from zero, sources and outputs of calls alike."""
+    """Captured calls in order; values, both sources and outputs of calls, are numbered from zero."""
 
     calls: tuple[CapturedCall, ...]
     sources: tuple[Source, ...]
@@ -88,7 +88,7 @@ class Captured:
     aliases: dict[str, str]  # every parameter name -> the first name of that parameter
     constants: dict[str, torch.Tensor]
     repeats: tuple[Repeat, ...] = ()  # layers that are left out
-    hooks: dict[int, tuple[TensorHook, ...]] = field(default_factory=dict)  # of values, in order
+    hooks: dict[int, tuple[TensorHook, ...]] = field(default_factory=dict)  # hooks of values, in order
 
 
 def capture(
@@ -100,13 +100,13 @@ def capture(
 ) -> Captured:
     """Trace ``model(**inputs) -> scalar loss``; model and inputs must be fake under `mode` (see `fake_twin`).
 
-    Of many equal layers in a row a few are captured, unless the `whole` is asked for.
+    Of many equal layers in a row only a few are captured, unless `whole`.
 
     Raises:
         TraceError: the model cannot be exported; the message names the module and the line.
     """
-    report("rehearsing the model on fake tensors")
-    blocks = _rehearsed(model, inputs, mode)
+    report("dry run of the model on fake tensors")
+    blocks = _dry_run(model, inputs, mode)
     try:
         return _captured(model, inputs, mode, blocks, report, whole)
     except CalledDifferently:
@@ -137,9 +137,7 @@ def _captured(
     return replace(flattener.run(outer), repeats=repeats)
 
 
-def _rehearsed(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode
-) -> RepeatedBlocks:
+def _dry_run(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> RepeatedBlocks:
     def run(blocks: RepeatedBlocks) -> RepeatedBlocks:
         with (
             tracing_errors(model),
@@ -148,8 +146,8 @@ def _rehearsed(
             plain_execution(),
             written_buffers(
                 model
-            ),  # which goes through the modules, as only the model's own code may in a rehearsal
-            rehearsing(model, blocks),
+            ),  # which goes through the modules, as only the model's own code may in a dry run
+            dry_running(model, blocks),
             without_regions(),
         ):
             loss = model(**inputs)
@@ -162,7 +160,7 @@ def _rehearsed(
 
 @dataclass(frozen=True)
 class _Marks:
-    """What a model's code does besides operators while it is exported, which operators of ours mark."""
+    """Actions of a model's code besides operators during export, marked by our own operators."""
 
     regions: Regions
     functions: FunctionCalls
@@ -170,7 +168,7 @@ class _Marks:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """While it is open, marks are left."""
+        """Leave marks inside."""
         with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
             yield
 
@@ -225,7 +223,7 @@ class _Bodies:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a program stands in the model: the whole model, or one of its repeated blocks.
+    """The position of a program in the model: the whole model, or one of its repeated blocks.
 
     `inputs` numbers the user inputs of a block in order; those of the whole model are sources. `no_grad` and `region`
     (of autocast) are those of the block's call.
@@ -238,7 +236,7 @@ class _Place:
     region: str = ""
 
     def name(self, inner: str) -> str:
-        """The model's name for a module, parameter or buffer of this program."""
+        """Return the model's name for a module, parameter or buffer of this program."""
         if self.inputs is None:
             return inner
         inner = inner.removeprefix("block").removeprefix(".")
@@ -257,8 +255,8 @@ class _Flattener:
     ) -> None:
         self.bodies = bodies
         self.marks = marks
-        self.skipped = skipped  # nodes of the outer program, each with the block's call that takes its place
-        self.results: dict[torch.fx.Node, tuple[int, ...]] = {}  # of calls of blocks
+        self.skipped = skipped  # nodes of the outer program, each with the call of the block that replaces it
+        self.results: dict[torch.fx.Node, tuple[int, ...]] = {}  # results of calls of blocks
         self.num_regions = 0  # the outermost, so far
         self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -272,9 +270,9 @@ class _Flattener:
         self.numbers: dict[tuple[Origin, str], int] = {}  # a buffer's changes as the forward writes to it
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
-        self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        self.casts: dict[Any, int] = {}  # casts of parameters by autocast, once per region
         self.hooks: dict[int, list[TensorHook]] = {}
-        self.collectives: dict[Any, int] = {}  # what was sent once need not be sent again
+        self.collectives: dict[Any, int] = {}  # a value is sent only once
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
         self.around = "model" if torch.is_autocast_enabled(device) else ""
 
@@ -361,7 +359,7 @@ class _Flattener:
         raise TraceError(f"the model has an input of kind {spec.kind}, which is not supported")
 
     def _no_contents(self, name: str, constant: torch.Tensor, node: torch.fx.Node) -> TraceError:
-        """The error for a tensor of the model's code that was made with the model, without contents."""
+        """Return the error for a tensor without contents that the model's code created with the model."""
         named = (*self.parameters.values(), *self.buffers.values())
         if storage_key(constant) in map(storage_key, named):
             rule = (
@@ -448,7 +446,7 @@ class _Flattener:
         self.hooks.setdefault(number, []).append(hook)
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
-        """Numbers for what `node` makes: one, or one per item that is used of several."""
+        """Return the numbers of the results of `node`: one, or one per used item of several."""
         if not isinstance(node.meta.get("val"), list | tuple):
             env[node] = self._fresh()
             return (env[node],)
@@ -481,12 +479,12 @@ def _module_of(node: torch.fx.Node, place: _Place) -> str | None:
 
 
 def _entered(node: torch.fx.Node) -> str:
-    """The region of code a node was exported in: export makes an operator of each autocast or gradient mode."""
+    """Return the region of code a node was exported in: export makes an operator of each autocast or gradient mode."""
     return str((node.meta.get("torch_fn") or ("",))[0])
 
 
 def _autocast_region(node: torch.fx.Node) -> str:
-    """A name for the outermost ``with torch.autocast`` around a node; empty outside."""
+    """Return a name for the outermost ``with torch.autocast`` around a node; empty outside."""
     if "wrap_with_autocast" not in _entered(node):
         return ""
     history = node.meta.get("from_node")
@@ -502,7 +500,7 @@ def _surroundings(node: torch.fx.Node) -> tuple[bool, str]:
 
 
 def _is_implicit(node: torch.fx.Node) -> bool:
-    """Whether autocast itself, not the model's code, asked for this cast."""
+    """Return whether autocast itself, not the model's code, requested this cast."""
     if _entered(node).rpartition("_")[0] in _CASTING_METHODS:
         return False
     last = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]

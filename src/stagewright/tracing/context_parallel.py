@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a part of the sequence, and attention sees the keys and values of all parts.
 
-Everything but attention treats tokens by themselves, so that the graph of one rank is that of a shorter sequence in which
-keys and values are gathered in front of attention; their gradients are summed and scattered. Parts are dealt out so that
-under a causal mask all ranks see equally many scores.
+Everything but attention treats tokens independently, so the graph of one rank is that of a shorter sequence in which keys
+and values are gathered before attention; their gradients are reduced and scattered. Parts are assigned so that under a
+causal mask all ranks compute equally many scores.
 
 Source: ring attention (Liu et al. 2023, arXiv 2310.01889), with the gathers of Llama 3 (arXiv 2407.21783, section 3.3.2) in
 place of its ring, and the balance of Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431). Such a graph is costed,
@@ -28,15 +28,15 @@ _TOKENS = 2
 
 
 def check_context_parallel(model: nn.Module, size: int, sequence_length: int) -> None:
-    """Whether every layer but attention treats tokens by themselves.
+    """Check that every layer but attention treats tokens independently.
 
     Raises:
         InputError: names the module that does not, or the length that cannot be split.
     """
     if sequence_length % (2 * size):
         raise InputError(
-            f"context parallelism of {size} deals out {2 * size} equal parts of a sequence, and {sequence_length} tokens "
-            "have none: choose a multiple"
+            f"context parallelism of {size} needs {2 * size} equal parts of a sequence, but {sequence_length} tokens cannot "
+            "be divided so: choose a multiple"
         )
     check_positions(model, sequence_length)
     for path, module in model.named_modules():
@@ -54,10 +54,10 @@ def check_context_parallel(model: nn.Module, size: int, sequence_length: int) ->
 
 
 def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
-    """Whether the attention of a traced model sees other ranks' tokens, of which each rank has `num_tokens` of a sample.
+    """Check that the attention of a traced model sees other ranks' tokens; each rank has `num_tokens` of a sample.
 
     Raises:
-        InputError: it has none, or some that sees this rank's alone.
+        InputError: there is no attention, or some that sees only this rank's tokens.
     """
     forward = [node for node in graph.nodes if node.part is Part.FORWARD]
     if not any(node.op == ALL_GATHER and group_of(node)[0] == CONTEXT_GROUP for node in forward):
@@ -73,7 +73,7 @@ def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
         )
         if is_apart:
             raise InputError(
-                f"attention that context parallelism cannot divide: {graph.describe(node)} sees this rank's tokens alone; "
+                f"attention that context parallelism cannot divide: {graph.describe(node)} sees only this rank's tokens; "
                 "leave out --cp"
             )
 
@@ -81,7 +81,7 @@ def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
 def over_all_parts(
     size: int, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of `size` ranks, in one kernel."""
+    """Return the attention of this rank's queries to the keys and values of `size` ranks, in one kernel."""
     if size > 1:
         key, value = (all_gather(tensor, _TOKENS, CONTEXT_GROUP, size, sums=True) for tensor in (key, value))
     used = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -95,7 +95,7 @@ def _not_run(*_: Any) -> Any:
 
 
 def like_queries(query: Tensor, width: int) -> Tensor:
-    """(batch, head, token, width) that lie as (batch, token, head, width), as fused kernels make them."""
+    """Return a tensor (batch, head, token, width) laid out as (batch, token, head, width), as fused kernels do."""
     batch, heads, tokens, _ = query.shape
     return query.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 

@@ -21,8 +21,8 @@ _WIDTH = 600
 
 @contextlib.contextmanager
 def crashes_reported(model: str, report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """While it is open, a death of this process is said in one sentence on standard error that names `model`, the phase and
-    the module whose forward ran last. Yields `report`, to be called with every phase."""
+    """Report a crash of this process inside in one sentence on stderr that names `model`, the phase and the module whose
+    forward ran last. Yields `report`, to be called with every phase."""
     shell = shutil.which("sh")
     if shell is None:
         yield report
@@ -63,7 +63,7 @@ def crashes_reported(model: str, report: Callable[[str], None]) -> Iterator[Call
 
 
 def _names(module: torch.nn.Module, path: str) -> Iterator[tuple[int, str]]:
-    """Identities and paths of a module and those within it; not by `named_modules`, whose use by a model is watched."""
+    """Yield identities and paths of a module and its submodules, without `named_modules`, whose use is watched."""
     yield id(module), path
     for name, inner in module.named_children():
         yield from _names(inner, f"{path}.{name}" if path else name)

@@ -42,16 +42,16 @@ _OWN = str(Path(__file__).resolve().parents[1])
 _OF_IMPORTS = tuple(os.path.join(folder, "importlib", "metadata") for folder in _STANDARD)
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _MOST_BYTES = 2**26
-"""Of a file whose contents are compared; of larger ones the size and the times are."""
+"""Maximum bytes of a file whose contents are compared; larger ones are compared by size and times."""
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a graph depends on besides its request.
+    """Dependencies of a graph besides its request.
 
-    `files` has by absolute path how a file is, or the names in a folder where the path ends in a slash; `imports` has by
-    name of a module the file that it is imported from; `variables` has the digests of values of environment variables. An
-    empty text stands for what is not there. `unchecked` names what cannot be compared later, so that the graph is not kept.
+    `files` has the state of a file by absolute path, or the names in a folder if the path ends in a slash; `imports` has the
+    file by module name; `variables` has digests of the values of environment variables. An empty text stands for what is
+    missing. `unchecked` names what cannot be compared later, so that the graph is not cached.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Dependencies:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Dependencies:
-        """Those of the graph with these `facts`; none where they name none."""
+        """Return the dependencies of the graph with these `facts`, empty if they have none."""
         return cls(**facts.get(FACT, {}))
 
     def beside(self, factory: Path) -> dict[str, str]:
-        """The contents of the user's other files, by their paths from the folder of the `factory`'s file."""
+        """Return the contents of the user's other files, by their paths relative to the folder of the `factory`'s file."""
         return {
             os.path.relpath(path, factory.parent): state.rpartition(" ")[2]
             for path, state in self.files.items()
@@ -77,11 +77,11 @@ class Dependencies:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """As a graph keeps them."""
+        """Return the dependencies as a fact of a graph."""
         return {name: value if name == "unchecked" else dict(value) for name, value in vars(self).items()}
 
     def change(self, folder: Path) -> str:
-        """What is no longer as it was, in words; empty where all is. Modules are looked for in `folder` too."""
+        """Return a description of the first change, or an empty text. Modules are looked up in `folder` too."""
         for path, before in self.files.items():
             is_hidden = path.endswith(".py") and os.path.exists(os.path.join(path[:-3], "__init__.py"))
             if is_hidden or not is_as_before(path, before):
@@ -97,7 +97,7 @@ class Dependencies:
 
 
 def is_as_before(path: str, before: str) -> bool:
-    """Whether a file or folder is as `state_of` said; a file that was only touched or copied is."""
+    """Return whether a file or folder has the state `before` of `state_of`; touching or copying changes nothing."""
     now = _status(path)
     if not now or not before:
         return now == before
@@ -106,8 +106,8 @@ def is_as_before(path: str, before: str) -> bool:
 
 
 def other_contents(factory: Path, contents: Mapping[str, str]) -> str:
-    """The first file without the `contents` that `Dependencies.beside` gave; empty where all have theirs. A file that is not
-    there is passed over where it is outside of the folder of `factory`, which may be on another machine now."""
+    """Return the first file that lacks the `contents` from `Dependencies.beside`, or an empty text. Missing files outside
+    the folder of `factory`, which may now be on another machine, are skipped."""
     for name, before in contents.items():
         path = os.path.normpath(factory.parent / name)
         now = _contents(path) if _status(path) else ""
@@ -117,7 +117,7 @@ def other_contents(factory: Path, contents: Mapping[str, str]) -> str:
 
 
 def state_of(path: str) -> str:
-    """Size, times and SHA-256 of a file, or the SHA-256 of the names in a folder; empty where neither is there."""
+    """Return size, times and SHA-256 of a file, or the SHA-256 of the names in a folder; empty if missing."""
     status = _status(path)
     return f"{status} {_contents(path)}" if status else ""
 
@@ -152,11 +152,11 @@ def _value(name: str) -> str:
 
 
 _EVERY = "*"
-"""In place of a variable's name, for code that reads all of the environment."""
+"""Stands for all variables, for code that reads the whole environment."""
 
 
 def _origin(name: str) -> str:
-    """The file that a module, in no package, is imported from; empty where there is none."""
+    """Return the file of a module outside any package, or an empty text."""
     for finder in sys.meta_path:
         spec = None
         with contextlib.suppress(ImportError, ValueError, AttributeError, OSError):
@@ -170,7 +170,7 @@ def _origin(name: str) -> str:
 
 
 def _is_noted(path: str) -> bool:
-    """Whether a file is the user's, and not one of Python, of a library that its version describes, or of this package."""
+    """Return whether a file is the user's, not one of Python, a versioned library, or this package."""
     if path.startswith((*_SYSTEM, _OWN + os.sep)) or path.endswith(".pyc"):
         return False
     if (package := _package(path)) is not None:
@@ -179,7 +179,7 @@ def _is_noted(path: str) -> bool:
 
 
 def _package(path: str) -> str | None:
-    """The installed package that a file is of."""
+    """Return the installed package that a file belongs to."""
     parts = path.split(os.sep)
     places = [place for place, part in enumerate(parts[:-1]) if part in _PACKAGES]
     return parts[places[-1] + 1].removesuffix(".py") if places else None
@@ -187,7 +187,7 @@ def _package(path: str) -> str | None:
 
 @dataclass(eq=False)
 class FileWatch:
-    """What a factory's code uses while this is open, on the thread that opened it."""
+    """Files, modules and variables that a factory's code uses while this is open, on the thread that opened it."""
 
     read: dict[str, str] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
@@ -200,7 +200,7 @@ class FileWatch:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[FileWatch]:
-        """Inside, what is used is noted here, and nowhere else."""
+        """Note uses inside here, and nowhere else."""
         _install_hook()
         _WATCHES.append(self)
         try:
@@ -210,7 +210,7 @@ class FileWatch:
             _WATCHES.remove(self)
 
     def note(self, event: str, args: tuple[Any, ...]) -> None:
-        """An event of Python's audit hooks, or ``environ`` with the name of a variable."""
+        """Note an event of Python's audit hooks, or ``environ`` with the name of a variable."""
         if self._is_busy or get_ident() != self._thread:
             return
         self._is_busy = True
@@ -252,7 +252,7 @@ class FileWatch:
             self.read.setdefault(path + ending, state_of(path + ending))
 
     def dependencies(self, module: ModuleType, folder: Path) -> Dependencies:
-        """Of the factory in `module`, whose modules are looked for in `folder` too, as far as this has seen it run."""
+        """Return the observed dependencies of the factory in `module`, whose modules are looked up in `folder` too."""
         names, imported = _used_by(module)
         names |= sys.modules.keys() - self.modules
         importing = LOADED.watches.get(module.__name__, self)
@@ -291,13 +291,13 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _install_hook() -> None:
-    """Once per process: audit hooks cannot be removed, and this one does nothing where nobody watches."""
+    """Install the audit hook once per process: it cannot be removed, and does nothing while nobody watches."""
     sys.addaudithook(_note)
 
 
 @contextlib.contextmanager
 def _noting_environment() -> Iterator[None]:
-    """Inside, what is read of the environment is noted."""
+    """Note reads of the environment inside."""
     kind: Any = type(os.environ)
     read, every = kind.__getitem__, kind.__iter__
 
@@ -318,7 +318,7 @@ def _noting_environment() -> Iterator[None]:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame that is neither of Python's own modules nor of this one; None for what an import does."""
+    """Return the innermost frame outside Python's own modules and this one; None inside an import."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -335,7 +335,7 @@ def _caller() -> FrameType | None:
 
 
 class _Loaded:
-    """How the files of modules were when this process imported them; `watches` have what factories' modules used then."""
+    """States of the files of modules when this process imported them; `watches` have what factories' modules used then."""
 
     def __init__(self) -> None:
         self.watches: dict[str, FileWatch] = {}
@@ -343,7 +343,7 @@ class _Loaded:
 
     @contextlib.contextmanager
     def importing(self, name: str) -> Iterator[None]:
-        """Inside, the module of a factory is imported, if it is not there yet."""
+        """Observe the import of a factory's module inside, if it is not loaded yet."""
         if name in sys.modules:
             yield
             return
@@ -357,8 +357,8 @@ class _Loaded:
                 self.state(imported, path, watch.modules, watch.began_ns)
 
     def state(self, name: str, path: str, before: Collection[str], began_ns: int) -> tuple[str, bool]:
-        """How the file at `path` was when module `name` was imported, and whether that is known. A module that was not among
-        those `before` has been imported since `began_ns`."""
+        """Return the state of the file at `path` when module `name` was imported, and whether it is certain. A module not
+        among those `before` has been imported since `began_ns`."""
         module, state = self._states.get(name, (None, ""))
         if module is sys.modules[name]:
             return state, True
@@ -369,13 +369,13 @@ class _Loaded:
         return state, is_known
 
     def forget_changed(self, folder: Path) -> None:
-        """Have the modules in `folder` imported anew if one of them has changed since it was imported."""
+        """Force a new import of the modules in `folder` if one of them has changed since it was imported."""
         here = {name: path for name, path in self._paths() if Path(path).is_relative_to(folder)}
         if not all(is_as_before(path, self._states[name][1]) for name, path in here.items()):
             self._forget(here)
 
     def forget_namesakes(self, folder: Path) -> None:
-        """Have modules imported anew that other factories have beside them, where `folder` has others of these names."""
+        """Force a new import of modules of other factories whose names `folder` has too."""
         tops = {
             name.partition(".")[0] for name, path in self._paths() if not Path(path).is_relative_to(folder)
         }
@@ -385,7 +385,7 @@ class _Loaded:
         self._forget(name for name, _ in self._paths() if name.partition(".")[0] in here)
 
     def _paths(self) -> list[tuple[str, str]]:
-        """Modules whose files are noted and are in no installed package, with these files."""
+        """Return the modules whose files are noted and in no installed package, with these files."""
         loaded = [
             (name, module) for name, (module, _) in self._states.items() if sys.modules.get(name) is module
         ]
@@ -415,7 +415,7 @@ def _changed_ns(path: str) -> int:
 
 @functools.cache
 def _started_ns() -> int:
-    """When this process started, or a little earlier; 0 where that cannot be told."""
+    """Return the time when this process started, or a little earlier; 0 if unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
@@ -426,8 +426,8 @@ def _started_ns() -> int:
 
 
 def _used_by(module: ModuleType) -> tuple[set[str], set[str]]:
-    """Names of the loaded modules that `module` and the user's modules that it uses import, itself and its packages among
-    them; and names of modules, in no package, that they import or would import if they were there."""
+    """Return the names of the loaded modules that `module` and the user's modules that it uses import, including itself and
+    its packages; and names of modules outside packages that they import, or would import if these existed."""
     waiting, used, imported = [module.__name__], set[str](), set[str]()
     while waiting:
         name = waiting.pop()
@@ -454,7 +454,7 @@ def _used_by(module: ModuleType) -> tuple[set[str], set[str]]:
 
 
 def _imported_by(module: ModuleType, path: str) -> list[str]:
-    """Names of the modules that the source of `module` imports, wherever in it; a name taken out of a module may be one."""
+    """Yield the names of modules imported anywhere in the source of `module`; an imported name may be a module."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, ValueError, SyntaxError, RecursionError):

@@ -29,10 +29,10 @@ def left_out(
     surroundings: Callable[[_Node], Hashable],
     is_check: Callable[[_Node], bool],
 ) -> tuple[tuple[Repeat, ...], dict[_Node, _Node]]:
-    """Return the layers of a rehearsed `model` that need not be traced, and the nodes of its exported `program` to skip,
-    each with the call of the layer whose results take the place of its own.
+    """Return the layers of `model`, after a dry run, that need not be traced, and the nodes of its exported `program` to
+    skip, each with the call of the layer whose results replace its own.
 
-    `surroundings` of a node are what else its operators depend on; a node for which `is_check` holds does nothing.
+    `surroundings` of a node are the further dependencies of its operators; a node for which `is_check` holds does nothing.
     """
     nodes = [node for node in program.graph.nodes if str(node.target) != _GETITEM and not is_check(node)]
     calls = {
@@ -65,12 +65,12 @@ def left_out(
 
 
 def _path_of(node: _Node) -> str:
-    """The module path of the block that a call stands for."""
+    """Return the module path of the block that a call stands for."""
     return str(node.args[0]).split("@", 1)[1]
 
 
 def _runs(joints: list[Hashable]) -> list[range]:
-    """Ranges of equal joints, without those that are None."""
+    """Yield ranges of equal joints, without None."""
     runs: list[range] = []
     for place, joint in enumerate(joints):
         if joint is None:
@@ -85,8 +85,8 @@ def _runs(joints: list[Hashable]) -> list[range]:
 def _joint(
     block: _Node, following: _Node, between: list[_Node], surroundings: Callable[[_Node], Hashable]
 ) -> Hashable:
-    """How two calls of blocks follow one another, in a form that is equal where others do so in the same way; None where
-    they do not, or the results of the first go elsewhere, too."""
+    """Return a comparable form of how one call of a block follows another; None if it does not, or if the results of the
+    first are also used elsewhere."""
     kind, next_kind = (str(node.args[0]).split("@", 1)[0] for node in (block, following))
     marks = [str(node.target) for node in between]
     if kind != next_kind or len(following.args) != len(block.args) or not _is_regular(marks):
@@ -103,6 +103,6 @@ def _joint(
 
 
 def _is_regular(marks: list[str]) -> bool:
-    """Whether marks of regions between two layers end as many as they begin, the former first."""
+    """Return whether the marks between two layers end as many regions as they begin, ending first."""
     num_ends = sum(mark == END for mark in marks)
     return marks == [END] * num_ends + [BEGIN] * num_ends

@@ -34,7 +34,7 @@ class Draft:
     def call(
         self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...] = ()
     ) -> tuple[OperatorCall, tuple[int, ...]]:
-        """The call with its tensors numbered by appearance, and the value that each of these numbers is."""
+        """Return the call with its tensors numbered by appearance, and the values of these numbers."""
         values: list[int] = []
 
         def place(value: int) -> int:
@@ -53,7 +53,7 @@ class Draft:
         needs_grad: bool = False,
         part: Part = Part.STATIC,
     ) -> int:
-        """A value that no node makes, in a storage of its own."""
+        """Add a value that no node produces, in a new storage."""
         number = len(self.values)
         parameter = number if origin is Origin.PARAMETER else -1
         self.values.append(
@@ -72,7 +72,7 @@ class Draft:
         forward: int | None = None,
         is_random: bool = False,
     ) -> tuple[int | None, ...]:
-        """A node and its outputs.
+        """Add a node and its outputs.
 
         Args:
             parameter: that the outputs derive from; -1: from none alone.
@@ -100,7 +100,7 @@ class Draft:
         return outputs
 
     def put_in_region(self, region: int, *, is_kept: bool) -> None:
-        """Of the latest node: the region of `torch.utils.checkpoint` it is in, and whether this keeps what it makes."""
+        """Put the latest node into a region of `torch.utils.checkpoint`, which keeps its results if `is_kept`."""
         self.nodes[-1] = replace(self.nodes[-1], region=region, is_kept=is_kept)
 
     def _add_output(

@@ -66,7 +66,7 @@ class TensorHooks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """While it is open, hooks leave marks."""
+        """Make hooks leave marks inside."""
         with _Replaced(self._register):
             yield
 
@@ -77,7 +77,7 @@ class TensorHooks:
 
 
 class _Handle:
-    """Of a hook that stays until the backward."""
+    """The handle of a hook that stays until the backward."""
 
     def remove(self) -> NoReturn:
         raise CannotTrace(
@@ -93,7 +93,7 @@ class _Replaced(TorchFunctionMode):
         self._register = register
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GET_DATA:  # made anew by every look-up
+        if func == _GET_DATA:  # created by every look-up
             return args[0].detach()
         if func == _SET_DATA:
             raise CannotTrace(
@@ -120,17 +120,17 @@ has_side_effect(torch.ops.stagewright.hook.default)
 
 @contextmanager
 def plain_execution() -> Iterator[None]:
-    """While it is open, functions and modules that are compiled already run uncompiled, and inference mode is no_grad."""
+    """Run compiled functions and modules uncompiled inside, and inference mode as no_grad."""
     with torch.compiler.set_stance("force_eager"), inference_as_no_grad():
         yield
 
 
 @contextmanager
 def written_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """While it is open, a forward that assigns buffers anew ends by writing what it assigned to the buffers it was given:
-    `torch.export` of torch 2.13 loses such assignments in inner modules."""
+    """Make a forward inside that reassigns buffers end by writing the new values to the original buffers: `torch.export` of
+    torch 2.13 loses such assignments in inner modules."""
     forward = model.forward
-    modules = list(model.named_modules())  # here: a rehearsal watches who goes through the modules
+    modules = list(model.named_modules())  # here, as a dry run watches iterations over the modules
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -168,8 +168,8 @@ def written_buffers(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_attributes(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
-    """When it is closed, or what it yields is called, modules have the attributes and hooks that they had when it was
-    opened, so that what is traced is a first forward: one that fills its caches."""
+    """Restore attributes and hooks of modules at the end, or when the yielded function is called, so that a first forward is
+    traced: one that fills its caches."""
     held = {module: dict(vars(module)) for module in model.modules()}
     hooks = [
         (value, dict(value))
@@ -197,9 +197,8 @@ def restored_attributes(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def without_effects(model: torch.nn.Module, run: Callable[[], Any]) -> Iterator[None]:
-    """While it is open, the model is rehearsed; refuses what its code leaves behind that would be frozen in a graph:
-    draws of random numbers that are not torch's, the clock, counters, and writes to parameters. ``run()`` runs all of it,
-    layer by layer, to find the line.
+    """Watch a dry run of the model inside, and reject side effects that a graph would freeze: random numbers that are not
+    torch's, the clock, counters, and writes to parameters. ``run()`` runs all of it, layer by layer, to find the line.
 
     Raises:
         TraceError: names the module and the line, and says what to do instead.
@@ -247,7 +246,7 @@ def _operators_of(run: Callable[[], Any]) -> list[str]:
 
 
 class _Operators(TorchFunctionMode):
-    """Notes calls that pass gradients or write, which those that fill a cache of constants do not."""
+    """A mode that notes calls that pass gradients or write, unlike those that fill a cache of constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,16 +262,16 @@ class _Operators(TorchFunctionMode):
 
 
 _RANDOM_RULE = (
-    "its forward draws from Python's or numpy's random numbers, or from a generator of its own, which a graph would freeze: "
-    "draw by torch.rand and the like without a generator, and choose by torch.where"
+    "its forward draws from Python's or numpy's random numbers, or from its own generator, which a graph would freeze: "
+    "draw with torch.rand and the like without a generator, and choose with torch.where"
 )
 _COUNTER_RULE = (
     "forward changes '{name}' with every call, which a graph would freeze: keep it as a tensor in a buffer "
     "(register_buffer), and change it in place"
 )
 _FIRST_RULE = (
-    "its first forward runs other operators than later ones do (and changes '{name}'), of which a graph would have only one "
-    "sort: do what is done once in the constructor, or before training"
+    "its first forward runs other operators than later ones (and changes '{name}'), but a graph would have only one kind: "
+    "do one-time work in the constructor, or before training"
 )
 _CLOCK_RULE = (
     "its forward reads the clock, which a graph would freeze: pass the time to the model as an input"
@@ -280,12 +279,12 @@ _CLOCK_RULE = (
 
 
 def states_outside() -> list[Any]:
-    """The states of Python's and numpy's generators, in a form that can be compared."""
+    """Return the states of Python's and numpy's generators, in a form that can be compared."""
     return [random.getstate(), repr(numpy.random.get_state())]
 
 
 class _State:
-    """What a model's code can change besides buffers, in forms that can be compared."""
+    """Comparable state that a model's code can change besides buffers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -293,7 +292,7 @@ class _State:
         self._codes = _codes_of(self._modules.values())
 
     def parameters(self) -> dict[str, tuple[int, int]]:
-        """Of every parameter its storage and how often it was written to."""
+        """Return the storage of every parameter and the number of writes to it."""
         named = self._model.named_parameters()
         return {name: (storage_key(parameter), parameter._version) for name, parameter in named}
 
@@ -309,7 +308,7 @@ class _State:
         )
 
     def random(self) -> list[Any]:
-        """The states of all generators of random numbers but torch's own."""
+        """Return the states of all generators of random numbers but torch's own."""
         return [*states_outside(), *map(_generator_state, self._generators())]
 
     def _generators(self) -> Iterator[Any]:
@@ -321,7 +320,7 @@ class _State:
                     yield names[name]
 
     def attributes(self) -> dict[tuple[str, str], Any]:
-        """Plain values by module and name: attributes of modules and their classes, and globals that their code names."""
+        """Return plain values by module and name: attributes of modules and their classes, and globals in their code."""
         values: dict[tuple[str, str], Any] = {}
         for path, module in self._modules.items():
             for name, value in vars(module).items():
@@ -342,7 +341,7 @@ _COUNTED = (int, float, list, dict, set)
 
 
 def _codes_of(modules: Iterable[torch.nn.Module]) -> dict[Any, dict[str, Any]]:
-    """The code of the modules' functions and of those that it names, with the globals of each; none of libraries."""
+    """Return the code of the modules' functions and of those that it names, with the globals of each; none of libraries."""
     waiting: list[Any] = []
     for module in dict.fromkeys(modules):
         waiting += [value for value in vars(module).values() if callable(value)]
@@ -373,7 +372,7 @@ def _generator_state(value: Any) -> Any:
 
 
 def _plain(value: Any, depth: int = 4) -> Any:
-    """A comparable form of what an attribute holds: numbers by value, tensors and others by their kind."""
+    """Return a comparable form of an attribute: numbers by value, tensors and others by their kind."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor) or depth == 0:
@@ -390,7 +389,7 @@ def _plain(value: Any, depth: int = 4) -> Any:
 
 
 class _Watched:
-    """While it is open, the first line of a model's code after which ``state()`` is another is refused by `rule`."""
+    """A watch that rejects, by `rule`, the first line of a model's code after which ``state()`` has changed."""
 
     def __init__(self, state: Callable[[], Any], rule: str) -> None:
         self._state = state
@@ -420,7 +419,7 @@ class _Watched:
 
 @contextmanager
 def _without_clock() -> Iterator[None]:
-    """While it is open, code of the user that reads the clock in this thread is refused."""
+    """Reject user code that reads the clock in this thread inside."""
     thread = get_ident()
 
     def refusing(function: Callable[[], Any]) -> Callable[[], Any]:

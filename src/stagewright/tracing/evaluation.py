@@ -1,6 +1,6 @@
-"""A traced graph as `module.eval()` would run it, with the loss of every token in place of their mean.
+"""Evaluation graphs: a traced graph as `module.eval()` would run it, with the loss of every token instead of the mean.
 
-Values keep their numbers, so that weights and cuts of the training graph hold for it. Its gradients are of no use.
+Values keep their numbers, so that weights and cuts of the training graph hold for it. Its gradients are meaningless.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stagewright.tracing.arguments import draws, operator
 from stagewright.tracing.attention import ATTENTION
 
 NOT_COUNTED = -1.0
-"""In place of the loss of a token that does not count, which no cross entropy can be."""
+"""Stands for the loss of a token that does not count; no cross entropy is negative."""
 
 _OFF = {"train": False, "training": False, "dropout_p": 0.0}
 _BERNOULLI = "aten.bernoulli.p"
@@ -26,19 +26,19 @@ _SHARE = "aten.div.Tensor"
 _CAST = "aten._to_copy.default"
 _JOINING = frozenset({"aten.add.Tensor", _SHARE, _CAST})
 _REDUCTION, _IGNORED = 3, 4
-"""Places of these arguments of `_NLL`."""
+"""Indices of these arguments of `_NLL`."""
 _MEAN = 1
 """The reduction to a mean."""
 
 
 def evaluated(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` without dropout, with the kept statistics of batch normalisation, and with a loss that has one element per
-    token (`NOT_COUNTED` where the token does not count), if it is a cross entropy; else the mean that it is.
+    """Return `graph` without dropout, with the running statistics of batch normalisation and, if its loss is a cross
+    entropy, with a loss of one element per token (`NOT_COUNTED` where the token does not count), else with the mean.
 
     Raises:
         InputError: an operator draws random numbers in a way that cannot be switched off.
     """
-    # Nothing waits for a backward.
+    # There is no backward.
     facts = {name: fact for name, fact in graph.facts.items() if name != "late"}
     nodes = list(map(_switched_off, graph.nodes))
     for node in graph.nodes:
@@ -48,12 +48,12 @@ def evaluated(graph: OperatorGraph) -> OperatorGraph:
 
 
 def is_by_token(graph: OperatorGraph) -> bool:
-    """Whether the loss of an `evaluated` graph has an element per token."""
+    """Return whether the loss of an `evaluated` graph has an element per token."""
     return bool(graph.values[graph.loss].meta.shape)
 
 
 def _switched_off(node: Node) -> Node:
-    """The call without what belongs to training."""
+    """Return the call without its training behaviour."""
     if node.part is not Part.FORWARD or not (node.op.startswith("aten.") or node.op == ATTENTION):
         return node
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -72,8 +72,8 @@ def _switched_off(node: Node) -> Node:
 
 
 def _keep_all(graph: OperatorGraph, drawn: Node, nodes: list[Node]) -> None:
-    """Dropout by operators of its own keeps every element, and does not scale: what is drawn is divided by the probability
-    to keep."""
+    """Make a dropout composed of operators keep every element without scaling, where the drawn mask is divided by the
+    probability to keep."""
     mask = drawn.outputs[0]
     users = () if mask is None else graph.consumers.get(mask, ())
     scaling = [user for user in users if graph.nodes[user].op.startswith("aten.div.")]
@@ -92,7 +92,7 @@ def _not_switched_off(node: Node) -> InputError:
 
 
 def _by_token(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` whose loss is that of each token, in order; as it is where the loss is no cross entropy."""
+    """Return `graph` with the loss of each token, in order; unchanged if the loss is not a cross entropy."""
     terms = list(_terms(graph))
     if not terms:
         return graph
@@ -101,7 +101,7 @@ def _by_token(graph: OperatorGraph) -> OperatorGraph:
     def called(
         op: str, args: tuple[object, ...], inputs: tuple[int, ...], num_elements: int, dtype: str
     ) -> int:
-        """A further operator at the end of the forward; returns the value it makes."""
+        """Add an operator at the end of the forward; return its result."""
         value, last = len(values), nodes[graph.forward_ids[-1]]
         values.append(Value(value, contiguous((num_elements,), dtype), value, Origin.NODE, node=len(nodes)))
         ordinal = len(nodes)
@@ -136,12 +136,12 @@ def _by_token(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
-    """Losses that the mean is made of, in order: those of a cross entropy, or of the tokens that a mask says."""
+    """Yield the losses of the mean, in order: those of a cross entropy, or of the tokens in a mask."""
     terms: dict[int, int | None] = {}
     for node in _above(graph, graph.loss):
         if node.op == _NLL:
             if node.args[2] is not None:
-                return  # classes have weights, so that the sum is not that of the tokens' losses
+                return  # with class weights the sum is not that of the tokens' losses
             if node.args[_REDUCTION] == _MEAN and node.id != _uncast(graph, graph.loss):
                 return  # a mean that is scaled, or added to another loss
             terms[node.id] = None
@@ -152,18 +152,18 @@ def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
             terms[source.id] = source.args[0].value
     for place in sorted(terms):
         loss = graph.nodes[place].outputs[0]
-        assert loss is not None, "what the loss is made of is used"
+        assert loss is not None, "operands of the loss are used"
         yield loss, terms[place]
 
 
 def _uncast(graph: OperatorGraph, value: int) -> int:
-    """The operator that makes a value, but for casts."""
+    """Return the operator that produces a value, ignoring casts."""
     node = graph.nodes[graph.values[value].node]
     return _uncast(graph, node.inputs[0]) if node.op == _CAST else node.id
 
 
 def _above(graph: OperatorGraph, loss: int) -> Iterable[Node]:
-    """The operators that only put the loss together, from the loss upwards, and those at which that ends."""
+    """Yield the operators that only combine the loss, from the loss upwards, and those whose results they combine."""
     waiting, seen = [loss], set[int]()
     while waiting:
         number = graph.values[waiting.pop()].node
@@ -173,4 +173,4 @@ def _above(graph: OperatorGraph, loss: int) -> Iterable[Node]:
         node = graph.nodes[number]
         yield node
         if node.op in _JOINING:
-            waiting.extend(node.inputs[:1] if node.op == _SHARE else node.inputs)  # not what it is divided by
+            waiting.extend(node.inputs[:1] if node.op == _SHARE else node.inputs)  # not the divisor

@@ -1,9 +1,9 @@
-"""Experts as runtimes with kernels of their own run them, and as several ranks share them out.
+"""Grouped experts, as in runtimes with special kernels, and expert parallelism.
 
-Copies of tokens, one for each expert that a token was routed to, are permuted so that those of one expert follow each other,
-and their weights are applied between the experts' products, so that the last product's result need not be kept. Where ranks
-share the experts out, copies are sent to the rank that holds theirs, and back: the graph is that of a rank to which as many
-come as leave it. Gates, and experts that all tokens have, stay on every rank.
+Copies of tokens, one for each expert that a token was routed to, are permuted so that those of one expert are contiguous,
+and their weights are applied between the experts' matmuls, so that the result of the last need not be saved. With expert
+parallelism, copies are sent to the rank that holds their expert, and back: the graph is that of a rank that receives as many
+as it sends. Gates and shared experts are replicated on every rank.
 
 Source: "GShard" (arXiv 2006.16668) for expert parallelism; the all-to-all dispatcher of Megatron-Core for the order of its
 steps. Ignores: routing that favours some experts. Such a graph is costed, not run.
@@ -24,13 +24,13 @@ from stagewright.tracing.tensor_parallel.operators import define
 
 
 def group_experts(model: nn.Module, size: int = 1, stride: int = 1) -> ExpertParallel | None:
-    """Change the experts of `model` into grouped ones, of which each of `size` ranks, `stride` apart, has an equal part.
+    """Change the experts of `model` into grouped ones, sharded equally over `size` ranks, `stride` apart.
 
-    Returns which parameters are shared out; None where that is none of them.
+    Return the sharded parameters; None if there are none.
 
     Raises:
-        InputError: they are to be shared out, and it has no experts that are kept in one tensor per product, or their number
-            does not divide.
+        InputError: they are to be sharded, but no experts are stored in one tensor per matmul, or their number is not
+            divisible.
     """
     shared: list[str] = []
     for path, module in model.named_modules():
@@ -39,7 +39,7 @@ def group_experts(model: nn.Module, size: int = 1, stride: int = 1) -> ExpertPar
         count = int(module.num_experts)  # type: ignore[arg-type]
         if count % size:
             raise InputError(
-                f"expert parallelism of {size} does not divide the {count} experts of '{path}': choose a width that does"
+                f"expert parallelism of {size} does not divide the {count} experts of '{path}': choose a degree that does"
             )
         module.__class__ = around(_Grouped, type(module))
         module.num_parts, module.num_experts = size, count // size  # type: ignore[assignment]
@@ -49,19 +49,18 @@ def group_experts(model: nn.Module, size: int = 1, stride: int = 1) -> ExpertPar
             shared.append(f"{path}.{name}")
     if size > 1 and not shared:
         raise InputError(
-            "no layer was found whose experts are kept in one tensor per product, so that ranks could share them out: leave "
-            "out --ep"
+            "no layer stores its experts in one tensor per matmul, so they cannot be sharded: leave out --ep"
         )
     return ExpertParallel(size, stride, tuple(shared)) if shared else None
 
 
-def are_shared_out(module: object) -> bool:
-    """Whether a module is experts of which each rank has some."""
+def are_sharded(module: object) -> bool:
+    """Return whether a module has experts that are sharded over ranks."""
     return isinstance(module, _Grouped) and module.num_parts > 1
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Whether a module's own parameters are those of its experts, one after the other, as transformers keeps them."""
+    """Return whether a module's own parameters stack those of its experts, as in transformers."""
     count, held = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     return (
         hasattr(module, "has_gate")
@@ -73,7 +72,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 class _Grouped:
-    """Takes (tokens, width), and of every token its experts and their weights, both (tokens, experts per token)."""
+    """Grouped experts; inputs are (tokens, width), and experts and weights of tokens, both (tokens, experts per token)."""
 
     num_parts: int
     num_experts: int
@@ -94,23 +93,22 @@ class _Grouped:
         return unpermute_rows(self._sent(unpermute_rows(results, inner, 1), copies), order, copies)
 
     def _sent(self, x: Tensor, copies: int) -> Tensor:
-        """Rows of which every rank of the group has sent an equal part; as many as this rank has sent, `copies` of every
-        token."""
+        """Exchange rows so that every rank receives an equal part from each, as many as it sends, `copies` per token."""
         return torch.ops.stagewright.all_to_all(x, EXPERT_GROUP, self.num_parts, copies)
 
     def _computed(self, rows: Tensor, weights: Tensor, expert: Tensor) -> Tensor:
-        """Of (copies, width), sorted by `expert`, the experts' results times their `weights`."""
+        """Return the experts' results times `weights`, for rows (copies, width) sorted by `expert`."""
         bins = expert.float() if expert.device.type == "cpu" else expert.int()  # as kernels count them
         ends = torch.histc(bins, self.num_experts, 0, self.num_experts - 1).cumsum(0, dtype=torch.int32)
         weights = weights.unsqueeze(-1)
-        up = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
+        up = self._matmul("gate_up_proj" if self.has_gate else "up_proj", rows, ends, expert)
         inner = self._apply_gate(up) if self.has_gate else self.act_fn(up)  # type: ignore[attr-defined]
-        return self._product("down_proj", (inner * weights).to(rows.dtype), ends, expert, weights)
+        return self._matmul("down_proj", (inner * weights).to(rows.dtype), ends, expert, weights)
 
-    def _product(
+    def _matmul(
         self, name: str, rows: Tensor, ends: Tensor, expert: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        """Every expert's product, with its bias for each of its rows, which is weighted where `weights` are given."""
+        """Return every expert's matmul plus its bias, times `weights` if given."""
         matrix = getattr(self, name)
         product = functional.grouped_mm(
             rows, matrix if self.is_transposed else matrix.transpose(-2, -1), offs=ends
@@ -122,12 +120,12 @@ class _Grouped:
 
 
 def permute_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Of (rows, width) every row `copies` times, in `order`: copy j is one of row ``order[j] // copies``."""
+    """Return every row of (rows, width) `copies` times, in `order`: copy j is of row ``order[j] // copies``."""
     return torch.ops.stagewright.permute_rows(x, order, copies)
 
 
 def unpermute_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """The sums of the copies of every row, that `permute_rows` has put in `order`."""
+    """Return the sum of the copies of every row, which `permute_rows` has put in `order`."""
     return torch.ops.stagewright.unpermute_rows(x, order, copies)
 
 
@@ -155,7 +153,7 @@ define(
 
 
 def _not_run(*_: Any) -> Any:
-    raise RunError("a graph whose experts are shared out is predicted, not run: leave out --ep")
+    raise RunError("a graph with expert parallelism is predicted, not run: leave out --ep")
 
 
 def _send_back(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
@@ -172,5 +170,5 @@ define(
 
 @functools.cache
 def around(outer: type, inner: type) -> type:
-    """A class that does what `outer` does around what `inner` does."""
+    """Return a class in which `outer` wraps `inner`."""
     return type(f"{outer.__name__.strip('_')}{inner.__name__}", (outer, inner), {})

@@ -27,7 +27,7 @@ from stagewright.tracing.rules import OperatorCall, OperatorRules, Outcome
 
 
 def build_joint(name: str, captured: Captured, rules: OperatorRules, facts: dict[str, Any]) -> OperatorGraph:
-    """The operator graph of a captured model.
+    """Return the operator graph of a captured model.
 
     Raises:
         TraceError: an operator cannot be differentiated.
@@ -88,11 +88,11 @@ _Kwargs = tuple[tuple[str, Any], ...]
 
 
 class ForwardPass:
-    """Adds the forward of `captured` to a draft.
+    """The forward of `captured`, added to a draft.
 
     * `number`: the value of every captured number;
-    * `calls`: of every forward node its call, for its backward; none of a node within a custom function;
-    * `functions`: of the last node of every call of a custom function that call.
+    * `calls`: the call of every forward node, for its backward; none for a node within a custom function;
+    * `functions`: the call of a custom function, by the last node of its forward.
     """
 
     def __init__(self, captured: Captured, draft: Draft, rules: OperatorRules) -> None:
@@ -104,7 +104,7 @@ class ForwardPass:
         self.functions: dict[int, FunctionUse] = {}
 
     def run(self) -> None:
-        """Raises `TraceError` and `ContractError` as `build_joint` does."""
+        """Add all nodes. Raises `TraceError` and `ContractError` as `build_joint` does."""
         changing = {name for name, _ in self.captured.mutations}
         for source in self.captured.sources:
             changes = source.origin is Origin.INPUT or (
@@ -150,8 +150,8 @@ class ForwardPass:
                 self.number[number] = self._copied(captured, value) if is_hooked else value
 
     def _copied(self, captured: CapturedCall, value: int) -> int:
-        """A value that has a backward of its own: a copy of one that is derived from a parameter, whose gradient would be
-        added up over microbatches first."""
+        """Return a value with a separate backward: a copy of one derived from a parameter, whose gradient would first be
+        accumulated over microbatches."""
         if self.draft.values[value].part is not Part.DERIVED:
             return value
         call, refs = self.draft.call(_CLONE, (Ref(value),))
@@ -164,7 +164,7 @@ class ForwardPass:
         return copy
 
     def _add_function(self, captured: CapturedCall, function: FunctionCall, refs: tuple[int, ...]) -> None:
-        """A call of a custom function: its forward operators, of which the last stands for its backward."""
+        """Add a call of a custom function: its forward operators, of which the last stands for its backward."""
         values = self.draft.values
         wanted = [index for index, ref in enumerate(refs) if values[ref].needs_grad and not captured.no_grad]
         weights = tuple(index for index in wanted if values[refs[index]].parameter >= 0)
@@ -183,7 +183,7 @@ class ForwardPass:
         added = self.draft.nodes[first:]
         last = next((node.id for node in reversed(added) if node.part is Part.FORWARD), None)
         if last is None:
-            raise use.refusal("what it returns depends on no parameter, and yet passes a gradient")
+            raise use.refusal("its results depend on no parameter, yet pass a gradient")
         self.functions[last] = replace(use, steps=recipe.forward.steps, values=local, outputs=outputs)
         for index in recipe.passing:
             values[outputs[index]].needs_grad = True  # type: ignore[index]
@@ -191,7 +191,7 @@ class ForwardPass:
     def _add_steps(
         self, captured: CapturedCall, recipe: Recipe, local: dict[int, int]
     ) -> tuple[int | None, ...]:
-        """The nodes of a recipe on values numbered as in `local`, which is extended by what they make."""
+        """Add the nodes of a recipe on values numbered as in `local`, which is extended by their results."""
         for step in recipe.steps:
             arguments = renumbered((step.args, step.kwargs), local.__getitem__)
             results = self._add_node(captured, step.op, *arguments)
@@ -203,11 +203,10 @@ class ForwardPass:
         return tuple(None if number is None else local[number] for number in recipe.results)
 
     def _can_view(self, call: OperatorCall, needs: tuple[bool, ...]) -> bool:
-        """Whether a view is possible on the layouts of this graph.
+        """Return whether a view is possible with the layouts of this graph.
 
-        An exported graph lacks the copies that the layouts seen during its export made needless. A kernel chosen because
-        gradients are needed (attention with a trained bias) may lay its output out otherwise, and then eager execution
-        makes the copy.
+        An exported graph lacks the copies that were needless with the layouts during export. A kernel chosen because
+        gradients are needed (attention with a trained bias) may produce another layout, and then eager execution copies.
         """
         try:
             self.rules.evaluate(call, needs)
@@ -238,7 +237,7 @@ class ForwardPass:
         return outputs
 
     def _is_kept(self, captured: CapturedCall, call: OperatorCall) -> bool:
-        """Whether selective checkpointing keeps what the call makes; every policy is asked, as some count."""
+        """Return whether selective checkpointing keeps the results of the call; every policy is called, as some count."""
         if not captured.keeps:
             return False
         try:
@@ -247,14 +246,14 @@ class ForwardPass:
         except Exception as error:
             raise TraceError(
                 f"the policy of selective checkpointing around operator {call.op} of module '{captured.module}' at "
-                f"{captured.where} cannot be asked without a tensor's values: {first_line(error)}"
+                f"{captured.where} cannot be evaluated without a tensor's values: {first_line(error)}"
             ) from error
         return any(answers)
 
     def _part(
         self, op: str, refs: tuple[int, ...], outcomes: tuple[Outcome | None, ...], is_random: bool
     ) -> tuple[Part, int]:
-        """When a node runs, and the one parameter that its outputs derive from, or -1."""
+        """Return when a node runs, and the one parameter that its outputs derive from, or -1."""
         parts = {self.draft.values[ref].part for ref in refs}
         parameters = {self.draft.values[ref].parameter for ref in refs} - {-1}
         if Part.FORWARD in parts or is_random:
@@ -281,9 +280,9 @@ class FunctionUse:
     """A call of a custom function as part of a graph.
 
     Attributes:
-        inputs: the values of its tensors, of which those numbered `activations` and `weights` get gradients.
-        steps: of its forward.
-        values: by their numbers in its recipe.
+        inputs: the values of its tensors; those numbered `activations` and `weights` get gradients.
+        steps: the steps of its forward.
+        values: its values by their numbers in its recipe.
         outputs: the values it returns.
     """
 
@@ -299,14 +298,14 @@ class FunctionUse:
     def recipe(
         self, draft: Draft, rules: OperatorRules, cotangents: tuple[tuple[int, TensorMeta], ...] | None = None
     ) -> FunctionRecipe:
-        """For `cotangents` of the outputs so numbered, or of all that pass a gradient."""
+        """Return the recipe for `cotangents` of the outputs with these numbers, or of all that pass a gradient."""
         metas = tuple(draft.values[value].meta for value in self.inputs)
         try:
             recipe = rules.function(self.call, metas, self.activations, self.weights, cotangents)
         except Exception as error:
             raise self.refusal(first_line(error)) from error
         if self.steps and recipe.forward.steps != self.steps:
-            raise self.refusal("it does not do the same when it is called again with equal arguments")
+            raise self.refusal("it behaves differently when called again with equal arguments")
         return recipe
 
     def refusal(self, reason: str) -> TraceError:
@@ -320,10 +319,10 @@ _ADD = "aten.add.Tensor"
 
 
 class BackwardPass:
-    """Adds the backward of what a draft has, whose nodes are those of `calls` and within `functions`.
+    """The backward of a draft's forward, whose nodes are those of `calls` and within `functions`.
 
-    * `gradients`: of parameters and derived values, as values of their own;
-    * `contributions`: to each of them, as (forward node, value);
+    * `gradients`: values of the gradients of parameters and derived values;
+    * `contributions`: contributions to each of them, as (forward node, value);
     * `seed`: the cotangent of the loss.
     """
 
@@ -346,7 +345,7 @@ class BackwardPass:
         self.seed = -1
 
     def run(self, loss: int) -> None:
-        """From the value `loss`; raises `TraceError` as `build_joint` does."""
+        """Add the backward from the value `loss`. Raises `TraceError` as `build_joint` does."""
         value = self.draft.values[loss]
         if not value.needs_grad:
             raise TraceError(
@@ -360,7 +359,7 @@ class BackwardPass:
                     self._go_back(node)
 
     def _go_back(self, node: Node) -> None:
-        """What `node` contributes to the cotangents of its arguments."""
+        """Add the contributions of `node` to the cotangents of its arguments."""
         for value in node.outputs:
             if value in self.hooks and value in self.cotangent and node.id in self.calls:
                 self._call_hooks(node, value)
@@ -385,7 +384,7 @@ class BackwardPass:
         self._add_backward(node, recipe, node.inputs, weights, local)
 
     def _go_back_through(self, node: Node, use: FunctionUse) -> None:
-        """What a custom function, whose last forward operator is `node`, contributes to the cotangents of its arguments."""
+        """Add the contributions of a custom function, whose last forward is `node`, to the cotangents of its arguments."""
         for value in use.outputs:
             if value in self.hooks and value in self.cotangent:
                 self._call_hooks(node, value)
@@ -402,7 +401,7 @@ class BackwardPass:
         self._add_backward(node, recipe.backward, use.inputs, use.weights, {**use.values, **following})
 
     def _call_hooks(self, node: Node, value: int) -> None:
-        """The cotangent of `value`, which `node` makes, as its hooks change it."""
+        """Return the cotangent of `value`, a result of `node`, after its hooks."""
         for hook in self.hooks.pop(value):
             gradient = self.cotangent[value]
             layout = _own_storage(self.draft.values[gradient].meta)
@@ -426,7 +425,7 @@ class BackwardPass:
         weights: tuple[int, ...],
         local: dict[int, int],
     ) -> None:
-        """The steps of a recipe for `node` on values numbered as in `local`, and what they contribute to `inputs`."""
+        """Add the steps of a recipe for `node` on values numbered as in `local`, and their contributions to `inputs`."""
         for part, steps in ((Part.INPUT_GRAD, recipe.input_grad), (Part.WEIGHT_GRAD, recipe.weight_grad)):
             for step in steps:
                 self._add_step(node, step, part, local)
@@ -445,7 +444,7 @@ class BackwardPass:
     def _recipe(
         self, node: Node, activations: tuple[int, ...], weights: tuple[int, ...], seeds: Mapping[int, int]
     ) -> BackwardRecipe:
-        """For the cotangents `seeds` of the outputs so numbered."""
+        """Return the recipe for the cotangents `seeds` of the outputs with these numbers."""
         metas = tuple(_own_storage(self.draft.values[seed].meta) for seed in seeds.values())
         try:
             return self.rules.backward(self.calls[node.id], activations, weights, tuple(seeds), metas)

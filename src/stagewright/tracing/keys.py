@@ -6,7 +6,7 @@ _MASK = (1 << 63) - 1
 
 
 def key(*coordinates: int) -> int:
-    """A well-mixed 63-bit seed for one place, such as (seed, step, microbatch, draw).
+    """Return a well-mixed 63-bit seed for one place, such as (seed, step, microbatch, draw).
 
     Source: the splitmix64 finaliser (Steele, Lea and Flood 2014) applied to each coordinate in turn.
     """

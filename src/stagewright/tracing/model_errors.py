@@ -15,8 +15,8 @@ from stagewright.errors import StagewrightError, TraceError
 
 
 class CannotTrace(Exception):
-    """Why something in the model's code cannot be traced, and what to do instead; `tracing_errors` says where it is, unless
-    `line` does."""
+    """The reason why something in the model's code cannot be traced, and what to do instead; `tracing_errors` adds the
+    location, unless `line` has it."""
 
     def __init__(self, reason: str, line: str = "") -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ _NOT_MODEL_CODE = ("/torch/", "stagewright/tracing/", "<", "/contextlib.py")
 
 
 def source_line(node: torch.fx.Node) -> str:
-    """File and line of the model's code that made an exported node; empty where it is not known."""
+    """Return file and line of the model's code behind an exported node; empty if unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [frame for frame in frames if not frame[0].startswith("<")]
     return _short(*frames[-1]) if frames else ""
@@ -37,7 +37,7 @@ def source_line(node: torch.fx.Node) -> str:
 
 @contextmanager
 def tracing_errors(model: torch.nn.Module) -> Iterator[None]:
-    """Turn whatever goes wrong while the model's code runs into one error naming module and line."""
+    """Turn any error in the model's code inside into one that names module and line."""
     names = {id(module): path for path, module in model.named_modules()}
     entered: list[str] = []
 
@@ -79,10 +79,10 @@ def first_line(error: Exception) -> str:
 
 
 def code_line(frame: Any = None) -> str:
-    """File and line of a model's code: of `frame`, or of the innermost such frame; empty where it is other code."""
+    """Return file and line of the model's code in `frame`, by default in the innermost such frame; empty for other code."""
     frames = [frame] if frame is not None else [item for item, _ in traceback.walk_stack(None)]
-    own = (item for item in frames if _is_model_code(item.f_code.co_filename))
-    innermost = next(own, None)
+    model_frames = (item for item in frames if _is_model_code(item.f_code.co_filename))
+    innermost = next(model_frames, None)
     return "" if innermost is None else _short(innermost.f_code.co_filename, innermost.f_lineno)
 
 
@@ -100,7 +100,7 @@ def _is_model_code(filename: str) -> bool:
 
 
 def is_own_code(filename: str) -> bool:
-    """Whether a file is of the user and not of an installed library or of Python."""
+    """Return whether a file is the user's, not that of an installed library or of Python."""
     return _is_model_code(filename) and not filename.startswith(_LIBRARIES)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by the names of `torch.optim`, or from a factory, and what they keep: asked of torch, on small parameters."""
+"""Optimizers of `torch.optim` or from a factory, and their state, measured with torch on small parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Kept = dict[str, Any]
 Make = Callable[[Groups], list[Optimizer]]
 
 _SIZES = (3, 5, 7, 11, 13)
-"""Of the dimensions of a small parameter: each tells which one it is."""
+"""Sizes of the dimensions of a small parameter, all distinct."""
 _LARGE = 64
 _NOT_TAKEN = {
     "lbfgs": "needs the loss again within a step",
@@ -41,7 +41,7 @@ _NOT_TAKEN = {
 
 
 def optimizer_names() -> dict[str, Callable[..., Optimizer]]:
-    """Those of torch by their names in small letters.
+    """Return the optimizers of torch by their names in lower case.
 
     >>> optimizer_names()["adamw"]
     <class 'torch.optim.adamw.AdamW'>
@@ -55,10 +55,11 @@ def optimizer_names() -> dict[str, Callable[..., Optimizer]]:
 def maker(
     name: str, learning_rate: float, options: Mapping[str, Any], device: torch.device | None = None
 ) -> Make:
-    """What makes the optimizers of parameter groups: one, or of a factory perhaps several that share the parameters out.
+    """Return a function that creates the optimizers of parameter groups: one, or several from a factory for different
+    parameters.
 
-    Fused where the optimizer has that for parameters on `device` (by default the CPU), else working on all tensors of a
-    group at once where it can. ``muon`` has matrices alone: all other parameters are AdamW's.
+    They are fused if the optimizer supports that for parameters on `device` (by default the CPU), else work on all tensors
+    of a group at once if they can. ``muon`` takes only matrices: AdamW takes all other parameters.
 
     Raises:
         InputError: there is no such optimizer, or it has no such option; a factory cannot be loaded.
@@ -74,12 +75,14 @@ def maker(
             f"no optimizer '{name}'{nearest(name, supported)}: use one of {', '.join(supported)}, or package.module:factory"
         )
     kind = supported[name]
-    own = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")]
+    accepted = [
+        key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")
+    ]
     for key in given:
-        if key not in own:
+        if key not in accepted:
             raise InputError(
-                f"optimizer '{name}' has no option '{key}'{nearest(key, own)}: it has {', '.join(own)}; learning_rate and "
-                "weight_decay are the job's"
+                f"optimizer '{name}' has no option '{key}'{nearest(key, accepted)}: it has {', '.join(accepted)}; "
+                "learning_rate and weight_decay are the job's"
             )
     arguments = {"lr": learning_rate, **given}
     way = {} if "fused" in given or "foreach" in given else _fastest(kind, str(device or "cpu"))
@@ -93,7 +96,7 @@ def _checked(groups: Groups, has_decay: bool, name: str) -> list[dict[str, Any]]
     if has_decay:
         return [dict(group) for group in groups]
     if any(group["weight_decay"] for group in groups):
-        raise InputError(f"optimizer '{name}' has no weight decay: leave weight_decay out, or 0")
+        raise InputError(f"optimizer '{name}' has no weight decay: leave out weight_decay, or set it to 0")
     return [{"params": group["params"]} for group in groups]
 
 
@@ -155,10 +158,10 @@ def _fastest(kind: Callable[..., Optimizer], device: str) -> dict[str, bool]:
     return {}
 
 
-# -- asking ---------------------------------------------------------------------------------------------------------------
+# -- measuring ----------------------------------------------------------------------------------------------------------
 
 
-def asked(
+def state_fields(
     name: str,
     learning_rate: float,
     options: Mapping[str, Any],
@@ -166,16 +169,16 @@ def asked(
     takes_decay: bool = False,
     named: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What an optimizer keeps of parameters of a type, and what a step moves, as a few steps on small parameters show: the
-    fields of `stagewright.estimation.optimizer.OptimizerState`.
+    """Return an optimizer's state for parameters of a type and the traffic of a step, measured in steps on small parameters:
+    the fields of `stagewright.estimation.optimizer.OptimizerState`.
 
-    With `takes_decay` weights decay, but for those of one dimension. `named` are the dimensions of a model's parameters by
-    name, for factories that tell them apart by those; what a step moves is then that of parameters of no such name.
+    With `takes_decay` weights decay, except those of one dimension. `named` has the dimensions of a model's parameters by
+    name, for factories that depend on them; the traffic of a step is then that of parameters with other names.
 
-    Ignores: what other devices do in other ways; matrices as small as the product of two others.
+    Ignores: differences between devices; matrices as small as the product of two others.
 
     Raises:
-        InputError: as `maker`; or it keeps what is neither a tensor nor a number, or takes no parameter of any kind.
+        InputError: as `maker`; or its state is neither a tensor nor a number, or it accepts no kind of parameter.
     """
     make_all, dtype = maker(name, learning_rate, options), DTYPES[dtype_name]
     decay = 0.1 if takes_decay else 0.0
@@ -215,7 +218,7 @@ def asked(
 
 
 def dims_of_parameters(reference: ModelReference, sequence_length: int, dtype_name: str) -> dict[str, int]:
-    """Of every parameter of a model that is trained, by its name."""
+    """Return the number of dimensions of every trained parameter of a model, by name."""
     module = build(reference, 1, sequence_length, dtype_name, fake=True).module
     return {name: parameter.dim() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
@@ -223,8 +226,8 @@ def dims_of_parameters(reference: ModelReference, sequence_length: int, dtype_na
 def _with_names(
     state: dict[str, Any], make: Make, named: Mapping[str, int], dtype: torch.dtype, decay: float
 ) -> dict[str, Any]:
-    """`state` with what is other for some of the parameters. Where they are treated in several ways, by name or dimensions,
-    they cannot be ranges of buffers, which have neither."""
+    """Return `state` with the exceptions for some parameters. If parameters are treated differently by name or dimensions,
+    they cannot be ranges of flat buffers, which have neither."""
     parameters = {
         name: torch.nn.Parameter(torch.randn(_SIZES[:dims], dtype=dtype)) for name, dims in named.items()
     }
@@ -257,18 +260,18 @@ def _with_names(
         for parameter in group["params"]
     }
     by_itself = bool(state["is_elementwise"])
-    usual = state["of_dims"]
+    of_dims = state["of_dims"]
     if by_itself:
-        usual = {dims: _of_any_shape(usual[1], dims) for dims in range(len(_SIZES) + 1)}
-    others: dict[str, list[Kept]] = {}
+        of_dims = {dims: _of_any_shape(of_dims[1], dims) for dims in range(len(_SIZES) + 1)}
+    of_names: dict[str, list[Kept]] = {}
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
         kept = _kept_of(state_of(optimizers, parameter), shape, dtype, name)
-        if _sizes(kept, shape) != _sizes(usual.get(len(shape), []), shape):
-            others[pattern_of(name)] = kept
+        if _sizes(kept, shape) != _sizes(of_dims.get(len(shape), []), shape):
+            of_names[pattern_of(name)] = kept
     if by_itself and (len(ways) > 1 or len(decays) > 2):
-        return state | {"is_elementwise": False, "of_dims": usual, "of_names": others}
-    return state | {"of_names": others}
+        return state | {"is_elementwise": False, "of_dims": of_dims, "of_names": of_names}
+    return state | {"of_names": of_names}
 
 
 _OF_GROUP = ("params", "param_names", "weight_decay")
@@ -282,7 +285,7 @@ def _sizes(kept: Iterable[Kept], shape: Sequence[int]) -> list[tuple[int, str | 
 
 
 def _of_any_shape(kept: Iterable[Kept], dims: int) -> list[Kept]:
-    """Of an element-wise optimizer, what it keeps of a parameter of so many dimensions."""
+    """Return the state of an element-wise optimizer for a parameter of `dims` dimensions."""
     whole = tuple(range(dims))
     return [{**buffer, "dims": whole} if buffer["dims"] else buffer for buffer in kept]
 
@@ -309,7 +312,7 @@ def _stepped(
 
 
 def state_of(optimizers: Iterable[Optimizer], parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """What the one of `optimizers` that has `parameter` keeps of it."""
+    """Return the state of `parameter` in the one of `optimizers` that has it."""
     for optimizer in optimizers:
         if parameter in optimizer.state:
             return optimizer.state[parameter]
@@ -341,13 +344,13 @@ def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -
             dims.append(shape.index(size))
         else:
             factor *= size
-    own = str(tensor.dtype).removeprefix("torch.")
+    element_type = str(tensor.dtype).removeprefix("torch.")
     is_wide = tensor.dtype == dtype and len(dims) > 0
-    return {"dims": tuple(dims), "factor": factor, "dtype": None if is_wide else own}
+    return {"dims": tuple(dims), "factor": factor, "dtype": None if is_wide else element_type}
 
 
 def _is_elementwise(make: Make) -> bool:
-    """Whether a matrix and two ranges of its elements learn the same."""
+    """Return whether a matrix and two ranges of its elements are updated alike."""
     torch.manual_seed(1)
     try:
         (whole, first, second), groups = _parameters([(6, 4), (9,), (15,)], torch.float64)
@@ -370,7 +373,7 @@ def _is_elementwise(make: Make) -> bool:
 
 
 class _Step(TorchDispatchMode):
-    """Counts what a step reads and writes, and what is there at most beside what was there before, in bytes of one of
+    """A mode that counts the reads and writes of a step and its peak of additional memory, in units of the bytes of one of
     the parameters, all of which are alike."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -382,7 +385,7 @@ class _Step(TorchDispatchMode):
 
     @classmethod
     def of(cls, make: Make, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> _Step:
-        """Of the third step on parameters of `shapes`."""
+        """Return the counts of the third step on parameters of `shapes`."""
         parameters, optimizers = _stepped(make, shapes, dtype)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
@@ -430,7 +433,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _products(make: Make, dtype: torch.dtype) -> tuple[float, float]:
-    """The factors of s s l and of s s s in the FLOP of a step, from those of two matrices."""
+    """Return the factors of s s l and of s s s in the FLOP of a step, from those of two matrices."""
     flop = []
     for shape in ((_LARGE, _LARGE), (_LARGE, 2 * _LARGE)):
         with FlopCounterMode(display=False) as counter:

@@ -68,7 +68,7 @@ class FakeTensorMode(_fake.FakeTensorMode):
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether `op` has no derivative of its own: it is defined by other operators and must be lowered to them."""
+    """Return whether `op` has no own derivative: it is defined by other operators and must be lowered to them."""
     return op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), "CompositeImplicitAutograd"
     )
@@ -76,19 +76,17 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 
 @contextlib.contextmanager
 def converting_in_place() -> Iterator[None]:
-    """While it is open, ``module.to(...)`` replaces the fake parameters of a module, and leaves those that are as wanted.
+    """Make ``module.to(...)`` inside replace the fake parameters of a module, except those that already match.
 
-    PyTorch would swap their contents, which it refuses where something refers weakly to them.
+    PyTorch would swap their contents, which it refuses if there are weak references to them.
     """
     convert = torch.nn.Module._apply
-    done: dict[
-        tuple[int, int], tuple[Any, ...]
-    ] = {}  # with what the numbers identify, so that it stays alive
+    done: dict[tuple[int, int], tuple[Any, ...]] = {}  # with the identified objects, so that they stay alive
 
     def converted(
         fn: Callable[[torch.Tensor], torch.Tensor], whole: torch.nn.Parameter
     ) -> torch.nn.Parameter:
-        if (id(fn), id(whole)) not in done:  # what is tied stays so
+        if (id(fn), id(whole)) not in done:  # tied tensors stay tied
             with torch.no_grad():
                 result = fn(whole)
             parameter = whole if result is whole else torch.nn.Parameter(result, whole.requires_grad)
@@ -118,19 +116,19 @@ def converting_in_place() -> Iterator[None]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage behind a (possibly fake) tensor, for as long as the storage is alive."""
+    """Return the identity of the storage of a (possibly fake) tensor, valid while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
 def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
-    """The position of an argument in the schema of `op`; None where it has no such argument."""
+    """Return the position of an argument in the schema of `op`; None where it has no such argument."""
     names = [argument.name for argument in op._schema.arguments]
     return names.index(name) if name in names else None
 
 
 @contextlib.contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While it is open, ``torch.inference_mode`` is ``torch.no_grad``, which an exporter understands."""
+    """Make ``torch.inference_mode`` inside ``torch.no_grad``, which an exporter understands."""
     mode = torch.inference_mode
     enter, leave = mode.__enter__, mode.__exit__
 
@@ -148,23 +146,23 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 def depends_on_data(error: BaseException | None) -> bool:
-    """Whether code failed because it looks at the values of fake tensors."""
+    """Return whether code failed because it reads the values of fake tensors."""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def returns_list(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator returns a list of tensors, however many."""
+    """Return whether an operator returns a list of any number of tensors."""
     returns = op._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def is_mutable(op: Any) -> bool:
-    """Whether an operator writes to one of its arguments."""
+    """Return whether an operator writes to one of its arguments."""
     return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
 
 
 def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments of a call that `op` writes to, of lists their items."""
+    """Yield the arguments of a call that `op` writes to, for lists their items."""
     if not is_mutable(op):
         return
     for place, argument in enumerate(op._schema.arguments):
@@ -174,13 +172,13 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call of `op` writes to."""
+    """Yield the tensors that a call of `op` writes to."""
     yield from (item for item in written_arguments(op, args, kwargs) if isinstance(item, torch.Tensor))
 
 
 @functools.cache
 def operator_names() -> tuple[str, ...]:
-    """Every operator of the ``aten`` namespace, with its overload: ``softmax.int``, ``linear``."""
+    """Return every operator of the ``aten`` namespace, with its overload: ``softmax.int``, ``linear``."""
     names = torch._C._dispatch_get_all_op_names()
     return tuple(sorted(name.removeprefix("aten::") for name in names if name.startswith("aten::")))
 
@@ -189,14 +187,14 @@ def operator_names() -> tuple[str, ...]:
 def generated_bindings(
     name: str,
 ) -> tuple[tuple[Callable[..., Any], ...], Callable[..., Any] | None]:
-    """What torch generates to call an operator of ``aten`` from Python: functions, and the method of tensors, if any."""
+    """Return torch's generated Python bindings of an ``aten`` operator: functions, and the tensor method, if any."""
     spaces = [getattr(torch._C, space) for space in ("_VariableFunctions", "_nn")]
     functions = tuple(getattr(space, name) for space in spaces if hasattr(space, name))
     return functions, getattr(torch._C.TensorBase, name, None)
 
 
 def has_autocast_kernel(name: str, device: str) -> bool:
-    """Whether autocast of a device ("CPU", "CUDA") has a rule for an operator."""
+    """Return whether autocast of a device ("CPU", "CUDA") has a rule for an operator."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device}")
 
 
@@ -206,13 +204,13 @@ def run_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
-    """Operators called while it is open are not cast by the CPU's autocast."""
+    """Keep the CPU's autocast from casting operators inside."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 @contextlib.contextmanager
 def with_autograd() -> Iterator[None]:
-    """While it is open, operators are differentiable also inside the kernel of another, and under dispatch modes."""
+    """Make operators differentiable inside, also in the kernel of another and under dispatch modes."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -222,29 +220,29 @@ def with_autograd() -> Iterator[None]:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Operators called while it is open see no dispatch mode: neither fake tensors nor a tape."""
+    """Run operators inside without dispatch modes: neither fake tensors nor a tape."""
     return _disable_current_modes()
 
 
 def is_seen_by_modes() -> bool:
-    """Whether a dispatch mode sees every operator that is called now; torch 2.13 compiles nothing under one."""
+    """Return whether a dispatch mode is active; torch 2.13 compiles nothing under one."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """How many refer to `tensor` itself, all of Python counted as one; views of it refer to it too."""
+    """Return the number of references to `tensor`, counting all of Python as one; its views count too."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def num_holders_of_storage(tensor: torch.Tensor) -> int:
-    """How many tensors and others hold the storage of `tensor`."""
+    """Return the number of tensors and other holders of the storage of `tensor`."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
 def light_exports() -> Iterator[None]:
-    """While it is open, `torch.export` looks for composite operators only where some were registered since, and compiles no
-    Python code of graphs that nobody runs. Together they take an eighth of a trace."""
+    """Make `torch.export` inside search for composite operators only if new ones were registered, and compile no Python code
+    of graphs that nobody runs. Together these take an eighth of a trace."""
     original = _exported._collect_all_valid_cia_ops
 
     def known() -> set[Any]:
@@ -270,14 +268,14 @@ _COMPOSITES: dict[int, set[Any]] = {}
 
 @contextlib.contextmanager
 def replaced_function_calls(call: Callable[..., Any]) -> Iterator[None]:
-    """While it is open, ``F.apply(*args, **kwargs)`` of a `torch.autograd.Function` that is not torch's own is
-    ``call(F, apply, args, kwargs)``."""
+    """Replace ``F.apply(*args, **kwargs)`` inside by ``call(F, apply, args, kwargs)``, for each `torch.autograd.Function`
+    outside torch."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        own = original.__get__(None, cls)
+        original_apply = original.__get__(None, cls)
         is_torch = cls.__module__.partition(".")[0] == "torch"
-        return own(*args, **kwargs) if is_torch else call(cls, own, args, kwargs)
+        return original_apply(*args, **kwargs) if is_torch else call(cls, original_apply, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     try:
@@ -293,23 +291,23 @@ Recomputed = Callable[..., Any]
 def checkpoints_run_within(
     region: Callable[[Any, tuple[Any, ...], bool], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """While it is open, `torch.utils.checkpoint` saves what its function does as if it was not there, and calls it within
+    """Make `torch.utils.checkpoint` inside call its function as plain code, within
     ``region(context_fn or None, arguments, use_reentrant)``."""
 
     def without_reentrant(
-        function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any
+        function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         context = None if context_fn is _checkpoint.noop_context_fn else context_fn
-        with region(context, (*rest, kwargs), False):
+        with region(context, (*args, kwargs), False):
             yield
 
     def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args)
         with region(None, args, True):
-            # Autograd adds up what the function gives to an argument on its own, and then goes from the first to the last.
-            own = [arg.view_as(arg) if isinstance(arg, torch.Tensor) else arg for arg in reversed(args)]
-            return function(*reversed(own))
+            # Autograd accumulates the gradients of each argument separately, then goes from the first to the last.
+            separate = [arg.view_as(arg) if isinstance(arg, torch.Tensor) else arg for arg in reversed(args)]
+            return function(*reversed(separate))
 
     with _replaced_checkpoint(without_reentrant, reentrant):
         yield
@@ -317,12 +315,12 @@ def checkpoints_run_within(
 
 @contextlib.contextmanager
 def checkpoints_recomputed_by(wrap: Callable[[Recomputed], Recomputed]) -> Iterator[None]:
-    """While it is open, functions that go through `torch.utils.checkpoint` are run again as ``wrap(function)``, which is
-    called when they are first run."""
+    """Make functions under `torch.utils.checkpoint` inside recompute as ``wrap(function)``, which is called on their first
+    run."""
     generator, original = _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction
 
-    def without_reentrant(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
-        return generator(wrap(function), *rest, **kwargs)
+    def without_reentrant(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return generator(wrap(function), *args, **kwargs)
 
     def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
         runs = iter([function])
@@ -347,13 +345,13 @@ def _replaced_checkpoint(without_reentrant: Any, reentrant: Any) -> Iterator[Non
 
 
 def selective_policy(contexts: Any) -> Callable[..., Any] | None:
-    """The policy in the result of a ``context_fn``; None unless `create_selective_checkpoint_contexts` made it."""
+    """Return the policy in the result of a ``context_fn``; None unless `create_selective_checkpoint_contexts` made it."""
     first = contexts[0] if isinstance(contexts, tuple) and len(contexts) == 2 else None
     return first.policy_fn if type(first) is _checkpoint._CachingTorchDispatchMode else None
 
 
 def kept_by(policy: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether a policy of selective checkpointing keeps what `op` made: PyTorch recomputes what it says to offload."""
+    """Return whether a policy of selective checkpointing keeps the result of `op`; PyTorch recomputes what it offloads."""
     if op in _checkpoint.SAC_IGNORED_OPS:
         return False
     context = _checkpoint.SelectiveCheckpointContext(is_recompute=False)
@@ -371,7 +369,7 @@ class Hook:
     owner: str
     function: str
     method: str
-    """By which it was registered."""
+    """Method that registered it."""
     parameter: str | None = None
     """Name of the parameter that it hangs on."""
 
@@ -393,7 +391,7 @@ _METHODS_OF_PARAMETERS = {
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[Hook]:
-    """Hooks on the parameters of a model and on its modules."""
+    """Return the hooks on a model's parameters and modules."""
     for name, parameter in module.named_parameters():
         for attribute, method in _METHODS_OF_PARAMETERS.items():
             for hook in (getattr(parameter, attribute, None) or {}).values():
@@ -405,7 +403,7 @@ def hooks_of(module: torch.nn.Module) -> Iterator[Hook]:
 
 
 def functions_behind(loss: torch.Tensor) -> list[str]:
-    """Names of the `torch.autograd.Function`s in Python that `loss` was computed with."""
+    """Return the names of the Python `torch.autograd.Function`s that `loss` was computed with."""
     waiting, seen, names = [loss.grad_fn], set[Any](), dict[str, None]()
     while waiting:
         node = waiting.pop()

@@ -23,13 +23,13 @@ _COPIES = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.
 
 
 def without_marks(op: str) -> str:
-    """The operator to run for `op`: one whose result is described by layout and storage alone."""
+    """Return the operator to run for `op`: one whose result is described by layout and storage alone."""
     return _COPIES.get(op, op)
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
-    """One operator of a recipe. Values are numbered: arguments first, then outputs in order of production."""
+    """An operator of a recipe. Values are numbered: arguments first, then outputs in order of production."""
 
     op: str
     args: tuple[Any, ...]
@@ -67,7 +67,7 @@ class FunctionRecipe:
 
 
 class _GraphRecorder(TorchDispatchMode):
-    """Notes the operators that run while it is open in a graph, as torch's `make_fx` does in several times the time."""
+    """A mode that records operators in a graph, as torch's `make_fx` does, which takes several times as long."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class _GraphRecorder(TorchDispatchMode):
         return result
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """What made a tensor; of one that nothing made, a constant."""
+        """Return the node that produced a tensor, or a constant for it."""
         if id(tensor) not in self._nodes:
             self._nodes[id(tensor)] = self._constant(tensor), tensor
         return self._nodes[id(tensor)][0]
 
     def _constant(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """A tensor of the code: an operator that makes it where its elements are equal, as those of a number are."""
+        """Return the node of a tensor from the code: an operator that creates it if all elements are equal."""
         element = the_element(tensor)
         if element is None:
             return self.graph.get_attr("_tensor_constant0")
@@ -107,7 +107,7 @@ class _GraphRecorder(TorchDispatchMode):
 
 
 def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor]) -> torch.fx.Graph:
-    """The operators that `function` dispatches below autograd, from `inputs` to what it returns."""
+    """Return the operators that `function` dispatches below autograd, from `inputs` to what it returns."""
     with _GraphRecorder(inputs) as recorder:
         results = function(*inputs)
     recorder.graph.output(tree_map_only(torch.Tensor, recorder.node, results))
@@ -115,7 +115,7 @@ def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor])
 
 
 def recipe(graph: torch.fx.Graph, num_arguments: int) -> Recipe:
-    """The steps of a traced operator, and which values are its outputs.
+    """Return the steps of a traced operator, and which values are its outputs.
 
     Raises:
         TraceError: the operator makes a tensor constant.
@@ -130,8 +130,8 @@ def backward_recipe(
     activations: tuple[int, ...],
     weights: tuple[int, ...],
 ) -> BackwardRecipe:
-    """The backward in a joint trace of operator `op`: what the gradients of the arguments numbered `activations` need is
-    I, everything else that those of `weights` need is W.
+    """Return the backward in a joint trace of operator `op`: the steps for the gradients of the arguments numbered
+    `activations` are I, all further steps for those of `weights` are W.
 
     Args:
         graph: from arguments and cotangents to outputs and these gradients.
@@ -170,10 +170,10 @@ def function_recipe(
     activations: tuple[int, ...],
     weights: tuple[int, ...],
 ) -> FunctionRecipe:
-    """The recipe of a custom function; its backward is split as that of an operator is (see `backward_recipe`).
+    """Return the recipe of a custom function; its backward is split like that of an operator (see `backward_recipe`).
 
     Args:
-        graph: as there; nothing that its forward makes is left out, and an operator `mark` stands between the two.
+        graph: as there; no result of its forward is left out, and an operator `mark` separates forward and backward.
         passing: which outputs pass a gradient.
     """
     num_arguments, num_outputs, num_cotangents = counts
@@ -216,8 +216,8 @@ def function_recipe(
 
 
 def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[RecipeStep, ...], tuple[int | None, ...]]:
-    """Steps of an fx graph whose placeholders are numbered first, and the numbers of its results; getitem nodes become
-    outputs of their producer."""
+    """Return the steps of an fx graph whose placeholders are numbered first, and the numbers of its results; getitem nodes
+    become outputs of their producer."""
     numbers: dict[torch.fx.Node, int] = {}
     steps: list[RecipeStep] = []
     results: tuple[int | None, ...] = ()
@@ -244,7 +244,7 @@ def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[RecipeStep, ..
 def _number_outputs(
     node: torch.fx.Node, numbers: dict[torch.fx.Node, int], following: Iterator[int]
 ) -> tuple[int | None, ...]:
-    """The numbers of what `node` makes, None for what nothing uses; they are added to `numbers`."""
+    """Return the numbers of the results of `node`, None for unused ones; they are added to `numbers`."""
     items = [user for user in node.users if str(user.target) == _GETITEM]
     if not items and not isinstance(node.meta.get("val"), list | tuple):
         numbers[node] = next(following)
@@ -260,8 +260,8 @@ def _number_outputs(
 def _places(
     steps: Sequence[RecipeStep], op: str, outputs: Sequence[int | None], counts: tuple[int, int, int]
 ) -> dict[int, int]:
-    """The numbers in a backward recipe of what is there before: of arguments, cotangents, and what the forward makes,
-    which is whatever `op` makes that the outputs depend on."""
+    """Return the numbers in a backward recipe of existing values: arguments, cotangents, and results of the forward, that is
+    the results of `op` that the outputs depend on."""
     num_arguments, num_outputs, num_cotangents = counts
     forward = [step for step in steps if step.op == op and set(step.outputs) & set(outputs)]
     if len(forward) > 1:
@@ -277,7 +277,7 @@ def _places(
 
 
 def _needed(steps: Sequence[RecipeStep], targets: Iterable[int | None], given: Container[int]) -> set[int]:
-    """Places of the steps that make `targets`, directly or through each other, from what is `given`."""
+    """Return the indices of the steps that compute `targets`, directly or indirectly, from `given`."""
     producers = {number: place for place, step in enumerate(steps) for number in step.outputs}
     needed: set[int] = set()
     stack = [number for number in targets if number is not None]

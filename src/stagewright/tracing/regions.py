@@ -1,7 +1,7 @@
-"""Regions of `torch.utils.checkpoint` in a model that is traced: where they begin and end, and what they keep.
+"""Regions of `torch.utils.checkpoint` in a traced model: where they begin and end, and what they keep.
 
-A region becomes two marks in the exported program, which stay in place through its passes: what lies between them is in
-the region. Its numbers are those of the same code without it; what it means for memory is said by `graph.policy`.
+A region becomes two marks in the exported program, which stay in place through its passes: operators between them are in
+the region. Its results are those of the same code without it; `graph.policy` has its effect on memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BEGIN = "stagewright.begin_region.default"
 END = "stagewright.end_region.default"
 
 Keeps = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], bool]
-"""Whether selective checkpointing keeps what an operator makes: operator, arguments, keyword arguments, result."""
+"""Whether selective checkpointing keeps a result, by operator, arguments, keyword arguments and result."""
 
 Context = Callable[[], tuple[Any, Any]] | None
-"""The ``context_fn`` of a region, None where it has none."""
+"""The ``context_fn`` of a region, or None."""
 
 
 class Regions:
@@ -34,7 +34,7 @@ class Regions:
         self._contexts: list[Context] = []
 
     def marked(self) -> AbstractContextManager[None]:
-        """While it is open, regions leave marks and run as if they were not there."""
+        """Make regions inside leave marks and run as plain code."""
         return checkpoints_run_within(self._region)
 
     @contextmanager
@@ -49,7 +49,7 @@ class Regions:
         torch.ops.stagewright.end_region()
 
     def keeps(self, number: int) -> Keeps | None:
-        """What a region keeps that is entered now; None for nothing. Policies may count their calls: each has its own."""
+        """Return what a region entered now keeps; None for nothing. Policies may count calls, so each region has its own."""
         context = self._contexts[number]
         if context is None:
             return None
@@ -59,20 +59,20 @@ class Regions:
 
 @contextmanager
 def without_regions() -> Iterator[None]:
-    """While it is open, what is in regions runs as if they were not there."""
+    """Run regions inside as plain code."""
     with checkpoints_run_within(lambda *region: nullcontext()):
         yield
 
 
 def _check(context: Context, args: tuple[Any, ...], is_reentrant: bool) -> None:
-    """Refuses what autograd would do otherwise than the graph.
+    """Reject regions that autograd would treat differently from the graph.
 
     Raises:
-        CannotTrace: says what, and what to do instead.
+        CannotTrace: names the problem and what to do instead.
     """
     if context is not None and selective_policy(context()) is None:
         raise CannotTrace(
-            "torch.utils.checkpoint has a context_fn from which nobody can read what it keeps: use "
+            "torch.utils.checkpoint has a context_fn that does not reveal what it keeps: use "
             "create_selective_checkpoint_contexts with a policy, or leave it out"
         )
     if not is_reentrant:

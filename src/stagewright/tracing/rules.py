@@ -1,12 +1,12 @@
-"""Rules of single operators, learnt from torch itself on fake tensors and cached by signature.
+"""Rules of single operators, derived from torch on fake tensors and cached by signature.
 
-Three questions are asked of an operator with given layouts of its arguments, and each is answered once:
+Three questions about an operator with given layouts of its arguments are each answered once:
 
-* `lower`: which operators with a derivative of their own does a composite operator (linear, attention) become?
+* `lower`: which differentiable operators does a composite operator (linear, attention) become?
 * `evaluate`: what layouts do its outputs have, which of them share storage with an argument, which need a gradient?
 * `backward`: which operators compute its input gradients (I) and which its weight gradients (W)?
 
-Because layers repeat, a model of hundreds of layers asks these questions a few dozen times. The answers come from
+Because layers repeat, a model of hundreds of layers needs a few dozen answers. They come from
 torch's own dispatcher and autograd formulas, so that running them equals eager execution to the last bit.
 """
 
@@ -45,7 +45,7 @@ from stagewright.tracing.regions import BEGIN
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One tensor output: its layout, the argument whose storage it shares (-1: its own), whether it needs a gradient."""
+    """A tensor output: its layout, the argument whose storage it shares (-1: none), and whether it needs a gradient."""
 
     meta: TensorMeta
     alias: int
@@ -63,11 +63,11 @@ class OperatorCall:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What a slice assignment writes: `source` in the shape and type of `target`."""
+    """Return the value that a slice assignment writes: `source` in the shape and type of `target`."""
     return source.to(target.dtype).expand(target.shape)
 
 
-# Operators that functionalisation makes and autograd has no derivative for.
+# Operators from functionalisation without a derivative in autograd.
 _LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy}
 
 
@@ -80,13 +80,13 @@ _STATISTICS = {("aten.native_layer_norm.default", 1), ("aten.native_layer_norm.d
 _HALF = ("bfloat16", "float16")
 
 
-# Operators that return their argument, though their schema must not say so while a model is exported.
+# Operators that return their argument, although their schema must not say so during export.
 _IDENTITIES = {ENTER}
 
 
 class OperatorRules:
-    """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under, on tensors of
-    a `device`; layouts are those on devices of type `target`."""
+    """Answers about operators, cached by signature. `mode` is the fake tensor mode they are derived under, on tensors of a
+    `device`; layouts are those on devices of type `target`."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device, target: str) -> None:
         self.mode = mode
@@ -100,7 +100,7 @@ class OperatorRules:
         self._composite: dict[str, bool] = {}
 
     def lower(self, call: OperatorCall, needs_grad: tuple[bool, ...]) -> Recipe | None:
-        """The recipe of a composite operator, or None for one that has its own derivative."""
+        """Return the recipe of a composite operator, or None for one that has its own derivative."""
         if call.op not in self._composite:
             self._composite[call.op] = call.op in _LOWERINGS or is_composite(operator(call.op))
         if not self._composite[call.op]:
@@ -124,8 +124,8 @@ class OperatorRules:
         cotangents: tuple[int, ...],
         layouts: tuple[TensorMeta, ...],
     ) -> BackwardRecipe:
-        """Gradients with respect to the arguments numbered `activations` and `weights`, given cotangents of these
-        `layouts` of the outputs numbered `cotangents`."""
+        """Return the gradients of the arguments numbered `activations` and `weights`, given cotangents with these `layouts`
+        of the outputs numbered `cotangents`."""
         key = (call, activations, weights, cotangents, layouts)
         if key not in self._backwards:
             self._backwards[key] = self._trace_backward(*key)
@@ -139,8 +139,8 @@ class OperatorRules:
         weights: tuple[int, ...],
         cotangents: tuple[tuple[int, TensorMeta], ...] | None = None,
     ) -> FunctionRecipe:
-        """The operators of a custom function given arguments of the layouts `metas`, and the gradients with respect to
-        those numbered `activations` and `weights`, given `cotangents` of some outputs (None: of all that have any).
+        """Return the operators of a custom function given arguments of the layouts `metas`, and the gradients of those
+        numbered `activations` and `weights`, given `cotangents` of some outputs (None: of all that have any).
 
         Raises:
             TraceError: its backward cannot be one of fixed operators; says why.
@@ -151,7 +151,7 @@ class OperatorRules:
         return self._functions[key]
 
     def hook(self, function: Callable[[torch.Tensor], Any], layout: TensorMeta) -> Recipe:
-        """The operators of a tensor's hook, from a gradient of this `layout` to the one it returns.
+        """Return the operators of a tensor's hook, from a gradient of this `layout` to the one it returns.
 
         Raises:
             TraceError: it does something else; says what.
@@ -176,7 +176,7 @@ class OperatorRules:
         return self._hooks[key]
 
     def run(self, call: OperatorCall) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Arguments, keyword arguments and the result of a call, with fake tensors."""
+        """Return arguments, keyword arguments and the result of a call, with fake tensors."""
         tensors = self._fakes(call, (False,) * len(call.metas))
         args, kwargs = self._arguments(call, tensors)
         with self.mode, torch.no_grad():
@@ -185,7 +185,7 @@ class OperatorRules:
     # -- asking torch ---------------------------------------------------------------------------------------------
 
     def fake(self, meta: TensorMeta, needs_grad: bool = False) -> torch.Tensor:
-        """A fake tensor of a layout, in a storage of its own."""
+        """Return a fake tensor with a layout, in a new storage."""
         if not meta.offset:
             return empty(meta, self.device).requires_grad_(needs_grad)
         storage = torch.empty(meta.offset + meta.extent, dtype=DTYPES[meta.dtype], device=self.device)
@@ -226,7 +226,7 @@ class OperatorRules:
         )
 
     def _as_run(self, call: OperatorCall, index: int, meta: TensorMeta) -> TensorMeta:
-        """The layout of an output as its kernel makes it, where the shape function errs or is of another device."""
+        """Return the layout of an output from its kernel, where the shape function is wrong or for another device."""
         if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
             return replace(meta, dtype="float64")
         if (call.op, index) in _STATISTICS and self.target != "cpu" and meta.dtype in _HALF:
@@ -236,8 +236,7 @@ class OperatorRules:
     def _graph(
         self, function: Callable[..., Any], tensors: list[torch.Tensor], keeps_all: bool = False
     ) -> torch.fx.Graph:
-        """Operators that `function` dispatches below autograd, without mutations; if it `keeps_all`, with those that
-        nothing uses."""
+        """Return the operators that `function` dispatches below autograd, without mutations; `keeps_all` includes unused."""
         with self.mode, torch.enable_grad():
             graph = recorded(function, tensors)
         if any(node.op == "get_attr" for node in graph.nodes):
@@ -254,7 +253,7 @@ class OperatorRules:
         if not keeps_all:
             graph.eliminate_dead_code()
         for node in reversed(graph.nodes):
-            if isinstance(node.meta.get("val"), torch.device):  # what functionalisation asks of every tensor
+            if isinstance(node.meta.get("val"), torch.device):  # functionalisation gets it of every tensor
                 graph.erase_node(node)
         return graph
 

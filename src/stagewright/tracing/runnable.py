@@ -46,7 +46,7 @@ def compile_function(
     moves: Mapping[str, Callable[..., Any]] | None = None,
     value: Lookup | None = None,
 ) -> Runnable:
-    """Python code for `function`; values in `resident` are looked up instead of passed.
+    """Return Python code for `function`; values in `resident` are looked up instead of passed.
 
     `mark` is called in front of the first operator and after each. `moves` do what operators of `MOVES` say. `value`
     describes a value by its id: with it views that do nothing are left out, and operators called in their cheapest form.
@@ -96,7 +96,7 @@ class Pure:
 def pure_function(
     function: Function, resident: Iterable[int], device: torch.device, name: str = "run"
 ) -> Pure | None:
-    """`function` without side effects; None if it has others than gradients, such as drawing random numbers."""
+    """Return `function` without side effects; None if it has any besides gradients, such as drawing random numbers."""
     if any(node.draw >= 0 for node in function.nodes):
         return None
     resident = frozenset(resident)

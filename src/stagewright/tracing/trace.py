@@ -1,4 +1,4 @@
-"""A model and example inputs -> the operator graph everything else works on."""
+"""Tracing of a model with example inputs into the operator graph that everything else works on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """While it is open, Python does not look for cycles of dead objects: a trace makes many objects and few such cycles."""
+    """Disable garbage collection inside: a trace creates many objects and few reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -56,7 +56,7 @@ def trace_reference(
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
-    """The operator graph of a model reference, which may leave layers out (`stagewright.graph.repeat`); see
+    """Return the operator graph of a model reference, which may leave out layers (`stagewright.graph.repeat`); see
     `stagewright.tracing.cache.trace`."""
     with crashes_reported(reference.name, report) as reported:
         return _trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, reported)
@@ -76,7 +76,7 @@ def _trace_reference(
     cp = facts.get("cp", 1)
     if cp > 1 and reference.kind == "factory":
         raise InputError(
-            f"'{reference.text}' makes its own inputs, of which nothing says how a sequence is divided: leave out --cp"
+            f"'{reference.text}' makes its own inputs, and how to split their sequence is unknown: leave out --cp"
         )
     further = facts.get("further_inputs", ())
     built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True, further_inputs=further)
@@ -123,9 +123,9 @@ def trace_module(
     Args:
         model: real or fake; a real model is not changed and its tensors are not copied.
         inputs: tensors of one microbatch by name; only their layouts matter.
-        facts: what the graph should remember about its making (sequence length, precision). Two of them say how the
-            model is traced: ``target`` is the type of device whose autocast rules hold, and ``autocast`` the element
-            type of an autocast around the whole model.
+        facts: facts that the graph keeps (sequence length, precision). Two of them change how the model is traced:
+            ``target`` is the type of device whose autocast rules hold, and ``autocast`` the element type of an autocast
+            around the whole model.
         report: called with a short text at each phase.
 
     Raises:
@@ -143,7 +143,7 @@ def _traced(
     report: Callable[[str], None],
     whole: bool = False,
 ) -> OperatorGraph:
-    """As `trace_module`; without the `whole`, a graph that may leave layers out."""
+    """Trace as `trace_module` does; unless `whole`, the graph may leave out layers."""
     tensors = (*model.parameters(), *inputs.values())
     modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
     mode: Any = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -172,10 +172,10 @@ def _traced(
 
 
 def with_late_loss(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` with the position of the first operator of a loss in pieces among its facts; as it is where there is none.
+    """Return `graph` with the position of the first operator of a loss in pieces as a fact; unchanged if there is none.
 
     Raises:
-        TraceError: an operator from there on draws random numbers or updates a buffer, so that the pieces are not the whole.
+        TraceError: an operator from there on draws random numbers or updates a buffer, so the pieces differ from the whole.
     """
     late = next(
         (place for place, node in enumerate(graph.forward_ids) if graph.nodes[node].module == LATE), None
@@ -199,13 +199,13 @@ _TREESPEC = r".*isinstance\(treespec, LeafSpec\)"
 
 @contextlib.contextmanager
 def quiet_capture(device_type: str) -> Iterator[None]:
-    """While it is open, silences
+    """Silence inside
 
     * torch's `FutureWarning` about its own `LeafSpec`, which `torch.export` itself brings about;
     * on a CPU, transformers' notice that a kernel of a GPU library falls back to its reference: there is no
-      such kernel to install. Tracing on a GPU is what a run there does, and then the notice is true.
+      such kernel to install. Tracing on a GPU does what a run there does, and then the notice is true.
 
-    Everything else that a model's code says while it is traced is let through.
+    All other output of a model's code is let through.
     """
     logger = logging.getLogger(_KERNEL_LOGGER)
     with warnings.catch_warnings():

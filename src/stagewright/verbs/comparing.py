@@ -1,4 +1,4 @@
-"""What a plan predicted beside what its run measured."""
+"""Comparison of a plan's predictions with its run's measurements."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One batch as predicted and as measured."""
+    """A batch as predicted and as measured."""
 
     plan: Plan
-    """For batches of the length whose steps were timed."""
+    """The plan for batches of the sequence length whose steps were timed."""
     record: Record
     predicted: Timeline
     measured: Timeline
     document: dict[str, Any]
-    """What `stagewright compare --json` prints."""
+    """The document that `stagewright compare --json` prints."""
     warnings: list[str]
-    """Why the two should not be expected to agree."""
+    """Reasons why the two should not be expected to agree."""
 
     def __repr__(self) -> str:
-        """The step; the document is long."""
+        """Return the error of the step time; the document is long."""
         step = self.document["step_seconds"]
         off = step["measured"] / step["predicted"] - 1 if step["predicted"] else float("inf")
         return f"<Comparison of {self.plan.model.name}: step {off:+.1%} of what was predicted>"
 
     def page(self) -> str:
-        """One HTML file: both timelines, and predicted over measured."""
+        """Return one HTML page: both timelines, and predicted over measured times."""
         from stagewright.report.pictures import html_page, scene_of
         from stagewright.report.pictures.comparison_panels import comparison_panels
 
         panels = comparison_panels(self.document, f"{self.plan.model.name} on {self.plan.cluster.name}")
-        others = {"predicted": scene_of(self.predicted)}
-        return html_page(scene_of(self.measured), panels, "measured", others)
+        other_scenes = {"predicted": scene_of(self.predicted)}
+        return html_page(scene_of(self.measured), panels, "measured", other_scenes)
 
 
 def compare(
@@ -59,47 +59,49 @@ def compare(
     allow: Allow = lambda plan, what: None,
     report: Report = lambda stage: None,
 ) -> Comparison:
-    """A plan's predictions beside the record of its run.
+    """Compare a plan's predictions with the record of its run.
 
     Args:
-        plan: or its file.
-        record: or its file, which `stagewright run` wrote.
-        cluster: predict for that in place of the plan's own, which builds the model.
-        allow: asked before the model is built, which runs the code of a factory; may raise.
+        plan: a plan or its file.
+        record: a record or its file, which `stagewright run` wrote.
+        cluster: the cluster to predict for, which builds the model; default the plan's.
+        allow: called before the model is built, which runs the code of a factory; may raise.
 
     Raises:
         InputError: a file cannot be read, or the record is of another plan.
     """
-    ran = record if isinstance(record, Record) else load_record(record)
+    run = record if isinstance(record, Record) else load_record(record)
     whole = given_plan(plan)
-    timed = as_timed(whole, ran)
-    measured = timeline_of(ran, timed)
+    timed = as_timed(whole, run)
+    measured = timeline_of(run, timed)
     planned = timed.cluster.load() if cluster is None else given_cluster(cluster)
     predicted = _predicted(timed, planned, cluster is None, allow, report)
-    document = comparison_document(timed, ran, predicted, measured, clock_error_seconds(ran))
+    document = comparison_document(timed, run, predicted, measured, clock_error_seconds(run))
     return Comparison(
-        timed, ran, predicted, measured, document, [*longest_not_run(whole, ran), *_warnings(ran, planned)]
+        timed, run, predicted, measured, document, [*longest_not_run(whole, run), *_warnings(run, planned)]
     )
 
 
-def _predicted(plan: Plan, cluster: Cluster, is_own: bool, allow: Allow, report: Report) -> Timeline:
-    """What the plan promises, or what it would take on another cluster."""
-    if is_own and plan.predictions.costs is not None:
+def _predicted(
+    plan: Plan, cluster: Cluster, is_plans_cluster: bool, allow: Allow, report: Report
+) -> Timeline:
+    """Return the timeline that the plan predicts, or the one on another cluster."""
+    if is_plans_cluster and plan.predictions.costs is not None:
         return simulated(stage_program(plan), plan.predictions.costs)
-    what = "a plan that does not state its costs" if is_own else "what another cluster would take"
+    what = "a plan that does not state its costs" if is_plans_cluster else "what another cluster would take"
     allow(plan, f"comparing {what}")
     return run_timeline(line_of(plan, cluster, report))
 
 
 def _warnings(record: Record, planned: Cluster) -> list[str]:
-    """Why the two should not be expected to agree."""
-    found = on_other_devices(record, planned.device.kind, planned.device.name)
+    """Return reasons why the two should not be expected to agree."""
+    reasons = on_other_devices(record, planned.device.kind, planned.device.name)
     if record.is_going_on:
         done = record.first_step + len(record.losses)
-        found.insert(0, f"the run was still going on when this was written, after step {done}")
+        reasons.insert(0, f"the run was still in progress when this was written, after step {done}")
     if record.timed_steps[-1] in record.metered_steps:
         more = "3 steps or more" if record.timed_length is None else "each length three times or more"
-        found.insert(
-            0, f"the record's times are of a step whose memory was counted, which is slow: run {more}"
+        reasons.insert(
+            0, f"the record's times are of a step that also counted memory, which is slow: run {more}"
         )
-    return found
+    return reasons

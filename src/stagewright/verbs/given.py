@@ -1,4 +1,4 @@
-"""What verbs are given: plans and clusters as they are, or where they lie; and who is asked and told meanwhile."""
+"""Arguments of verbs: plans and clusters, as values or files, and callbacks for consent and progress."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.planning.plan import Plan, load_plan
 
 Allow = Callable[[Plan, str], None]
-"""Asked before the model of a plan is built, with what needs it; may raise."""
+"""A callback before the model of a plan is built, with the reason; may raise."""
 
 Report = Callable[[str], None]
-"""Told what is being done."""
+"""A callback with the current work."""
 
 
 def given_plan(plan: Plan | str | Path) -> Plan:
-    """Raises `InputError` where a file is no plan."""
+    """Return the plan, loaded if it is a file. Raises `InputError` if the file is not a plan."""
     return plan if isinstance(plan, Plan) else load_plan(plan)
 
 
 def given_cluster(cluster: Cluster | str | Path) -> Cluster:
-    """Raises `InputError` where there is no such cluster."""
+    """Return the cluster, loaded if it is a name or file. Raises `InputError` if there is no such cluster."""
     return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))

@@ -1,4 +1,4 @@
-"""Verbs that need torch, which is imported when one is called."""
+"""Verbs that need torch, which is imported on their first call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def probe(
     device: str = "cpu", processes: int = 1, *, time_limit_s: float = 180.0,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Cluster:  # fmt: skip
-    """This machine as a cluster of `processes` devices, measured in about fifteen seconds while all of them work.
+    """Return this machine as a cluster of `processes` devices, measured in about fifteen seconds while all of them work.
 
     Raises:
-        InputError: this machine has no such device, or not as many.
-        RunError: a process fails, or the time is over.
+        InputError: this machine has no such device, or too few.
+        RunError: a process fails, or the time limit is exceeded.
     """
     from stagewright.execution.probe import probe as probed
 
@@ -36,12 +36,13 @@ def profile(
     model: str | ModelReference, job: Job, microbatches: Sequence[int] = (1,), *, device: str = "cpu",
     processes: int = 1, seconds: float = 5.0, report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> OperatorProfile:  # fmt: skip
-    """What the operators of a model take on the device at hand, in microbatches of these sizes; `seconds` for each size.
-    `cluster.with_profile(...)` is a cluster to plan for with it.
+    """Return measured times of a model's operators on this device, for `seconds` per microbatch size.
+
+    `cluster.with_profile(...)` returns a cluster to plan for with it.
 
     Raises:
-        InputError: this machine has no such device, or not as many.
-        RunError: a process fails, or comes no further.
+        InputError: this machine has no such device, or too few.
+        RunError: a process fails or makes no progress.
         TraceError: the model cannot be traced.
     """
     from stagewright.execution.profiling import profile as profiled
@@ -54,13 +55,14 @@ def verify(
     model: str, plan: Plan | str | Path, num_layers: int | None = None, *, device: str = "auto",
     report: Callable[[str], None] = lambda text: None,
 ) -> Verification:  # fmt: skip
-    """Whether a reduced copy of a model, pipelined as `plan` says, trains as it does plainly: `holds` says so. On `device`
-    ``cpu``, ``cuda`` (one GPU per rank) or ``auto``: CUDA where the plan is for GPUs and there are as many.
+    """Verify that a reduced copy of a model, pipelined as `plan` says, trains as it does without pipelining (`holds`).
+
+    `device` is ``cpu``, ``cuda`` (one GPU per rank) or ``auto``: CUDA if the plan is for GPUs and there are enough.
 
     Raises:
         InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
             GPUs than ranks.
-        RunError: a rank failed, or the model cannot be trained plainly.
+        RunError: a rank failed, or the model cannot be trained without pipelining.
     """
     from stagewright.execution.verification import verify as verified
 

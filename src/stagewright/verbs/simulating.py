@@ -18,8 +18,8 @@ def simulate(subject: Plan) -> Timeline: ...
 @overload
 def simulate(subject: Program, costs: StageCosts, *args: Any, **options: Any) -> Timeline: ...
 def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
-    """When every action of a batch runs: of a plan by the costs that it states, of a program by those that are given, with
-    the arguments of `stagewright.simulation.simulate`.
+    """Return when every action of a batch runs: for a plan with the costs that it states, for a program with the given
+    ones and the other arguments of `stagewright.simulation.simulate`.
 
     Raises:
         InputError: the plan states no costs, or costs of another number of stages are given.
@@ -29,11 +29,11 @@ def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
         return simulate_program(subject, *args, **options)
     if args or options:
         raise InputError(
-            "a plan states its own costs: give nothing beside it, or its program with `stage_program(plan)`"
+            "a plan states its own costs: give no other argument, or pass its program, `stage_program(plan)`"
         )
     costs = subject.predictions.costs
     if costs is None:
         raise InputError(
-            "the plan does not state what its actions take: `stagewright.estimate(plan, cluster)` is one that does"
+            "the plan does not state its costs: `stagewright.estimate(plan, cluster)` returns one that does"
         )
     return simulated(stage_program(subject), costs)

@@ -45,7 +45,7 @@ _CATEGORIES = {
     "boundary": "#74364b",
 }
 """Colours of memory categories, distinct in both themes."""
-_STRANGE = "#9aa3b0"
+_UNKNOWN = "#9aa3b0"
 
 _LIGHTEST = 0.46
 
@@ -75,7 +75,7 @@ def category_fills(names: Iterable[str]) -> dict[str, str]:
     {'activations': '#d0573f', 'cache': '#3a6fd8'}
     """
     wanted = dict.fromkeys(names)
-    spare = chain((fill for name, fill in _CATEGORIES.items() if name not in wanted), repeat(_STRANGE))
+    spare = chain((fill for name, fill in _CATEGORIES.items() if name not in wanted), repeat(_UNKNOWN))
     return {name: _CATEGORIES[name] if name in _CATEGORIES else next(spare) for name in wanted}
 
 

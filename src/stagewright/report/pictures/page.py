@@ -28,10 +28,13 @@ _ALIGNED = 8
 
 
 def html_page(
-    scene: Scene, panels: Panels | None = None, name: str = "", others: Mapping[str, Scene] | None = None
+    scene: Scene,
+    panels: Panels | None = None,
+    name: str = "",
+    alternatives: Mapping[str, Scene] | None = None,
 ) -> str:
-    """Return the page of `scene` and the `panels` around it; a megabyte for about 500,000 actions. With `others`, by name,
-    buttons choose between them and `scene`, called `name`."""
+    """Return the page of `scene` and the `panels` around it; a megabyte for about 500,000 actions. With `alternatives`, by
+    name, buttons choose between them and `scene`, called `name`."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
         here.joinpath(name).read_text(encoding="utf-8")
@@ -41,7 +44,7 @@ def html_page(
     shown = _data(scene, columns) | {
         "report": None if panels is None else panels.document(),
         "name": name,
-        "others": {other: _data(other_scene, columns) for other, other_scene in (others or {}).items()},
+        "others": {other: _data(other_scene, columns) for other, other_scene in (alternatives or {}).items()},
         "categoryFills": category_fills(_categories(scene, panels)),
     }
     shown["columns"] = columns.text()
@@ -91,8 +94,8 @@ def _categories(scene: Scene, panels: Panels | None) -> Iterator[str]:
 def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
     """Return all data of the page; seconds in single precision."""
     bars, chunks = scene.bars, np.array(scene.chunks)
-    order = np.lexsort((bars.start_s, bars.beside, bars.rank))
-    lanes = np.bincount(2 * bars.rank + bars.beside, minlength=2 * scene.num_ranks)
+    order = np.lexsort((bars.start_s, bars.is_overlapped, bars.rank))
+    lanes = np.bincount(2 * bars.rank + bars.is_overlapped, minlength=2 * scene.num_ranks)
     offsets = [0, *np.cumsum(lanes).tolist()]
     moves = scene.transfers
     moving = np.flatnonzero(moves.end_s > moves.start_s)

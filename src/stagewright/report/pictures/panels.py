@@ -11,7 +11,7 @@ from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.promises import usable_bytes
-from stagewright.report.plans import answer_line, batch_text, described_schedule, widths
+from stagewright.report.plans import answer_line, batch_text, degrees, described_schedule
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -100,7 +100,7 @@ def plan_panels(plan: Plan, timeline: Timeline, result: Found | None = None) -> 
         tables[:0] = _explanation_tables(explain(plan))
     if result is not None:
         tables.insert(0, _alternatives(result))
-    title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"
+    title = f"{plan.model.name} on {plan.cluster.name}: {degrees(plan)}, {described_schedule(plan)}"
     answer = f"{answer_line(plan)} {batch_text(plan)}." if predictions.ranks else f"{batch_text(plan)}."
     return Panels(title, answer, figures, tuple(item for item in tables if item.rows))
 
@@ -223,7 +223,8 @@ def _place_table(plan: Plan) -> PanelTable:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """
+    """Return consecutive numbers as a range, others with commas.
+
     >>> _listed(range(4, 8)), _listed((0, 2))
     ('4-7', '0, 2')
     """
@@ -244,7 +245,7 @@ def _others(result: Found) -> Iterator[tuple[Cell, ...]]:
     for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
-            widths(plan), described_schedule(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", step,
+            degrees(plan), described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
             step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
     if (near := result.next_best) is not None:

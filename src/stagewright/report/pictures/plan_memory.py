@@ -17,20 +17,20 @@ from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 
 
-def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
+def plan_curves(staged: Pipeline, timeline: Timeline) -> list[Curve]:
     """Return per rank the bytes before, inside and after each of its computations, by category, and the peak.
 
     Changes by transfers and offload count with the previous computation. Ignores: that operators of a computation take
     different times.
     """
-    lowered = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
+    lowered = insert_communication(staged.program, stage_edges(staged.stages), ahead=staged.receives_ahead)
     curves = []
     for rank, actions in enumerate(lowered.ranks):
-        resident = line.resident(rank)
-        memory = replay_rank(line.memories, lowered, rank, resident)
-        inside = action_curves(line.memories, lowered, rank, resident.has_slots)
+        resident = staged.resident(rank)
+        memory = replay_rank(staged.memories, lowered, rank, resident)
+        inside = action_curves(staged.memories, lowered, rank, resident.has_slots)
         actions_of_rank = timeline.encoded.rank_slice(rank)
-        places = _computations(line.program.actions(rank))
+        places = _computations(staged.program.actions(rank))
         spans = timeline.start_s[actions_of_rank][places], timeline.end_s[actions_of_rank][places]
         curves.append(_curve(memory, resident, inside, _computations(actions), spans))
     return curves

@@ -19,7 +19,7 @@ KINDS = tuple(Kind)
 
 _NONE = np.iinfo(
     np.int32
-).min  # a marker, as the second part of a pair may be any number of microbatches behind the first
+).min  # a marker, as the second part of a pair may be any number of microbatches after the first
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Bars:
     """Actions that take time, rank by rank in program order; both of an overlapped pair.
 
     `microbatch` is -1 for actions of a whole stage. `half` is 0 for a bar of full height, 1 and 2 for the upper and lower
-    half of a pair. `beside` marks actions that overlap with computations, `is_critical` those that the end of the batch
-    waits for. `num_bytes` are allocated when the action starts and outlive it (negative: freed when it ends).
+    half of a pair. `is_overlapped` marks actions that overlap with computations, `is_critical` those that the end of the
+    batch waits for. `num_bytes` are allocated when the action starts and outlive it (negative: freed when it ends).
     """
 
     rank: Ints
@@ -36,7 +36,7 @@ class Bars:
     stage: Ints
     microbatch: Ints
     half: Ints
-    beside: NDArray[np.bool_]
+    is_overlapped: NDArray[np.bool_]
     is_critical: NDArray[np.bool_]
     start_s: Floats
     end_s: Floats
@@ -141,7 +141,7 @@ def _bars(timeline: Timeline) -> Bars:
         stage=stage,
         microbatch=np.where(microbatch == _NONE, -1, microbatch + encoded.microbatch[index]),
         half=np.where(is_pair[pattern], which + 1, 0),
-        beside=~timeline.is_compute[index],
+        is_overlapped=~timeline.is_compute[index],
         is_critical=np.isin(index, critical_path(timeline)),
         start_s=timeline.start_s[index],
         end_s=timeline.end_s[index],

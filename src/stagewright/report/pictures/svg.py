@@ -68,7 +68,7 @@ def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
     Neighbouring bars of less than a pixel are drawn as one, so the document stays small for any program.
     """
     row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
-    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
+    lane = max(3.0, row / 5) if scene.bars.is_overlapped.any() else 0.0
     left_x = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
     layout = _TimelineLayout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left_x)
     parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
@@ -133,7 +133,7 @@ def _bars(layout: _TimelineLayout) -> Iterator[str]:
 def _bar(layout: _TimelineLayout, index: int, start: float, end: float) -> str:
     bars = layout.scene.bars
     y, height = layout.y(int(bars.rank[index])), layout.row
-    if bars.beside[index]:
+    if bars.is_overlapped[index]:
         y, height = y + layout.row + 1, layout.lane - 1
     elif bars.half[index]:
         y, height = y + (bars.half[index] - 1) * height / 2, height / 2
@@ -162,7 +162,7 @@ def _labels(layout: _TimelineLayout, chunk: np.ndarray, start: np.ndarray, end: 
         return
     size = min(12.0, layout.row * 0.45)
     yield f'<g font-size="{size:.1f}" text-anchor="middle">'
-    for index in np.flatnonzero((end - start > size * 0.75) & ~bars.beside & (bars.microbatch >= 0)):
+    for index in np.flatnonzero((end - start > size * 0.75) & ~bars.is_overlapped & (bars.microbatch >= 0)):
         full = bars.text(int(index))
         wanted = (full if scene.num_chunks > 1 else full.lstrip("0123456789"), str(bars.microbatch[index]))
         num_characters = (end[index] - start[index] - 2) / (size * 0.6)

@@ -1,1 +1,1 @@
-"""From a user's MODEL argument to a model: `reference` resolves it without torch, `build` builds it."""
+"""Models from a user's MODEL argument: `reference` resolves it without torch, `build` builds it."""

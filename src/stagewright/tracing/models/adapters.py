@@ -20,7 +20,7 @@ _TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_L
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that mean experts to peft in models that have some, shared or dense layers of these names too."""
 _USUAL = ("q_proj", "v_proj")
-"""What peft takes of most decoders, for those that it has no choice for."""
+"""The layers that peft adapts in most decoders, for models without a default of peft."""
 
 
 def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
@@ -33,9 +33,9 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
     config = peft.LoraConfig(**_arguments(lora, net, name))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is tied is refused below
+            warnings.simplefilter("ignore")  # tied weights are rejected below
             peft.inject_adapter_in_model(config, net, NAME)
-    except Exception as error:  # peft raises many types over the names and layers given
+    except Exception as error:  # peft raises many types for bad names and layers
         raise InputError(
             f"peft cannot add adapters to '{name}' ({' '.join(str(error).split())}): name linear layers of this model with "
             "--lora-targets, or all of them as all-linear"
@@ -44,32 +44,32 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
 
 
 def peft_names(module: nn.Module) -> dict[str, str]:
-    """The tensors of the adapters in `module`, a loss around a ``net``, by their names in it, and what peft's files call
-    them; none where it has none, or several, of which none is the model's own."""
+    """Return the names in peft's files of the adapters' tensors in `module`, a loss around a ``net``, by their names in it;
+    empty if there are none, or several without one of the model itself."""
     net: Any = module.net
     if list(getattr(net, "peft_config", ())) != [NAME]:
         return {}
     state = net.state_dict(keep_vars=True)
-    own = {id(tensor): name for name, tensor in state.items()}
+    names = {id(tensor): name for name, tensor in state.items()}
     is_wrapped = isinstance(net, _peft().PeftModel)
     saved = _peft().get_peft_model_state_dict(
         net, state_dict=state, adapter_name=NAME, save_embedding_layers=False
     )
     return {
-        f"net.{own[id(tensor)]}": name if is_wrapped else OF_PEFT + name for name, tensor in saved.items()
+        f"net.{names[id(tensor)]}": name if is_wrapped else OF_PEFT + name for name, tensor in saved.items()
     }
 
 
 def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
-    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model `base`,
-    unless the config of the adapters names one."""
+    """Return the content of ``adapter_config.json`` for `module`, a loss around a ``net`` with adapters of the model `base`,
+    unless the adapters' config names one."""
     net: Any = module.net
-    own: Any = net.peft_config[NAME]
+    peft_config: Any = net.peft_config[NAME]
     config = dataclasses.replace(
-        own,
+        peft_config,
         inference_mode=True,
-        base_model_name_or_path=own.base_model_name_or_path or base,
-        task_type=own.task_type or _TASKS.get(type(module).__name__),
+        base_model_name_or_path=peft_config.base_model_name_or_path or base,
+        task_type=peft_config.task_type or _TASKS.get(type(module).__name__),
     )
     if _has_experts(net):
         config.target_modules = [path for path, layer in net.named_modules() if _is_adapted(layer)]
@@ -79,14 +79,14 @@ def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
 
 
 def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
-    """Keywords of `peft.LoraConfig` for the transformers model `net`."""
+    """Return keyword arguments of `peft.LoraConfig` for the transformers model `net`."""
     kind = net.config.model_type  # type: ignore[union-attr]
     targets = lora.targets or _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
     if targets is None and {path.rpartition(".")[2] for path, _ in net.named_modules()} >= {*_USUAL}:
         targets = _USUAL
     if targets is None:
         raise InputError(
-            f"peft has no layers of its own choice for models of type '{kind}', as '{name}' is: name them with "
+            f"peft has no default layers for models of type '{kind}', such as '{name}': name them with "
             "--lora-targets, or all linear ones as all-linear"
         )
     return {
@@ -100,7 +100,7 @@ def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _linear_layers(net: Any) -> list[str]:
-    """Paths of all linear layers but the head, and in models with experts those that peft takes for parts of experts."""
+    """Return the paths of all linear layers but the head, and with experts those that peft takes for their parts."""
     head, left_out = net.get_output_embeddings(), _OF_EXPERTS if _has_experts(net) else ()
     return [
         path
@@ -112,12 +112,12 @@ def _linear_layers(net: Any) -> list[str]:
 
 
 def _has_experts(net: nn.Module) -> bool:
-    """Whether weights of several experts are in one tensor."""
+    """Return whether weights of several experts are in one tensor."""
     return any(parameter.dim() == 3 for parameter in net.parameters())
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a linear layer keeps (inputs, features), as GPT-2's do."""
+    """Return whether a linear layer stores (inputs, features), as GPT-2's do."""
     return type(layer).__name__ == "Conv1D"
 
 
@@ -126,7 +126,7 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _check(net: nn.Module) -> None:
-    """Raises `InputError` where a layer is none that an adapter's product can be added to."""
+    """Raise `InputError` for a layer that cannot have an adapter."""
     uses: dict[int, int] = {}
     for module in net.modules():
         for parameter in module._parameters.values():
@@ -137,12 +137,12 @@ def _check(net: nn.Module) -> None:
         layer: Any = module.base_layer
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):
             raise InputError(
-                f"'{path}' is a {type(layer).__name__}, and adapters are beside linear layers: name others with "
+                f"'{path}' is a {type(layer).__name__}, but only linear layers can have adapters: name others with "
                 "--lora-targets"
             )
         if uses[id(layer.weight)] > 1:
             raise InputError(
-                f"'{path}' has a weight that another layer uses too, which an adapter of one of them would part: leave it "
+                f"'{path}' shares its weight with another layer, and an adapter of one would separate them: leave it "
                 "out of --lora-targets"
             )
 

@@ -1,4 +1,4 @@
-"""Builds the model a reference names, with the loss inside and the inputs of one microbatch beside it."""
+"""Construction of the model that a reference names, with its loss and the inputs of one microbatch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Shape and precision of one microbatch: samples, tokens per sample, and the type of parameters; and what a model is
-    given beside the inputs that it needs."""
+    """Shape and precision of a microbatch: samples, tokens per sample, type of parameters, and optional further inputs."""
 
     microbatch_size: int
     sequence_length: int
@@ -79,15 +78,15 @@ def build(
     fake_mode: FakeTensorMode | None = None,
     further_inputs: tuple[str, ...] = (),
 ) -> BuiltModel:
-    """The model of `reference` on the CPU, in training mode, with `dtype` parameters drawn from `seed`.
+    """Return the model of `reference` on the CPU, in training mode, with `dtype` parameters drawn from `seed`.
 
-    What a random operator draws depends on `seed` and on how many were run before it, so that `DeferredModel` can
-    make single tensors alike; where the code of a factory seeds torch, or has a generator of its own, it draws what it says.
-    Numpy and Python draw from `seed` too, unless that code seeds them.
+    The result of a random operator depends on `seed` and on the number of earlier ones, so that `DeferredModel` can create
+    single tensors alike; code of a factory that seeds torch, or has its own generator, draws from that. Numpy and Python
+    draw from `seed` too, unless that code seeds them.
 
-    With `fake` (or a `fake_mode` to use) nothing is allocated or initialised: parameters and inputs are fake
-    tensors. A causal language model takes `further_inputs`, as `stagewright.tracing.cache.trace` says. Raises `InputError`
-    for what the model class or factory refuses.
+    With `fake` (or a `fake_mode`) nothing is allocated or initialised: parameters and inputs are fake tensors. A causal
+    language model takes `further_inputs`, see `stagewright.tracing.cache.trace`. Raises `InputError` for whatever the
+    model class or factory rejects.
     """
     microbatch = MicrobatchShape(microbatch_size, sequence_length, dtype, further_inputs)
     if fake and fake_mode is None:
@@ -98,14 +97,14 @@ def build(
     except InputError as error:
         if fake_mode is None or not depends_on_data(error.__cause__):
             raise
-    # Its initialisation looks at values.
+    # The initialisation reads values.
     whole = _build(reference, microbatch, DrawingByPlace(_reseeding(seed)), True, seed)
     inputs: dict[str, Tensor] = {name: fake_mode.from_tensor(tensor) for name, tensor in whole.inputs.items()}
     return BuiltModel(fake_twin(whole.module, fake_mode), inputs, whole.num_tokens)
 
 
 def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
+    """Return a copy of `model` whose parameters and buffers are fake; the memory of the original is not copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         if isinstance(parameter, FakeTensor):
@@ -119,9 +118,9 @@ def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 
 
 class DeferredModel:
-    """A model of which only the tensors asked for are made: those that `build` with the same seed would make.
+    """A model whose tensors are created on request, equal to those of `build` with the same seed.
 
-    `module` is fake: it has the names and layouts, and no contents.
+    `module` is fake: it has names and layouts, but no contents.
     """
 
     def __init__(
@@ -138,13 +137,13 @@ class DeferredModel:
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 built = _build(reference, self._microbatch, self._tape, True, seed)
-        except Exception:  # such as initialisation that looks at values; a faulty model fails again, unfaked
+        except Exception:  # e.g. initialisation that reads values; a faulty model fails again, unfaked
             self._tape, built = None, self._whole()
         self.module = built.module
         self.inputs = self._made(built.inputs, lambda whole: whole.inputs)
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         wanted, named = dict.fromkeys(names), _named(self.module)
         return self._made({name: named[name] for name in wanted}, lambda whole: _named(whole.module))
 
@@ -178,13 +177,13 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _reseeding(seed: int) -> Callable[[int], None]:
-    # Of the CPU alone: for devices that are not there, torch notes where it was called, which takes longer than to draw.
+    # Only of the CPU: for missing devices torch records the call site, which takes longer than to draw.
     return lambda place: torch.default_generator.manual_seed(key(seed, place)) and None
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the random numbers of torch, numpy and Python are those of a seed, in every process; outside, as they were."""
+    """Seed the random numbers of torch, numpy and Python inside, alike in every process; restore their states at the end."""
     states = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -198,7 +197,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 _BUILDING = 2**62
-"""In place of the number of a draw, so that no draw has the same seed."""
+"""Stands for the number of a draw, so that no draw has the same seed."""
 
 
 def _build(
@@ -218,7 +217,7 @@ def _build(
         if reference.kind == "factory" and microbatch.further_inputs:
             raise InputError(
                 f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "
-                "documents_apart, and let it return position_ids and labels among them, which are then given"
+                "documents_apart, or let it return position_ids and labels among them"
             )
         if reference.kind == "factory":
             from stagewright.tracing.models.factories import build_from_factory

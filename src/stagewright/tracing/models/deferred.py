@@ -1,13 +1,13 @@
-"""A model whose tensors are made only when they are asked for, so that a rank makes no more than its own.
+"""Deferred initialisation: tensors of a model are created on request, so that a rank creates only its own.
 
-The model is built on fake tensors while a tape notes every operator. A tensor is made by running again the operators
-its storage depends on. Random operators draw numbers keyed by their place in the building, so a tensor is the same
-whichever others are made, and the same as in a model that is built whole under `DrawingByPlace`. Those that draw from a
-generator of the model's own, or from torch's where the model's code has seeded it, draw what they draw in a plain model:
-the tape draws too, and notes the state of the generator before.
+The model is built on fake tensors while a tape records every operator. A tensor is created by rerunning the operators that
+its storage depends on. Random operators draw numbers keyed by their position in the construction, so a tensor is the same
+whichever others are created, and the same as in a model that is built whole under `DrawingByPlace`. Those that draw from the
+model's own generator, or from torch's after the model's code has seeded it, draw as in a plain model: the tape draws too
+and records the state of the generator before.
 
-Source: the idea of torchdistX's deferred initialisation, which replays operators in the order they were noted.
-Ignores: tensors whose contents come from outside the noted operators (files, numpy); the model is then built whole.
+Source: the idea of torchdistX's deferred initialisation, which replays operators in recorded order.
+Ignores: tensors whose contents come from outside the recorded operators (files, numpy); the model is then built whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stagewright.tracing.private import FakeTensor, storage_key, without_modes, 
 
 
 class DrawingByPlace(TorchDispatchMode):
-    """While it is open, the n-th random operator draws the numbers `reseed(n)` readies, whatever was drawn before; one that
-    draws from a generator that is given, or that was seeded meanwhile, draws from that."""
+    """A mode in which the n-th random operator draws the numbers of `reseed(n)`, whatever was drawn before; one with an
+    explicit generator, or one seeded meanwhile, draws from that."""
 
     def __init__(self, reseed: Callable[[int], None]) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class DrawingByPlace(TorchDispatchMode):
 
 
 def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
-    """The generator that is given to an operator."""
+    """Return the generator that is given to an operator."""
     return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
 
 
 def _own_state(args: Any, kwargs: Any, unseeded: Tensor) -> Tensor | None:
-    """The state of the generator that the model's code has given to an operator, or has seeded; None where torch's is still
+    """Return the state of the generator that the model's code passed to an operator or seeded; None while torch's is still
     `unseeded`."""
     given = _generator(args, kwargs)
     state = _state_of(given)
@@ -66,14 +66,14 @@ def _own_state(args: Any, kwargs: Any, unseeded: Tensor) -> Tensor | None:
 
 
 def _state_of(generator: torch.Generator | None) -> Tensor:
-    """That of torch's own generator where none is given."""
+    """Return the state of the generator, by default of torch's own."""
     with without_modes():
         return torch.get_rng_state() if generator is None else generator.get_state()
 
 
 @dataclass(frozen=True)
 class _StorageLayout:
-    """Where a fake tensor lay when an operator met it; `storage` identifies its storage."""
+    """The layout of a fake tensor when an operator used it; `storage` identifies its storage."""
 
     storage: int
     dtype: torch.dtype
@@ -99,9 +99,9 @@ class _TapeCall:
     outputs: tuple[_StorageLayout | None, ...]
     draw: int | None
     state: Tensor | None
-    """Of the generator, where what it draws is not said by the place of the call."""
+    """State of the generator, if its draws do not follow from the position of the call."""
     default_dtype: torch.dtype
-    """Of what `func` makes where its arguments name no type."""
+    """Type of the results of `func` if its arguments name none."""
 
     @property
     def met(self) -> set[int]:
@@ -117,7 +117,7 @@ class NotOnTape(Exception):
 
 @dataclass
 class Tape(TorchDispatchMode):
-    """Notes the operators run while it is open, under a fake tensor mode."""
+    """A mode that records operators, under a fake tensor mode."""
 
     reseed: Callable[[int], None]
     calls: list[_TapeCall] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def _note(self, leaf: Any) -> Any:
-        """A fake tensor as its layout, a real one as a copy, anything else as it is."""
+        """Return a fake tensor as its layout, a real one as a copy, anything else unchanged."""
         if isinstance(leaf, FakeTensor):
             layout = _StorageLayout.of(leaf)
             self.alive[layout.storage] = leaf.untyped_storage()
@@ -162,7 +162,7 @@ class Tape(TorchDispatchMode):
             return leaf.detach().clone()
 
     def tensors(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Real tensors for the fake ones of `wanted`, by name; those that share a storage share it again.
+        """Return real tensors for the fake ones of `wanted`, by name; shared storages stay shared.
 
         Raises:
             NotOnTape: one of them cannot be made from what was noted.
@@ -191,7 +191,7 @@ class Tape(TorchDispatchMode):
         return storages[storage]
 
     def _needed(self, storage: int) -> list[int]:
-        """The calls that `storage` depends on, in order."""
+        """Return the calls that `storage` depends on, in order."""
         waiting, seen, calls = [storage], {storage}, set()
         while waiting:
             for index in self.writers.get(waiting.pop(), ()):
@@ -228,11 +228,11 @@ class Tape(TorchDispatchMode):
 
 
 class NotDeferred(Exception):
-    """What an operator draws depends on the contents of tensors, which fake ones do not have."""
+    """Raised when the draws of an operator depend on the contents of tensors, which fake ones lack."""
 
 
 def _advance(func: Any, args: Any, kwargs: Any) -> None:
-    """Have a generator draw what it draws in a model that is no fake; what is drawn goes nowhere."""
+    """Advance a generator as in a real model; the drawn numbers are discarded."""
     written = {id(leaf) for leaf in written_by(func, args, kwargs)}
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not func.name().endswith("_like") and any(id(leaf) not in written for leaf in fakes):
@@ -251,7 +251,7 @@ def _advance(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _with_state(args: Any, kwargs: Any, state: Tensor) -> tuple[Any, Any]:
-    """Arguments with a generator of this state, if they have a generator; otherwise torch's gets it."""
+    """Return the arguments with their generator set to this state; without one, torch's is set."""
     if _generator(args, kwargs) is None:
         torch.set_rng_state(state)
         return args, kwargs
@@ -261,7 +261,7 @@ def _with_state(args: Any, kwargs: Any, state: Tensor) -> tuple[Any, Any]:
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Storages an operator writes to."""
+    """Return the storages that an operator writes to."""
     return {
         leaf.storage for leaf in written_arguments(func, args, kwargs) if isinstance(leaf, _StorageLayout)
     }

@@ -35,7 +35,7 @@ _SHAPE = (
 def build_from_factory(
     reference: ModelReference, microbatch: MicrobatchShape
 ) -> tuple[nn.Module, dict[str, Tensor], int]:
-    """Module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
+    """Return module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
 
     The factory is called with the overrides and with those of `microbatch_size`, `sequence_length` and
     `dtype` (a `torch.dtype`) that it has parameters for; meanwhile torch's default dtype is that of the microbatch. Inputs
@@ -64,19 +64,19 @@ def build_from_factory(
 
 
 def function_of(text: str) -> Callable[..., Any]:
-    """The function that `text` names, whose module is imported. Raises `InputError` where that fails."""
+    """Return the function that `text` names, whose module is imported. Raises `InputError` where that fails."""
     name = split_factory(text)
     assert name is not None
     return load_function(name, text)
 
 
 def failed_at(error: BaseException) -> str:
-    """Where in the user's own code an error was raised, and which."""
+    """Return an error and its location in the user's own code."""
     return f"{_where(error)}: {_what(error)}"
 
 
 def load_module(name: FactoryName, text: str) -> ModuleType:
-    """The module of the function `name`, which `text` names. Raises `InputError` where it cannot be imported."""
+    """Return the module of the function `name`, which `text` names. Raises `InputError` where it cannot be imported."""
     try:
         return _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
     except Exception as error:
@@ -109,8 +109,8 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module in the file, which may import its neighbours, also later, where no library has their names. It is imported
-    anew where it or one of them has changed."""
+    """Return the module in the file, which may import its neighbours, also later, unless a library has their names. It is
+    imported again if it or one of them has changed."""
     path = path.resolve()
     search_last(str(path.parent))
     LOADED.forget_changed(path.parent)
@@ -166,9 +166,9 @@ def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] 
 
 
 def _keep_as_buffers(net: nn.Module) -> None:
-    """Make buffers of the tensors that modules have as plain attributes, such as masks and positions: so they are made like
-    weights on every rank, and kept where forward assigns them anew. They are in no state dict, as before. Views of
-    parameters and buffers stay as they are: old hooks like `spectral_norm` leave one where every forward puts another."""
+    """Register tensors in plain attributes of modules, such as masks and positions, as buffers, so that every rank creates
+    them like weights, and they are kept when forward reassigns them. As before, they are in no state dict. Views of
+    parameters and buffers stay as they are: old hooks like `spectral_norm` set one in every forward."""
     registered = {_key(tensor) for tensor in (*net.parameters(), *net.buffers())}
     for module in net.modules():
         for name, value in list(vars(module).items()):
@@ -178,14 +178,14 @@ def _keep_as_buffers(net: nn.Module) -> None:
 
 
 def _key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; a sparse one has no storage to compare."""
+    """Return a key that is equal for tensors that share memory; a sparse one has no storage to compare."""
     return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
 def _name_inputs(
     net: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor], loss_fn: Any, text: str
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """Names of the inputs that `net.forward` takes, and all inputs by name; the others go to the loss."""
+    """Return the names of the inputs that `net.forward` takes, and all inputs by name; the others go to the loss."""
     parameters = inspect.signature(net.forward).parameters
     names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -195,18 +195,18 @@ def _name_inputs(
         extra = [f"target_{index}" for index in range(max(0, len(inputs) - len(names)))]
         named = dict(zip([*names, *extra], inputs, strict=False))
     taken = tuple(key for key in named if key in names or takes_any)
-    rest = [key for key in named if key not in taken]
-    if rest and loss_fn is None:
+    extra_inputs = [key for key in named if key not in taken]
+    if extra_inputs and loss_fn is None:
         takes = ", ".join(names) or "no named inputs"
         raise InputError(
-            f"factory '{text}' returned inputs {', '.join(rest)} that its module's forward does not take "
+            f"factory '{text}' returned inputs {', '.join(extra_inputs)} that its module's forward does not take "
             f"(it takes {takes}): name them as forward does, or return a loss_fn that takes them"
         )
     return taken, named
 
 
 def _resize(value: Tensor, size: int, key: str, text: str) -> Tensor:
-    """`value` with `size` samples, repeating or dropping its own."""
+    """Return `value` with `size` samples, repeated or dropped."""
     if value.shape[0] == size:
         return value
     if value.shape[0] == 0:
@@ -215,12 +215,12 @@ def _resize(value: Tensor, size: int, key: str, text: str) -> Tensor:
 
 
 def _where(error: BaseException) -> str:
-    """File and line of the innermost frame of the user's own code."""
+    """Return file and line of the innermost frame of the user's own code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    frame = (own or frames)[-1]
+    user_frames = [frame for frame in frames if not _is_library(frame.filename)]
+    frame = (user_frames or frames)[-1]
     return f"{frame.filename}, line {frame.lineno} ({frame.name})"
 
 

@@ -53,7 +53,7 @@ _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions
 def build_from_config(
     reference: ModelReference, microbatch: MicrobatchShape, initialise: bool
 ) -> tuple[nn.Module, dict[str, Tensor], int]:
-    """Module with loss, example inputs and tokens per microbatch of a reference of kind "config".
+    """Return module with loss, example inputs and tokens per microbatch of a reference of kind "config".
 
     Weights stay unset without `initialise`, which is meant for fake tensors. Raises `InputError`.
     """
@@ -62,13 +62,13 @@ def build_from_config(
     with contextlib.nullcontext() if initialise else no_init_weights():
         try:
             net = auto_class.from_config(config, dtype=microbatch.torch_dtype)
-        except Exception as error:  # models, too, raise many types over the values given
+        except Exception as error:  # models also raise many types for bad values
             raise InputError(
                 f"transformers cannot build '{reference.name}' from its config ({_one_line(error)}): "
-                "correct the value or the override it speaks of"
+                "correct the value or the override that it names"
             ) from error
     if not initialise:
-        net.tie_weights()  # left out together with the initialisation
+        net.tie_weights()  # skipped together with the initialisation
     _check(reference, config, net, microbatch)
     _check_needs_no_images(reference, kind, net)
     if kind == "image":
@@ -111,12 +111,12 @@ def _config(reference: ModelReference) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise InputError(
             f"transformers knows no model_type '{model_type}'{nearest(model_type, CONFIG_MAPPING)}: "
-            "correct it in the config, update transformers, or hand in the model as package.module:factory"
+            "correct it in the config, update transformers, or pass the model as package.module:factory"
         )
     _refuse_unknown(reference, CONFIG_MAPPING[model_type])
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # validators of config classes raise many types, all about the values given
+    except Exception as error:  # validators of config classes raise many types, all for bad values
         raise InputError(
             f"the config of '{reference.name}' is refused by transformers: {_one_line(error)}"
         ) from error
@@ -126,14 +126,14 @@ def _config(reference: ModelReference) -> PretrainedConfig:
 
 
 def _structure(value: Any) -> Any:
-    """A config, or a part of one, without the dropped keys."""
+    """Return a config, or a part of one, without the dropped keys."""
     if isinstance(value, Mapping):
         return {key: _structure(item) for key, item in value.items() if key not in _DROPPED}
     return [_structure(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_unknown(reference: ModelReference, config_class: type[PretrainedConfig]) -> None:
-    """Overrides of keys that neither the config file nor the config class knows are misspelt."""
+    """Raise `InputError` for overrides of keys that neither the config file nor the config class has: they are misspelt."""
     if not reference.unconfirmed:
         return
     mentioned = set(reference.config or ()) - reference.unconfirmed
@@ -167,7 +167,7 @@ def _kind(reference: ModelReference, config: PretrainedConfig) -> tuple[str, Any
     what = f"architecture {', '.join(named)}" if named else f"model_type '{config.model_type}'"
     raise InputError(
         f"no loss is known for {what}: use a causal, masked or sequence-to-sequence language model, a model of images and "
-        "text, or a classifier of text or images, or hand the model in as package.module:factory with its own loss"
+        "text, or a classifier of text or images, or pass the model as package.module:factory with its own loss"
     )
 
 
@@ -181,7 +181,7 @@ def _check(
 ) -> None:
     if microbatch.dtype == "float64" and any(hasattr(module, "is_transposed") for module in net.modules()):
         raise InputError(
-            f"'{reference.name}' has experts, whose grouped matrix product has no float64 kernel: "
+            f"'{reference.name}' has experts, whose grouped matmul has no float64 kernel: "
             "use dtype float32 or bfloat16"
         )
     if hasattr(config, "vocab_size"):
@@ -189,18 +189,18 @@ def _check(
 
 
 def _check_needs_no_images(reference: ModelReference, kind: str, net: nn.Module) -> None:
-    """Raises `InputError` for a model of images and text that does not read text alone, which is what it is trained on."""
+    """Raise `InputError` for a model of images and text that cannot train on text only."""
     given = inspect.signature(net.forward).parameters.get("pixel_values")
     if kind == "image-text" and given is not None and given.default is inspect.Parameter.empty:
         raise InputError(
-            f"'{reference.name}' ({type(net).__name__}) reads no text without images (pixel_values), and models of both are "
-            "trained on text alone here: hand it in as package.module:factory with its inputs and loss"
+            f"'{reference.name}' ({type(net).__name__}) accepts no text without images (pixel_values), and models of both "
+            "are trained on text only here: pass it as package.module:factory with its inputs and loss"
         )
 
 
 def _check_keeps_apart(reference: ModelReference, net: nn.Module) -> None:
-    """Raises `InputError` where documents that share a sample would see each other in spite of their position ids: where no
-    mask is made of these, or a convolution over time or a recurrence, which comes with one, passes from one to the next."""
+    """Raise `InputError` if documents in one sample would see each other despite their position ids: if the model builds no
+    mask from these, or has a convolution over time or a recurrence that passes from one document to the next."""
     makes_mask = hasattr(sys.modules[type(net).__module__], "create_causal_mask")
     takes_positions = "position_ids" in inspect.signature(net.forward).parameters
     crosses = next((path for path, module in net.named_modules() if isinstance(module, nn.Conv1d)), None)
@@ -214,7 +214,7 @@ def _check_keeps_apart(reference: ModelReference, net: nn.Module) -> None:
 
 
 def check_positions(net: nn.Module, sequence_length: int) -> None:
-    """Raises `InputError` for samples that are longer than a model has learned positions."""
+    """Raise `InputError` for samples longer than a model's learned positions."""
     for path, module in net.named_modules():
         if not (_LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding)):
             continue
@@ -232,7 +232,7 @@ def _tokens(config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
 
 
 def _hidden(tokens: Tensor) -> Tensor:
-    """The tokens to predict: 15 % of the positions, as in BERT's pre-training."""
+    """Return the tokens to predict: 15 % of the positions, as in BERT's pre-training."""
     return torch.where(torch.rand(tokens.shape) < 0.15, tokens, losses.IGNORED)
 
 
@@ -242,7 +242,7 @@ def _image_inputs(
     size = getattr(config, "image_size", None)
     if size is None:
         raise InputError(
-            f"the config of '{reference.name}' has no image_size: add the size of its images, as image_size=224"
+            f"the config of '{reference.name}' has no image_size: add the size of its images, e.g. image_size=224"
         )
     height, width = (size, size) if isinstance(size, int) else size
     shape = (microbatch.microbatch_size, config.num_channels, height, width)
@@ -251,12 +251,12 @@ def _image_inputs(
 
 
 def _classes(reference: ModelReference, config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
-    """A class for each sample."""
+    """Return a class for each sample."""
     num_labels = config.num_labels or 0
     if num_labels < 2 or getattr(config, "problem_type", None) in _NO_CLASSES:
         raise InputError(
-            f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={num_labels}), and "
-            "only on one class per sample here: hand it in as package.module:factory with its own loss"
+            f"'{reference.name}' is trained on numbers or on several labels at once (num_labels={num_labels}), but "
+            "only one class per sample is supported: pass it as package.module:factory with its own loss"
         )
     return torch.randint(0, num_labels, (microbatch.microbatch_size,))
 

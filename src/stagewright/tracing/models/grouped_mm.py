@@ -1,7 +1,7 @@
-"""Grouped matrix products as fake tensors see them, made to agree with the kernels.
+"""Shape function of grouped matmuls on fake tensors, corrected to agree with the kernels.
 
-The kernels (torch 2.11 to 2.13) also take float32 and float16, and pad each row of their output to 16 bytes.
-The shape function of fake tensors refuses everything but bfloat16 and, in builds without CUDA, pads nothing.
+The kernels (torch 2.11 to 2.13) also support float32 and float16, and pad each row of their output to 16 bytes. The shape
+function of fake tensors rejects everything but bfloat16 and, in builds without CUDA, pads nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ROW_BYTES = 16
 
 @functools.cache
 def allow_tracing() -> None:
-    """Corrects the shape function of `aten::_grouped_mm`, once per process.
+    """Correct the shape function of `aten::_grouped_mm`, once per process.
 
-    Registering another function would not do: with the Python dispatcher on, as under `torch.export`, torch
-    takes its own from a table of its own.
+    Registering another function is not enough: with the Python dispatcher on, as under `torch.export`, torch takes its own
+    from a separate table.
     """
     strict = _meta_registrations._meta_grouped_mm_common
 
@@ -36,7 +36,7 @@ def allow_tracing() -> None:
 
 
 def _padded(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """An empty tensor of (..., rows, columns) whose rows are a multiple of 16 bytes apart."""
+    """Return an empty tensor of (..., rows, columns) whose rows are a multiple of 16 bytes apart."""
     multiple = _ROW_BYTES // like.element_size()
     row = -(-shape[-1] // multiple) * multiple
     strides = (shape[-2] * row, row, 1)[-len(shape) :]

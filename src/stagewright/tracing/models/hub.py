@@ -13,7 +13,7 @@ from stagewright.errors import InputError, nearest
 
 
 def hub_config(identifier: str, bundled: Iterable[str]) -> Path:
-    """Path of the config.json of the model `identifier` (`owner/name`).
+    """Return the path of the config.json of the model `identifier` (`owner/name`).
 
     `bundled` are the names the argument was compared with before; the nearest of them is suggested by the
     `InputError` that is raised when the config cannot be had.
@@ -57,14 +57,14 @@ def hub_config(identifier: str, bundled: Iterable[str]) -> Path:
     last = identifier.rsplit("/", 1)[-1].lower()
     raise InputError(
         f"'{identifier}' was looked up as a bundled config{nearest(last, bundled)}, as a path and as a "
-        f"Hugging Face id, and is none that can be used: {why}; {fix}"
+        f"Hugging Face id, but none can be used: {why}; {fix}"
     )
 
 
 def _reachable(endpoint: str) -> bool:
-    """Whether the hub's host name resolves; spares an offline user half a minute of retries.
+    """Return whether the hub's host name resolves; saves an offline user half a minute of retries.
 
-    A machine behind a proxy need not resolve names itself, so there the question is left to the proxy.
+    A machine behind a proxy need not resolve names, so there the question is left to the proxy.
     """
     if urllib.request.getproxies().get("https") or os.environ.get("ALL_PROXY"):
         return True

@@ -14,7 +14,7 @@ from stagewright.limits import MOST_SIZE
 from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG
 
 ALL_LINEAR = "all-linear"
-"""As targets: every linear layer but the head."""
+"""Targets: every linear layer but the head."""
 _MOST_CONFIG_BYTES = 2**20
 _TAKEN = (
     "peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "fan_in_fan_out", "init_lora_weights", "bias",
@@ -24,26 +24,26 @@ _OF_NO_EFFECT = (
     "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size",
 )  # fmt: skip
-"""Those that change no adapter, or only with others that are refused."""
+"""Options that change no adapter, or only with others that are rejected."""
 
 
 class Lora(StrictModel):
-    """Adapters of low rank beside some linear layers: they alone are trained, and all of the model itself is frozen.
+    """Low-rank adapters of some linear layers (LoRA): only they are trained; the model itself is frozen.
 
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685), as `peft` has it.
     """
 
     rank: int = Field(ge=1, le=MOST_SIZE)
     alpha: float = Field(gt=0)
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale of the adapters' output, as alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] | None = None
     """Names of the layers that get one, or ends of their paths; None are those that peft has for the kind of model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of what enters an adapter."""
+    """Dropout probability on the adapters' input."""
     is_drawn: bool = False
-    """Whether B is drawn too, in place of zeros, so that no gradient is zero: for verification."""
+    """Whether B is drawn too instead of zeros, so that no gradient is zero: for verification."""
     folder: str | None = None
-    """Of adapters that a run starts from, as peft wrote them; None draws them."""
+    """Folder of adapters, written by peft, that a run starts from; None draws new ones."""
 
     @property
     def structure(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Lora(StrictModel):
     def of(
         cls, rank: int, alpha: float | None = None, targets: str | None = None, dropout: float = 0.0
     ) -> Lora:
-        """As the command line says it: `alpha` is twice the rank where it is not given, `targets` has commas between.
+        """Return adapters from the options of the command line: `alpha` defaults to twice the rank, `targets` has commas.
 
         Raises:
             InputError: a number is out of range, or a target has no name.
@@ -82,17 +82,15 @@ class Lora(StrictModel):
 
     @classmethod
     def stored_in(cls, folder: Path) -> Lora:
-        """Those in `folder`, as peft wrote them, to go on with.
+        """Return the adapters in `folder`, written by peft, to continue from.
 
         Raises:
-            InputError: there are none, or they are of a kind or form that is not trained.
+            InputError: there are none, or their kind or form is not supported.
         """
         path = folder / ADAPTER_CONFIG
-        config = read_json(
-            path, "config of adapters", "name a folder that peft has written", _MOST_CONFIG_BYTES
-        )
+        config = read_json(path, "config of adapters", "name a folder written by peft", _MOST_CONFIG_BYTES)
         if not isinstance(config, dict):
-            raise InputError(f"'{path}' holds no JSON object: name a folder that peft has written")
+            raise InputError(f"'{path}' holds no JSON object: name a folder written by peft")
         _refuse_other_forms(config, path)
         given = {
             "rank": config.get("r"),
@@ -105,7 +103,7 @@ class Lora(StrictModel):
 
 
 def _refuse_other_forms(config: dict[str, Any], path: Path) -> None:
-    """Raises `InputError` for what adapters of rank and alpha beside named layers do not have."""
+    """Raise `InputError` for settings other than rank and alpha of adapters of named layers."""
     expected = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None)}
     wrong = [key for key, values in expected.items() if config.get(key) not in values]
     wrong += [key for key in sorted(config) if key not in (*_TAKEN, *_OF_NO_EFFECT) and config[key]]
@@ -113,6 +111,7 @@ def _refuse_other_forms(config: dict[str, Any], path: Path) -> None:
         wrong.append("target_modules")
     if wrong:
         raise InputError(
-            f"'{path}' has {wrong[0]} = {config.get(wrong[0])!r}, and of adapters those of LoRA are trained, of one rank "
-            "beside layers in a list: merge these into the model by peft's merge_and_unload and start anew with --lora RANK"
+            f"'{path}' has {wrong[0]} = {config.get(wrong[0])!r}, but only LoRA adapters of one rank, for layers in "
+            "a list, are supported: merge these into the model with peft's merge_and_unload and start new ones with --lora "
+            "RANK"
         )

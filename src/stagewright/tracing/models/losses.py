@@ -18,21 +18,21 @@ from stagewright.errors import InputError
 
 CrossEntropy = Callable[..., Tensor]
 LossOf = Callable[[nn.Module, Callable[[], Any], Tensor, CrossEntropy], tuple[Tensor, Any]]
-"""From a model, a call of it, its labels and the cross entropy to the mean loss and what the model returned."""
+"""A function of a model, a call of it, its labels and the cross entropy; returns the mean loss and the model's output."""
 
 IGNORED = -100
 """Label of a position that takes no part in the loss."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Negative log-likelihood of `labels` (...) under `logits` (..., classes), in at least float32."""
+    """Return the cross entropy of `labels` (...) under `logits` (..., classes), in at least float32."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return cross_entropy_as_logits(logits, labels, reduction)
 
 
 def cross_entropy_as_logits(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """As `cross_entropy`, in the type of the logits."""
+    """Return `cross_entropy` in the type of the logits."""
     return functional.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction
     )
@@ -41,7 +41,7 @@ def cross_entropy_as_logits(logits: Tensor, labels: Tensor, reduction: str = "me
 def loss_at_once(
     net: nn.Module, call: Callable[[], Any], labels: Tensor, cross_entropy: CrossEntropy
 ) -> tuple[Tensor, Any]:
-    """The mean loss of all tokens, and what the model returned."""
+    """Return the mean loss of all tokens, and what the model returned."""
     output = call()
     return cross_entropy(output.logits, labels), output
 
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         self.loss_of: LossOf = loss_at_once
 
     def loss(self, labels: Tensor, **inputs: Any) -> Tensor:
-        """The mean loss of what the model predicts for `inputs`, with the loss that balances its experts."""
+        """Return the mean loss of the model for `inputs`, with the loss that balances its experts."""
 
         def call() -> Any:
             with as_run(packed="position_ids" in inputs):
@@ -69,8 +69,8 @@ class LanguageModel(nn.Module):
 
 
 class CausalLanguageModel(LanguageModel):
-    """Predicts each next token of `input_ids` (batch, sequence), or of `labels`: the same tokens, with -100 for those that
-    are not asked for. Where `position_ids` begin anew, another document begins, which does not see those before."""
+    """A model that predicts each next token of `input_ids` (batch, sequence), or of `labels`: the same tokens, with -100 for
+    those without a loss. Where `position_ids` restart, another document begins, which does not see those before."""
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
@@ -82,7 +82,7 @@ class CausalLanguageModel(LanguageModel):
 
 
 class MaskedLanguageModel(LanguageModel):
-    """Predicts `labels` (batch, sequence) from `input_ids`; -100 marks positions that are not asked for."""
+    """A model that predicts `labels` (batch, sequence) from `input_ids`; -100 marks positions without a loss."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         return self.loss(labels, input_ids=input_ids)
@@ -101,7 +101,7 @@ class SequenceToSequence(LanguageModel):
 
 
 class Classifier(nn.Module):
-    """Predicts the class `labels` (batch) of what else it is given, such as `pixel_values` or `input_ids`."""
+    """A model that predicts the class `labels` (batch) of its other inputs, such as `pixel_values` or `input_ids`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -129,11 +129,11 @@ class FactoryModel(nn.Module):
         self.name = name
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        rest = [value for key, value in inputs.items() if key not in self.taken]
+        targets = [value for key, value in inputs.items() if key not in self.taken]
         with as_run(packed="position_ids" in inputs):
             loss = self.net(**{key: inputs[key] for key in self.taken})
             if self.loss_fn is not None:
-                loss = self.loss_fn(loss, *rest)
+                loss = self.loss_fn(loss, *targets)
         if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
             return loss
         maker = "its loss_fn" if self.loss_fn is not None else "its module"
@@ -144,7 +144,7 @@ class FactoryModel(nn.Module):
 
 
 def as_run(packed: bool = False) -> contextlib.AbstractContextManager[None]:
-    """`trace_as_run` where transformers is in use; a factory may do without it and its long import."""
+    """Return `trace_as_run` if transformers is in use; a factory may do without its long import."""
     if "transformers" not in sys.modules:
         return contextlib.nullcontext()
     from stagewright.tracing.models.transformers_patches import trace_as_run
@@ -153,7 +153,7 @@ def as_run(packed: bool = False) -> contextlib.AbstractContextManager[None]:
 
 
 def _with_auxiliary_loss(loss: Tensor, output: Any, net: nn.Module) -> Tensor:
-    """`loss` plus the router's balancing loss, where the config asks for it by `output_router_logits`."""
+    """Return `loss` plus the router's balancing loss, if the config requests it with `output_router_logits`."""
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss

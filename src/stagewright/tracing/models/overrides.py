@@ -22,7 +22,7 @@ _SYNONYMS = (
 )
 _DEPTH = _SYNONYMS[0]
 _ENTRIES = ("vocab_size", "max_position_embeddings", "n_positions")
-"""Rows of tables, of which there may be more than of what else no model is without."""
+"""Keys of sizes of tables, whose limit is larger than that of other sizes."""
 _NEEDED = frozenset({
     "num_key_value_heads", "num_channels", "patch_size", "image_size", "conv_kernel", "state_size", "d_kv", *_ENTRIES,
     *(name for names in _SYNONYMS for name in names),
@@ -31,16 +31,16 @@ _NEEDED = frozenset({
 _SIZE = re.compile(r"(num|n|d)_.+|.+_(size|dim|heads|layers|rank|experts)|expand")
 """Keys of the configurations of all families that say how many of something there are, or how large it is."""
 _NO_LIMIT = -1
-"""What several families write for a size without limit."""
+"""Value for a size without limit in several families."""
 _PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
 
 
 _TEXT = "text_config"
-"""Where configurations of several parts, such as text and images, have that of the text."""
+"""Key of the text part in configurations of several parts, such as text and images."""
 
 
 def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a model, or of its part that reads and writes text.
+    """Return the configuration of a model, or of its part that reads and writes text.
 
     >>> of_text({"vocab_size": 9, "text_config": {"vocab_size": 5}})["vocab_size"]
     5
@@ -50,7 +50,7 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_sizes(config: Mapping[str, Any], model: str) -> None:
-    """Raises `InputError` for a size or count in the configuration of `model` that no model has; names it.
+    """Raise `InputError`, which names the key, for an impossible size or count in the configuration of `model`.
 
     A list gives one size per layer or dimension, null leaves a size to the family.
 
@@ -73,7 +73,7 @@ def check_sizes(config: Mapping[str, Any], model: str) -> None:
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and value of every size, those in nested configurations and in lists included."""
+    """Yield name and value of every size, including those in nested configurations and lists."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
@@ -87,10 +87,9 @@ def _shown(value: Any) -> str:
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `overrides` in place, each under the spelling that the config itself uses, and where it has none that of
-    its part for text.
+    """Return `config` with `overrides` applied, each under the spelling that the config uses, or else that of its text part.
 
-    Whether a key exists at all is known to the model class only and is checked when the model is built.
+    Only the model class knows whether a key exists; this is checked when the model is built.
 
     >>> apply_overrides({"n_layer": 12}, {"num_hidden_layers": 2})
     {'n_layer': 2}
@@ -128,12 +127,12 @@ _NARROW_LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-"""Of attention whose keys and values are compressed."""
+"""Sizes of attention with compressed keys and values."""
 
 
 def narrow(config: Mapping[str, Any], keeps_heads: bool = False) -> dict[str, Any]:
-    """Overrides that make a model narrow, in its heads, intermediate layers and vocabulary, and keep every layer and switch.
-    Where it `keeps_heads`, the hidden size is kept too.
+    """Return overrides that make heads, intermediate layers and vocabulary narrow, and keep every layer and switch; with
+    `keeps_heads` also the hidden size.
 
     >>> narrow({"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 99, "n_layer": 9})
     {'num_key_value_heads': 2, 'num_attention_heads': 8, 'hidden_size': 128}
@@ -167,7 +166,7 @@ def narrow(config: Mapping[str, Any], keeps_heads: bool = False) -> dict[str, An
 
 
 def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:
-    """The keys of `config` that mean `key`, or `key` itself where the config has no spelling of it."""
+    """Return the keys of `config` that mean `key`, or `key` itself where the config has no spelling of it."""
     if key in config:
         return [key]
     group = next((names for names in _SYNONYMS if key in names), (key,))
@@ -175,14 +174,14 @@ def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def _cut_per_layer(config: Mapping[str, Any], depth: Any) -> dict[str, Any]:
-    """The first `depth` entries of every key that holds one entry per layer."""
+    """Return the first `depth` entries of every key that holds one entry per layer."""
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise InputError(f"the number of layers is {depth!r}: give a whole number of at least 1")
     cut = {key: config[key] for key in _PER_LAYER if isinstance(config.get(key), list | str)}
     for key, entries in cut.items():
         if len(entries) < depth:
             raise InputError(
-                f"{depth} layers were asked for, but '{key}' describes {len(entries)}: "
+                f"{depth} layers were requested, but '{key}' describes {len(entries)}: "
                 f"override '{key}' with one entry per layer instead"
             )
     return {key: entries[:depth] for key, entries in cut.items()}

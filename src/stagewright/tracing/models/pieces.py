@@ -1,8 +1,8 @@
-"""The loss in pieces over tokens: what a model does behind its base (head, soft-capping, scaling), slice by slice.
+"""Loss in pieces over tokens: everything after a model's base (head, soft-capping, scaling), slice by slice.
 
-A transformers model with a head calls its base model once and then treats every token by itself. So the model is called
-once per slice: the first call runs the base, and every call gets one slice of what the base has returned. Whatever the
-model does to its logits is done by its own code, and only the logits of one slice are needed at a time.
+A transformers model with a head calls its base model once and then treats every token independently. So the model is called
+once per slice: the first call runs the base, and every call gets one slice of its result. The model's own code processes the
+logits, and only those of one slice are needed at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def evaluate_in_pieces(model: nn.Module, num_pieces: int, num_tokens: int) -> No
         )
     if _base_of(model.net) is model.net:
         raise InputError(
-            f"loss_pieces = {num_pieces}: {type(model.net).__name__} has no base model apart from its head, so its loss "
+            f"loss_pieces = {num_pieces}: {type(model.net).__name__} has no base model separate from its head, so its loss "
             "cannot be evaluated in pieces: use --loss-pieces 1"
         )
     model.pieces = Slices(num_pieces)
@@ -63,9 +63,9 @@ class Slices(nn.Module):
     def loss_of(
         self, net: nn.Module, call: Callable[[], Any], labels: Tensor, cross_entropy: CrossEntropy
     ) -> tuple[Tensor, Any]:
-        """The mean loss, as the sum over slices over the number of labels that count; and what the first call returned.
+        """Return the mean loss, the sum over slices divided by the number of labels that count, and the first result.
 
-        Ignores: that a model's code behind its base could look at more than one token.
+        Ignores: that a model's code after its base could look at more than one token.
         """
         base = _base_of(net)
         count = (labels != IGNORED).sum()
@@ -89,7 +89,7 @@ class Slices(nn.Module):
     def _in_place_of(
         self, base: nn.Module, returned: list[Any], given: list[Tensor], index: int
     ) -> Iterator[None]:
-        """Inside, `base` returns slice `index`; the first time it runs: what it has `returned`, and the slices `given`."""
+        """Make `base` return slice `index` inside; its first run keeps its result in `returned`, the slices in `given`."""
         had, run = base.__dict__.get("forward"), base.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -109,13 +109,13 @@ class Slices(nn.Module):
 
 
 def _base_of(net: nn.Module) -> nn.Module:
-    """What a transformers model has in front of its head; itself where it has none apart."""
+    """Return the base of a transformers model, before its head; the model itself if it has no separate one."""
     base = getattr(net, "base_model", net)
     return base if isinstance(base, nn.Module) else net
 
 
 def _with_first(output: Any, hidden: Tensor) -> Any:
-    """What a base model returned, with other hidden states."""
+    """Return the output of a base model with other hidden states."""
     if isinstance(output, tuple):
         return (hidden, *output[1:])
     return type(output)(**{**output, next(iter(output)): hidden})

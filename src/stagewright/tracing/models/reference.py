@@ -55,7 +55,7 @@ class ModelReference:
     lora: Lora | None = None
 
     def adapted(self, lora: Lora | None) -> ModelReference:
-        """This model with adapters, which alone are trained; itself where `lora` is None.
+        """Return this model with adapters, which alone are trained; unchanged if `lora` is None.
 
         Raises:
             InputError: the factory's code says itself what is trained.
@@ -71,7 +71,7 @@ class ModelReference:
 
 
 def bundled_names() -> list[str]:
-    """Names of the configs that ship with Stagewright, sorted.
+    """Return the names of the configs that ship with Stagewright, sorted.
 
     >>> "llama-3-8b" in bundled_names()
     True
@@ -82,7 +82,7 @@ def bundled_names() -> list[str]:
 
 
 def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelReference:
-    """The model that `text` names: `package.module:factory`, `file.py:factory`, a bundled name, a config.json
+    """Return the model that `text` names: `package.module:factory`, `file.py:factory`, a bundled name, a config.json
     or its directory, or a Hugging Face id; in this order.
 
     `overrides` replaces keys of the config (`{"num_hidden_layers": 2}`; `dropout` stands for every dropout
@@ -93,8 +93,8 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     """
     if not isinstance(text, str):
         raise InputError(
-            f"a model is given by its name, and not as {type(text).__name__}: the ranks of a run make it again, each in a "
-            "process of its own. Name a bundled model, a config.json or its folder, or the function that makes it, as "
+            f"a model is given by its name, not as {type(text).__name__}: the ranks of a run create it again, each in "
+            "its own process. Name a bundled model, a config.json or its folder, or the function that creates it, as "
             "'path/to/file.py:function' or 'package.module:function'"
         )
     overrides = dict(overrides or {})
@@ -114,7 +114,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
 
 
 def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
-    """Short name, path (None for bundled configs) and content of the config that `text` names."""
+    """Return short name, path (None for bundled configs) and content of the config that `text` names."""
     if text in bundled_names():
         content = (_bundled() / f"{text}.json").read_text(encoding="utf-8")
         return text, None, _config(parse_json(content, text), f"bundled config '{text}'")
@@ -128,7 +128,7 @@ def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
             )
     if os.path.isfile(path) and path.suffix == ".py":
         raise InputError(
-            f"'{text}' is Python: name the function in it that makes the model, as {text}:FUNCTION"
+            f"'{text}' is a Python file: name the function in it that creates the model, as {text}:FUNCTION"
         )
     if os.path.isfile(path):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem

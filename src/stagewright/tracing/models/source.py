@@ -31,7 +31,7 @@ class FactoryName:
 
 
 def split_factory(text: str) -> FactoryName | None:
-    """The factory that `text` names, or None when it names none.
+    """Return the factory that `text` names, or None when it names none.
 
     >>> split_factory("nets/unet.py:build")
     FactoryName(module='nets/unet.py', function='build')
@@ -42,13 +42,13 @@ def split_factory(text: str) -> FactoryName | None:
 
 
 def search_last(folder: str) -> None:
-    """Let imports find the modules in `folder`, after all others but those that were searched last before: none takes the
-    place of a library."""
+    """Let imports find the modules in `folder`, after all other entries except those searched last before, so that none
+    replaces a library."""
     if folder in sys.path and folder not in _SEARCHED_LAST:
         return
     _SEARCHED_LAST.add(folder)
-    others = [entry for entry in sys.path if entry in _SEARCHED_LAST and entry != folder]
-    sys.path[:] = [*(entry for entry in sys.path if entry not in _SEARCHED_LAST), folder, *others]
+    searched_before = [entry for entry in sys.path if entry in _SEARCHED_LAST and entry != folder]
+    sys.path[:] = [*(entry for entry in sys.path if entry not in _SEARCHED_LAST), folder, *searched_before]
 
 
 _SEARCHED_LAST: set[str] = set()
@@ -67,7 +67,7 @@ def searching_last(folder: str) -> Iterator[None]:
 
 
 def factory_source(text: str) -> str:
-    """Content of the file that defines the factory; raises `InputError` when there is no such file."""
+    """Return the content of the file that defines the factory. Raises `InputError` if there is no such file."""
     name = split_factory(text)
     if name is None:
         raise InputError(f"'{text}' is not of the form package.module:factory or path/to/file.py:factory")
@@ -75,8 +75,8 @@ def factory_source(text: str) -> str:
         path = Path(os.path.expanduser(name.module))
         if not os.path.isfile(path):
             raise InputError(
-                f"there is no file '{name.module}' to take '{name.function}' from: check the path, which begins "
-                "at the folder that the command runs in (or, of a plan, at the folder of that)"
+                f"there is no file '{name.module}' to take '{name.function}' from: check the path, which is "
+                "relative to the current folder (or, in a plan, to the plan's folder)"
             )
         return read_text(path, "factory")
     try:
@@ -89,7 +89,7 @@ def factory_source(text: str) -> str:
 
 
 def factory_file(text: str) -> Path | None:
-    """The file that defines the factory, whose code building the model runs; None where it cannot be told."""
+    """Return the file that defines the factory, whose code runs when the model is built; None if unknown."""
     name = split_factory(text)
     if name is None:
         return None
@@ -103,14 +103,14 @@ def factory_file(text: str) -> Path | None:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Where `module` is. Unlike `importlib.util.find_spec`, this imports no package on the way, which would run its code."""
+    """Return the location of `module`. Unlike `importlib.util.find_spec`, this imports no package, so no code runs."""
     spec, name = None, ""
     with searching_last(os.getcwd()):
         for part in module.split("."):
             if spec is not None and spec.submodule_search_locations is None:
-                return None  # a module that is no package
+                return None  # a module, not a package
             if spec is not None and spec.origin is None:
-                importlib.import_module(name)  # a namespace has no code, and must be known to look into it
+                importlib.import_module(name)  # a namespace has no code, and must be loaded to search it
             name = f"{name}.{part}" if name else part
             path = None if spec is None else spec.submodule_search_locations
             finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))

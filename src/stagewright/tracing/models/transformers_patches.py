@@ -1,9 +1,9 @@
-"""Undoes what transformers does differently while a model is traced; the one file with its private names.
+"""Patches of transformers so that models trace as they run; the only file with its private names.
 
-Under `torch.export` transformers (5.x) materialises an S x S causal mask that it would leave to the attention
-kernel, because an exported graph might be used for decoding; it takes position ids made by the model for
-packed sequences; and it replaces grouped matrix products of other types than bfloat16 by a loop over experts.
-A training graph is traced for one shape without packing: it needs none of this, and each changes the kernels.
+Under `torch.export` transformers (5.x) materialises an S x S causal mask that it would leave to the attention kernel,
+because an exported graph might be used for decoding; it takes position ids made by the model for packed sequences; and it
+replaces grouped matmuls of types other than bfloat16 by a loop over experts. A training graph is traced for one shape
+without packing: it needs none of this, and each changes the kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers.integrations import moe
 
 @contextlib.contextmanager
 def trace_as_run(packed: bool = False) -> Iterator[None]:
-    """Within it transformers models compute, when traced, what they compute when run.
+    """Make transformers models compute inside, when traced, what they compute when run.
 
-    No mask is built where `is_causal` (or nothing) says the same; grouped matrix products stay grouped. With
-    `packed` the position ids given to the model may start several sequences, which need a mask of their own.
+    No mask is built if `is_causal` (or no mask) means the same; grouped matmuls stay grouped. With `packed` the position
+    ids given to the model may start several sequences, which need a separate mask.
     """
     replacements = _REPLACEMENTS if packed else (*_REPLACEMENTS, _UNPACKED)
     replaced: list[tuple[Any, str, Any]] = []
@@ -41,7 +41,7 @@ def _no() -> bool:
 
 
 def _traces_values_of(tensor: Any = None) -> bool:
-    """Whether `tensor` has no values to look at; that a graph is being traced is no reason by itself."""
+    """Return whether `tensor` has no values to inspect; tracing alone is no reason."""
     return tensor is not None and _is_tracing(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Layers of which each rank holds a part; parameters keep the names they have in the whole model."""
+"""Tensor parallel layers; parameters keep the names they have in the whole model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SEQUENCE = 1
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer of which each rank computes some of the features.
+    """A column-parallel linear layer: each rank computes some of the features.
 
     Args:
-        weight: (features of this rank, inputs), or its transpose where `is_transposed`.
+        weight: (features of this rank, inputs), or its transpose if `is_transposed`.
         bias: (features of this rank) or None.
-        gathers: every rank gets the features of all.
+        gathers: whether every rank gets all features.
 
-    `source` is what the input is: "whole" and alike, "sequence" (a part of the sequence on each rank), or "entered" where
-    the module around it has made local work of it already. Of the features of all, `num_features` are none of padding.
+    `source` is the kind of the input: "whole" and equal on all ranks, "sequence" (a part of the sequence on each rank), or
+    "entered" if the module around it has already made it local. All ranks together have `num_features` without padding.
     """
 
     source = "whole"
@@ -60,14 +60,14 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer of which each rank takes some of the inputs; the sum over ranks is the result.
+    """A row-parallel linear layer: each rank takes some of the inputs; the sum over ranks is the result.
 
     Args:
-        weight: (features, inputs of this rank), or its transpose where `is_transposed`.
+        weight: (features, inputs of this rank), or its transpose if `is_transposed`.
         bias: (features) or None; added once, to the sum.
-        splits: the input is whole on every rank.
+        splits: whether the input is whole on every rank.
 
-    Where it `scatters`, each rank gets a part of the sequence of the result.
+    If it `scatters`, each rank gets a part of the sequence of the result.
     """
 
     scatters = False
@@ -99,34 +99,34 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of which each rank holds the rows of some tokens; the others' rows arrive with the sum.
+    """A vocabulary-parallel embedding: each rank has the rows of some tokens; the sum over ranks adds the others.
 
-    `width` is the number of ranks. As in `nn.Embedding`, the row of `padding_idx` gets no gradient.
+    `tp_size` is the number of ranks. As in `nn.Embedding`, the row of `padding_idx` gets no gradient.
     """
 
-    width: int
+    tp_size: int
 
     def forward(self, input: Tensor) -> Tensor:
         row, is_here = own_rows(input, self.weight.shape[0])
         rows = functional.embedding(row, self.weight)
         zero = rows.new_zeros(())
         if self.padding_idx is None:
-            return all_reduce(torch.where(is_here.unsqueeze(-1), rows, zero), GROUP, self.width)
+            return all_reduce(torch.where(is_here.unsqueeze(-1), rows, zero), GROUP, self.tp_size)
         is_padding = input == self.padding_idx
         part = torch.where((is_here & ~is_padding).unsqueeze(-1), rows, zero)
         fixed = torch.where((is_here & is_padding).unsqueeze(-1), rows.detach(), zero)
-        return all_reduce(part + fixed, GROUP, self.width)
+        return all_reduce(part + fixed, GROUP, self.tp_size)
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """Negative log-likelihood of labels under logits of which each rank holds those of some classes.
+    """Vocabulary-parallel cross entropy: each rank has the logits of some classes.
 
-    Nothing of the size of the logits is sent: each rank's log of the sum of exponentials, and the logit of the label.
+    Nothing of the size of the logits is sent, only each rank's log-sum-exp and the logit of the label.
 
     Args:
         num_classes: of the whole model; classes beyond it are padding and have no probability.
-        ignored: the label of positions that take no part.
-        casts: logits of half precision to float32.
+        ignored: the label of positions without a loss.
+        casts: whether to cast logits of half precision to float32.
     """
 
     def __init__(self, num_classes: int, size: int, ignored: int, casts: bool = True) -> None:
@@ -144,21 +144,21 @@ class VocabularyCrossEntropy(nn.Module):
             logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
         per_rank = all_gather(log_sum_exp(logits).unsqueeze(0), 0, GROUP, self.size, sums=False)
         column, is_here = own_rows(labels, held)
-        own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        chosen = all_reduce(torch.where(is_here, own, own.new_zeros(())), GROUP, self.size)
+        label_logits = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        chosen = all_reduce(torch.where(is_here, label_logits, label_logits.new_zeros(())), GROUP, self.size)
         counts = labels != self.ignored
         losses = torch.where(counts, log_sum_exp(per_rank.t()) - chosen, chosen.new_zeros(()))
         return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
-    """Over the last dimension, in steps that each make one tensor: PyTorch's operator makes more inside."""
+    """Return the log-sum-exp over the last dimension, one tensor per step: PyTorch's operator creates more inside."""
     largest = x.detach().amax(-1, keepdim=True)
     return (x - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
 def own_rows(tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Which of this rank's `num_rows` rows each token has (0 where none), and whether it has one."""
+    """Return which of this rank's `num_rows` rows each token has (0 for none), and whether it has one."""
     row = tokens - group_rank(GROUP, tokens.device) * num_rows
     is_here = (row >= 0) & (row < num_rows)
     return torch.where(is_here, row, 0), is_here

@@ -28,12 +28,12 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 
 
 def rank_in(name: str) -> int:
-    """This process's rank in the group called `name`."""
+    """Return this process's rank in the group called `name`."""
     return dist.get_rank(group_of(name))
 
 
 def use_group(name: str, group: dist.ProcessGroup) -> None:
-    """From now on collectives of the group called `name` run among the processes of `group`."""
+    """Run collectives of the group called `name` among the processes of `group` from now on."""
     _GROUPS[name] = group
 
 
@@ -82,7 +82,7 @@ def _lay_out_part(x: Tensor, dim: int, group: str, size: int) -> Tensor:
 
 
 def enter(x: Tensor, group: str, size: int) -> Tensor:
-    """An alike value where local work on it begins: itself; its cotangents are summed over the group."""
+    """Return a replicated value unchanged where local work on it begins; its cotangents are summed over the group."""
     return torch.ops.stagewright.enter(x, group, size)
 
 
@@ -95,7 +95,7 @@ define(
 
 
 def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
-    """The sum of a local value over the group, alike on every rank."""
+    """Return the sum of a local value over the group, replicated on every rank."""
     return torch.ops.stagewright.all_reduce(x, group, size)
 
 
@@ -114,17 +114,17 @@ define(
 
 
 def all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
-    """The local values of the group one after the other along `dim`.
+    """Return the local values of the group concatenated along `dim`.
 
-    With `sums` local work begins on the result, so that its cotangents are summed; otherwise they are alike.
+    With `sums` local work begins on the result, so its cotangents are summed; otherwise they are replicated.
     """
     return torch.ops.stagewright.all_gather(x, dim, group, size, sums)
 
 
 def _run_all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
-    own = x.contiguous()
-    parts = own.new_empty((size, *own.shape))
-    _all_gather_into(parts.view(-1), own.view(-1), group=group_of(group))
+    local = x.contiguous()
+    parts = local.new_empty((size, *local.shape))
+    _all_gather_into(parts.view(-1), local.view(-1), group=group_of(group))
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 
@@ -143,15 +143,15 @@ define(
 
 
 def reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """This rank's part along `dim` of the sum of a local value over the group."""
+    """Return this rank's part along `dim` of the sum of a local value over the group."""
     return torch.ops.stagewright.reduce_scatter(x, dim, group, size)
 
 
 def _run_reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     parts = torch.stack(x.chunk(size, dim))
-    own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    _reduce_scatter_into(own.view(-1), parts.view(-1), group=group_of(group))
-    return own
+    local = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    _reduce_scatter_into(local.view(-1), parts.view(-1), group=group_of(group))
+    return local
 
 
 def _gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ define(f"reduce_scatter{_SCHEMA}", _run_reduce_scatter, _lay_out_part, _gather_b
 
 
 def shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """This rank's part along `dim` of an alike value."""
+    """Return this rank's part along `dim` of a replicated value."""
     return torch.ops.stagewright.shard(x, dim, group, size)
 
 
@@ -175,7 +175,7 @@ define(f"shard{_SCHEMA}", _run_shard, _lay_out_part, _gather_backward)
 
 
 def group_rank(group: str, device: torch.device) -> Tensor:
-    """This process's rank in the group, an integer of no dimensions."""
+    """Return this process's rank in the group, as a scalar integer tensor."""
     return torch.ops.stagewright.group_rank(group, device=device)
 
 

@@ -1,8 +1,8 @@
-"""Makes of a whole model on fake tensors the model of one tensor-parallel rank.
+"""Conversion of a whole model on fake tensors into the model of one tensor parallel rank.
 
-Which layers are split, and how, is said by plans: transformers' published ones, and ours where it publishes none. A plan
-maps module or parameter paths, in which ``*`` stands for a layer's number, to the name of a style. Of a low-rank adapter the
-half towards the features that are split is split as they are, and the other is whole on every rank.
+Plans determine which layers are split, and how: transformers' published ones, or ours if it publishes none. A plan maps
+module or parameter paths, in which ``*`` stands for a layer's number, to the name of a style. The half of a low-rank adapter
+next to split features is split likewise; the other half is whole on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError, nearest
 from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
-from stagewright.tracing.experts import are_shared_out, around
+from stagewright.tracing.experts import are_sharded, around
 from stagewright.tracing.models.adapter_names import BASE, INTO, OUT_OF
 from stagewright.tracing.models.losses import (
     IGNORED,
@@ -57,7 +57,7 @@ DIVIDED: Mapping[str, tuple[str, ...]] = {"GPT2Attention": ("split_size",)}
 
 
 def plan_of(net: nn.Module) -> dict[str, str]:
-    """The plan for `net`, with paths below it.
+    """Return the plan for `net`, with paths below it.
 
     Raises:
         InputError: none is known.
@@ -74,7 +74,7 @@ def plan_of(net: nn.Module) -> dict[str, str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path of the model is one that a plan's path means.
+    """Return whether a path of the model matches a plan's pattern.
 
     >>> matches("model.layers.*.mlp.up_proj", "model.layers.11.mlp.up_proj")
     True
@@ -111,7 +111,7 @@ class _Surgeon:
         assert isinstance(net, nn.Module), "a model is a loss around its net"
         self.embedding, self.head = embedding, head
         self.model, self.net, self.size, self.sequence = model, net, size, sequence
-        self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all who hold it
+        self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all modules that have it
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -133,7 +133,7 @@ class _Surgeon:
         }
 
     def shards(self) -> dict[str, TensorShard]:
-        """How the parameters of the changed model were cut, by name."""
+        """Shards of the parameters of the changed model, by name."""
         named = self.model.named_parameters(remove_duplicate=False)
         return {name: self.cut[id(parameter)] for name, parameter in named if id(parameter) in self.cut}
 
@@ -159,14 +159,14 @@ class _Surgeon:
         return plan
 
     def _is_whole(self, path: str) -> bool:
-        """Whether this is of experts that ranks share out, each with the tokens of its part of the sequence."""
+        """Return whether `path` belongs to sharded experts, which get the tokens of each rank's part of the sequence."""
         if not self.sequence:
             return False
         owner, name = self._owner(path)
-        return are_shared_out(owner) or are_shared_out(getattr(owner, name))
+        return are_sharded(owner) or are_sharded(getattr(owner, name))
 
     def _check_heads(self, plan: dict[str, str]) -> None:
-        """Heads that are split over ranks must be whole on each."""
+        """Check that heads split over ranks are whole on each."""
         if not any("attn" in path or "attention" in path for path in plan):
             return
         config: Any = self.net.config
@@ -240,19 +240,21 @@ class _Surgeon:
         self._put(path, RowLinear(weight, bias, self.size, splits=splits, is_transposed=is_transposed))
 
     def _beside(self, path: str) -> None:
-        """The half of an adapter on the side of the low rank, which every rank has whole beside a layer that is split."""
+        """Prepare the low-rank half of an adapter of a split layer, which is whole on every rank."""
         self.net.get_submodule(path).is_beside_split = True  # type: ignore[assignment]
 
     def _embedding(self, path: str) -> None:
         module = self.net.get_submodule(path)
         if not isinstance(module, nn.Embedding):
-            raise InputError(f"'{path}' is no embedding, so it cannot be split by tokens: run with --tp 1")
+            raise InputError(
+                f"'{path}' is not an embedding, so it cannot be split by tokens: run with --tp 1"
+            )
         padding = -module.num_embeddings % self.size
         self._split(module, "weight", 0, padding=padding)
         self._change(module, _by_tokens(type(module)))
 
     def _used_locally(self, path: str) -> None:
-        """Whole parameters in the middle of local work: their gradients are summed."""
+        """Sum the gradients of whole parameters that are used within local work."""
         module = self.net.get_submodule(path)
         self._change(module, entering(type(module), tuple(module._parameters)))
 
@@ -261,7 +263,7 @@ class _Surgeon:
         self._change(module, around(_Experts, type(module)))
 
     def _change(self, module: nn.Module, kind: type) -> None:
-        module.__class__, module.width = kind, self.size  # type: ignore[assignment]
+        module.__class__, module.tp_size = kind, self.size  # type: ignore[assignment]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------
 
@@ -291,36 +293,36 @@ class _Surgeon:
 
 
 def _is_adapted(layer: nn.Module) -> bool:
-    """Whether a layer has a low-rank adapter beside it."""
+    """Return whether a layer has a low-rank adapter."""
     return isinstance(getattr(layer, BASE, None), nn.Module) and hasattr(layer, "lora_A")
 
 
 def _is_transposed(linear: nn.Module, path: str) -> bool:
-    """Whether a linear layer keeps (inputs, features), as GPT-2's do."""
+    """Return whether a linear layer stores (inputs, features), as GPT-2's do."""
     if type(linear).__name__ == "Conv1D":
         return True
     if isinstance(linear, nn.Linear):
         return False
     raise InputError(
-        f"'{path}' is a {type(linear).__name__}, no linear layer that can be split: run with --tp 1"
+        f"'{path}' is a {type(linear).__name__}, not a linear layer that can be split: run with --tp 1"
     )
 
 
 class _Experts:
-    """Experts of which each rank holds some features of every one; what they are given is used locally."""
+    """Tensor parallel experts: each rank has some features of every expert; their inputs are used locally."""
 
-    width: int
+    tp_size: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        hidden_states = enter(hidden_states, GROUP, self.width)
-        top_k_weights = enter(top_k_weights, GROUP, self.width)
+        hidden_states = enter(hidden_states, GROUP, self.tp_size)
+        top_k_weights = enter(top_k_weights, GROUP, self.tp_size)
         part = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
-        return all_reduce(part, GROUP, self.width)
+        return all_reduce(part, GROUP, self.tp_size)
 
 
 @functools.cache
-def _by_tokens(own: type) -> type:
-    """A kind of embedding that looks its rows up among those of this rank."""
-    if own is nn.Embedding:
+def _by_tokens(base: type) -> type:
+    """Return a kind of embedding that looks up its rows among those of this rank."""
+    if base is nn.Embedding:
         return VocabularyEmbedding
-    return type(f"Parallel{own.__name__}", (own, VocabularyEmbedding), {})
+    return type(f"Parallel{base.__name__}", (base, VocabularyEmbedding), {})

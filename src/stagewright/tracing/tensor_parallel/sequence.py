@@ -1,10 +1,10 @@
-"""Sequence parallelism: between the layers' products, each rank has a part of the sequence of every sample.
+"""Sequence parallelism: outside the split matmuls, each rank has a part of the sequence of every sample.
 
-It begins where the first layer does and ends with the last. A module whose parameters are all split, such as attention,
-gathers the sequence on entering and scatters its sums on leaving. Normalisations and the like work on parts, and the
-gradients of their parameters are summed. Gates work on parts too where ranks share experts out. Any other module (experts
-with their router, attention that is not split) is an island: its input is gathered, every rank computes it as without
-sequence parallelism, and its output is split again.
+It begins with the first layer and ends with the last. A module whose parameters are all split, such as attention, gathers
+the sequence on entry and reduce-scatters its output. Normalisations and the like work on parts, and the gradients of their
+parameters are all-reduced. Gates also work on parts with expert parallelism. Any other module (experts with their router,
+attention that is not split) is an island: its input is gathered, every rank computes it as without sequence parallelism, and
+its output is split again.
 
 Source: "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError
 from stagewright.graph.tensor_parallel import GROUP
-from stagewright.tracing.experts import are_shared_out, around
+from stagewright.tracing.experts import are_sharded, around
 from stagewright.tracing.models.adapter_names import BASE
 from stagewright.tracing.tensor_parallel.layers import SEQUENCE, ColumnLinear, RowLinear
 from stagewright.tracing.tensor_parallel.operators import all_gather, enter, shard
@@ -47,7 +47,7 @@ def split_sequence(net: nn.Module, plan: Mapping[str, str], size: int) -> None:
 
 
 def _visit(module: nn.Module, size: int) -> None:
-    """A module inside a layer, whose input is a part of the sequence."""
+    """Convert a module inside a layer, whose input is a part of the sequence."""
     if next(module.parameters(), None) is None:
         return
     if isinstance(module, RowLinear):
@@ -56,22 +56,22 @@ def _visit(module: nn.Module, size: int) -> None:
         module.source = "sequence"
     elif _is_split(module):
         _open(module, size)
-    elif any(are_shared_out(child) for child in module.children()):
+    elif any(are_sharded(child) for child in module.children()):
         for child in module.children():
             if _has_columns(child):
                 _visit(child, size)
-            elif not are_shared_out(child):
+            elif not are_sharded(child):
                 _enter_parameters(child, size)
         _enter_parameters(module, size)
     elif _works_on_tokens(module):
         _enter_parameters(module, size)
     elif any(isinstance(part, RowLinear) for part in module.children()) and not _has_columns(module):
-        for child in module.children():  # a product's output with its dropout and normalisation, as in BERT
+        for child in module.children():  # bias, dropout, add and normalisation after a matmul, as in BERT
             _visit(child, size)
         _enter_parameters(module, size)
     elif any(_takes_parts(child) for child in module.children()) and not _has_columns(module):
         raise InputError(
-            f"a {type(module).__name__} has an adapter beside a layer behind which the sequence is split: leave out "
+            f"a {type(module).__name__} has an adapter of a layer after which the sequence is split: leave out "
             "--sequence-parallel, or give other --lora-targets"
         )
     elif all(_is_split(child) or _leaves_input(child) for child in module.children()):
@@ -86,18 +86,18 @@ def _has_columns(module: nn.Module) -> bool:
 
 
 def _is_split(module: nn.Module) -> bool:
-    """Whether a module holds split products, and no parameters but theirs and those used between them."""
+    """Return whether a module has split matmuls, and no parameters but theirs and those used between them."""
     owners = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return _has_columns(module) and all(
         isinstance(part, ColumnLinear | RowLinear)
-        or (hasattr(part, "width") and _works_on_tokens(part))
+        or (hasattr(part, "tp_size") and _works_on_tokens(part))
         or _is_beside_split(part)
         for part in owners
     )
 
 
 def _leaves_input(module: nn.Module) -> bool:
-    """Whether a module takes the output of a split one: its products scatter, its normalisations work on tokens."""
+    """Return whether a module takes the output of a split one: its matmuls scatter, its normalisations work on tokens."""
     return next(module.parameters(), None) is None or (
         not _has_columns(module)
         and all(
@@ -109,12 +109,12 @@ def _leaves_input(module: nn.Module) -> bool:
 
 
 def _works_on_tokens(module: nn.Module) -> bool:
-    """Whether a module treats every token by itself."""
+    """Return whether a module treats every token independently."""
     return "Norm" in type(module).__name__ and next(module.children(), None) is None
 
 
 def _open(module: nn.Module, size: int) -> None:
-    """Gather the sequence where split work begins; its products do not do so again."""
+    """Gather the sequence where split work begins; its matmuls do not do so again."""
     for part in module.modules():
         if isinstance(part, ColumnLinear):
             part.source = "entered"
@@ -126,60 +126,60 @@ def _open(module: nn.Module, size: int) -> None:
 
 
 def _takes_parts(module: nn.Module) -> bool:
-    """Whether a module is an adapted layer that takes some of the features on each rank."""
+    """Return whether a module is an adapted layer that takes some of the features on each rank."""
     return isinstance(getattr(module, BASE, None), RowLinear)
 
 
 def _is_beside_split(module: nn.Module) -> bool:
-    """Whether a module is the whole half of an adapter, whose other half is split."""
+    """Return whether a module is the whole half of an adapter whose other half is split."""
     return getattr(module, "is_beside_split", False)
 
 
 def _enter_parameters(module: nn.Module, size: int) -> None:
-    """Sum the gradients of a module's own parameters, of which each rank sees a part of the sequence."""
+    """All-reduce the gradients of a module's own parameters, as each rank sees only a part of the sequence."""
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     if names:
         module.__class__ = entering(type(module), names)
-        module.width = size  # type: ignore[assignment]
+        module.tp_size = size  # type: ignore[assignment]
 
 
 def _put_around(module: nn.Module, outer: type, size: int) -> None:
     module.__class__ = around(outer, type(module))
-    module.sequence_width = size  # type: ignore[assignment]
+    module.sequence_tp_size = size  # type: ignore[assignment]
 
 
 # -- classes made of a model's own --------------------------------------------------------------------------------------
 
 
 @functools.cache
-def entering(own: type, names: tuple[str, ...]) -> type:
-    """`own` with parameters that are entered wherever they are read."""
+def entering(base: type, names: tuple[str, ...]) -> type:
+    """Return a subclass of `base` whose parameters are entered wherever they are read."""
 
     def read(name: str) -> property:
         return property(lambda module: _entered(module, name))
 
-    return type(f"Entering{own.__name__}", (own,), {name: read(name) for name in names})
+    return type(f"Entering{base.__name__}", (base,), {name: read(name) for name in names})
 
 
 def _entered(module: Any, name: str) -> Tensor | None:
     parameter = module._parameters[name]
-    return None if parameter is None else enter(parameter, GROUP, module.width)
+    return None if parameter is None else enter(parameter, GROUP, module.tp_size)
 
 
 class _Around:
-    sequence_width: int
+    sequence_tp_size: int
 
     def inner(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def whole(self, part: Tensor, sums: bool) -> Tensor:
-        return all_gather(part, SEQUENCE, GROUP, self.sequence_width, sums)
+        return all_gather(part, SEQUENCE, GROUP, self.sequence_tp_size, sums)
 
     def part(self, result: Any) -> Any:
-        """This rank's part of what a module returns: a tensor, or a tuple that begins with one."""
+        """Return this rank's part of a module's result: a tensor, or a tuple that begins with one."""
         if isinstance(result, tuple):
             return (self.part(result[0]), *result[1:])
-        return shard(result, SEQUENCE, GROUP, self.sequence_width)
+        return shard(result, SEQUENCE, GROUP, self.sequence_tp_size)
 
 
 class _Opened(_Around):
