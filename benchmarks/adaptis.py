@@ -24,8 +24,8 @@ from peers.plans.adaptis import tune
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import stages_of
 from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule import build
@@ -40,7 +40,7 @@ _SCHEDULES = 200
 METHODS = ("1F1B", "I-1F1B", "ZB", "Mist", "AdaPtis", "ours")
 
 
-def one_layer_per_stage(problem: Problem) -> JointPlan:
+def one_layer_per_stage(problem: JointProblem) -> JointPlan:
     """Even interleaved 1F1B as the paper runs it; the head belongs to the last stage."""
     num_layers, ranks = problem.layers.num_layers - 1, problem.num_ranks
     chunks = max(1, num_layers // ranks)
@@ -50,7 +50,7 @@ def one_layer_per_stage(problem: Problem) -> JointPlan:
     return judged("I-1F1B", problem, layout, program)
 
 
-def others(problem: Problem) -> dict[str, JointPlan]:
+def others(problem: JointProblem) -> dict[str, JointPlan]:
     """The methods that ours is compared with; Mist stands for balanced stages under 1F1B."""
     ranks, M = problem.num_ranks, problem.num_microbatches
     straight = even(problem, linear(ranks))
@@ -111,11 +111,11 @@ def speed_part(seconds: float, seed: int) -> list[Row]:
     rng = np.random.default_rng(seed)
     base = np.array([[1.0, 1.6, 0.4], [2.0, 3.3, 0.6]])[rng.integers(0, 2, 199)]
     table = LayerTable.of(*np.vstack([base, [[6.0, 2.0, 1.0]]]).T, saved_bytes=1.0)
-    rows.append(_speed_row("64 ranks, 200 layers, M 512", Problem.of(table, 64, 512), 30.0, seed))
+    rows.append(_speed_row("64 ranks, 200 layers, M 512", JointProblem.of(table, 64, 512), 30.0, seed))
     return rows
 
 
-def _speed_row(name: str, problem: Problem, seconds: float, seed: int) -> Row:
+def _speed_row(name: str, problem: JointProblem, seconds: float, seed: int) -> Row:
     began, cpu = time.monotonic(), time.process_time()
     # What is not search (the last simulation) takes about a tenth.
     found = search(problem, Effort(seconds=0.8 * seconds), seed=seed)
@@ -139,7 +139,7 @@ def scaling_part(seconds: float, seed: int) -> list[Row]:
     return rows
 
 
-def small_problem(rng: np.random.Generator) -> Problem:
+def small_problem(rng: np.random.Generator) -> JointProblem:
     """Four to seven layers on two or three ranks, some with a heavy head, transfers or little memory."""
     layers, ranks, M = int(rng.integers(4, 8)), int(rng.integers(2, 4)), int(rng.integers(2, 6))
     passes = np.array([rng.integers(low, 10, layers) for low in (1, 1, 0)])
@@ -147,7 +147,7 @@ def small_problem(rng: np.random.Generator) -> Problem:
         passes[:, -1] *= 3
     memory = float(rng.integers(layers, layers * M + 1)) if rng.random() < 0.5 else np.inf
     table = LayerTable.of(*passes, saved_bytes=1.0)
-    return Problem.of(table, ranks, M, latency_s=float(rng.integers(0, 3)), memory_bytes=memory)
+    return JointProblem.of(table, ranks, M, latency_s=float(rng.integers(0, 3)), memory_bytes=memory)
 
 
 def optimum_part(seconds: float, seed: int, wanted: int = 60) -> list[Row]:
@@ -181,7 +181,7 @@ def kernel_part(seconds: float, seed: int) -> list[Row]:
         problem = cell(family, 4096, 1)
         layout = even(problem, loop(problem.num_ranks, (problem.layers.num_layers - 1) // problem.num_ranks))
         rule = Rule(1, False, False, np.inf, 0.0, UNLIMITED, False, 3.0)
-        stages, policy = stages_of(problem, layout), Policy.of(rule, problem.layers.num_layers)
+        stages, policy = stages_of(problem, layout), DeadlinePolicy.of(rule, problem.layers.num_layers)
         given = rule, window_of(stages, rule.depth), deadlines_of(stages, rule, policy.shifts), np.inf
         num_actions, best = 3 * layout.num_stages * problem.num_microbatches, np.inf
         for _ in range(1 + round(seconds)):
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     # Compile before anything is timed.
-    search(Problem.of(LayerTable.of([1, 1], [1, 1], [1, 1]), 2, 2), Effort(rounds=4))
+    search(JointProblem.of(LayerTable.of([1, 1], [1, 1], [1, 1]), 2, 2), Effort(rounds=4))
     given = arguments.seconds, arguments.seed
     rows = cell_part(*given, arguments.only) if arguments.part == "cells" else PARTS[arguments.part](*given)
     print(json.dumps(rows, indent=2) if arguments.json else table_text(rows))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 
 Passes = tuple[float, float, float]
 """Forward, input gradient, weight gradient of one microbatch."""
@@ -99,7 +99,7 @@ def cell(
     num_microbatches: int | None = None,
     memory_bytes: float = np.inf,
     num_ranks: int | None = None,
-) -> Problem:
+) -> JointProblem:
     """One cell of the paper's table, by default with four microbatches per rank; time in forwards of the
     reference layer.
 
@@ -117,7 +117,7 @@ def cell(
     held = saved * 0.4331
     held[-1] = saved[-1] / 3
     ranks = num_ranks or shape.ranks[size]
-    return Problem.of(
+    return JointProblem.of(
         LayerTable.of(*table, saved_bytes=saved, held_bytes=held),
         ranks,
         num_microbatches or 4 * ranks,

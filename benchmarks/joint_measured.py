@@ -33,7 +33,7 @@ from stagewright.graph.cuts import find_cuts
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import even
 from stagewright.planning.joint.traced import with_backwards
@@ -148,7 +148,7 @@ def plans(
 ) -> tuple[JointPlan, JointPlan]:
     """Interleaved 1F1B on even stages, two per rank, and the best that the joint search finds."""
     split, whole = (
-        Problem.of(
+        JointProblem.of(
             table, ranks, num_microbatches, latency_s=message[0], overhead_s=costs.overhead_s + 2 * message[1]
         )
         for table in (costs.split, costs.whole)

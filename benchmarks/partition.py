@@ -4,7 +4,7 @@ Instances are random bodies of four kinds (alike operators; products among eleme
 heavy embedding and head; blocks with offloading) and traced models, cut into 2 to 16 stages under 1F1B, GPipe, asynchronous
 1F1B with weight versions, or two versions of the weights (2BW); with limits from tight to loose, ranks alike or unequal in
 speed and memory, and boundaries that take time. A leaf is the cost of one stage over one range: its time, and the least time
-it adds to fit (`stagewright.planning.partition.leaves`); the exact program, the bisection and the halving share it.
+it adds to fit (`stagewright.planning.partition.stage_ranges`); the exact program, the bisection and the halving share it.
 
 For the theorem, pairs of neighbouring stages are cut at every position: is the best cut between the compute-balanced and the
 memory-balanced one (or the overhead-balanced one), and what is lost by staying between them?
@@ -33,10 +33,10 @@ from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
-from stagewright.planning.partition.bisection import Partition, bisect, last_true
-from stagewright.planning.partition.leaves import StageRanges, Terms
+from stagewright.planning.partition.bisection import TimedCuts, bisect, last_true
 from stagewright.planning.partition.ranges import Ranges, Recomputable, ranges_of
 from stagewright.planning.partition.refine import best_partition
+from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -45,7 +45,7 @@ MODELS = ("tiny-llama", "tiny-bert", "tiny-gpt2", "tiny-mixtral", "tiny-nemotron
 SCHEDULES = ("1f1b", "gpipe", "async", "2bw")
 NUM_STAGES = (2, 3, 4, 6, 8, 12, 16)
 TIGHTNESS = (0.6, 0.7, 0.85, 1.0, 1.3)
-SEARCHES: dict[str, Callable[[StageRanges], Partition | None]] = {
+SEARCHES: dict[str, Callable[[StageRanges], TimedCuts | None]] = {
     "bisection": bisect,
     "halving": binary,
     "both, moved": best_partition,
@@ -104,7 +104,7 @@ def traced_body(model: str) -> Ranges:
 
 def random_terms(
     draw: np.random.Generator, ranges: Ranges, count: int, schedule: str, offloads: bool
-) -> list[Terms]:
+) -> list[StageTerms]:
     copies = [2 * count] * count if schedule == "gpipe" else [count - stage for stage in range(count)]
     versions = {"async": copies, "2bw": [2] * (count - 1) + [1]}.get(schedule, [1] * count)
     demand = (
@@ -119,7 +119,7 @@ def random_terms(
     link = ranges.seconds[-1] / ranges.saved_bytes[-1] * draw.uniform(0.1, 2) if offloads else math.inf
     wide = 0.5 * draw.random() * ranges.seconds[-1] / count / max(1.0, float(ranges.boundary_bytes.max()))
     return [
-        Terms(
+        StageTerms(
             copies=copies[stage],
             capacity=float(tight * demand * (1 + uneven * draw.uniform(-0.3, 0.5))),
             versions=versions[stage],
@@ -131,7 +131,7 @@ def random_terms(
     ]
 
 
-def instances(number: int) -> Iterator[tuple[str, Ranges, list[Terms]]]:
+def instances(number: int) -> Iterator[tuple[str, Ranges, list[StageTerms]]]:
     """One of eight traced, the others random."""
     for seed in range(number):
         draw = np.random.default_rng(seed)
@@ -169,8 +169,8 @@ def judged(number: int) -> tuple[dict[str, dict[str, Tally]], int]:
 
 
 def timed(
-    run: Callable[[StageRanges], Partition | None], leaves: StageRanges, tally: Tally
-) -> Partition | None:
+    run: Callable[[StageRanges], TimedCuts | None], leaves: StageRanges, tally: Tally
+) -> TimedCuts | None:
     begin = time.perf_counter()
     found = run(leaves)
     tally.seconds += time.perf_counter() - begin

@@ -14,7 +14,7 @@ import numpy as np
 from adaptis_costs import cell
 from stagewright.planning.joint.layout import stage_costs, transfer_times
 from stagewright.planning.joint.plan import JointPlan
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.search import Effort, JointResult, search
 from stagewright.simulation import simulate
 
@@ -24,7 +24,7 @@ SAMPLES = (20, 100)
 _UNSEEN = 977
 
 
-def scenarios(problem: Problem, error: float, count: int, seed: int = 0) -> Iterator[Problem]:
+def scenarios(problem: JointProblem, error: float, count: int, seed: int = 0) -> Iterator[JointProblem]:
     """The problem with the costs of every layer off by factors between ``1 - error`` and ``1 + error``."""
     rng = np.random.default_rng(seed)
     layers = problem.layers
@@ -38,7 +38,7 @@ def scenarios(problem: Problem, error: float, count: int, seed: int = 0) -> Iter
         yield replace(problem, layers=wrong)
 
 
-def makespan_under(plan: JointPlan, problem: Problem) -> float:
+def makespan_under(plan: JointPlan, problem: JointProblem) -> float:
     """Makespan of the program of `plan` when the costs are those of `problem`."""
     costs = stage_costs(problem, plan.layout)
     timeline = simulate(

@@ -21,8 +21,8 @@ from stagewright.errors import InputError, StagewrightError
 from stagewright.execution.record import load_record
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.promise import prediction_of
+from stagewright.planning.joint.prediction import prediction_of
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
@@ -48,7 +48,7 @@ def write_record(path: Path, plan: Plan) -> None:
 
 def write_program(path: Path, plan: Plan) -> None:
     layers = LayerTable.of([0.1] * 4, [0.1] * 4, [0.2] * 4, saved_bytes=[8.0] * 4)
-    found = search(Problem.of(layers, 2, 3), Effort(rounds=1))
+    found = search(JointProblem.of(layers, 2, 3), Effort(rounds=1))
     path.write_text(
         program_text(path, found.best.program, prediction_of(found.best, found.bound.seconds, "given"))
     )

@@ -9,7 +9,7 @@ import pytest
 import stagewright
 from stagewright.errors import InputError
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found
+from stagewright.planning.search_result import SearchResult
 from stagewright.schedule import build
 from stagewright.simulation.costs import StageCosts
 
@@ -22,7 +22,7 @@ def test_long_values_are_shown_in_a_line() -> None:
     graph = stagewright.trace("tiny-llama", 1, sequence_length=64)
     shown = {
         "plan": (plan, "<Plan of tiny-llama on 2x-h100: pp 2 x dp 1, 1f1b, 4 microbatches of size 1, "),
-        "found": (Found([plan], []), "<Found 1 plans, the best <Plan of tiny-llama"),
+        "found": (SearchResult([plan], []), "<SearchResult 1 plans, the best <Plan of tiny-llama"),
         "cluster": (cluster, "<Cluster 2x-h100: 1 x 2 h100>"),
         "timeline": (timeline, "<Timeline of 2 ranks: "),
         "graph": (graph, "<OperatorGraph tiny-llama: "),

@@ -28,7 +28,7 @@ SOURCES = (
     "planning/joint/anneal.py",
     "planning/joint/gathers.py",
     "planning/joint/layout.py",
-    "planning/joint/levelling.py",
+    "planning/joint/load_balancing.py",
     "planning/joint/moves.py",
     "planning/joint/packing.py",
     "planning/partition/solver.py",

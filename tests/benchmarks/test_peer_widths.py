@@ -10,10 +10,10 @@ from peers.widths import megatron_rule
 from peers.widths.choice import STRATEGIES, chosen, find_strategy, own_seconds
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan as search
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
 from stagewright.report.configurations import recomputed
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -30,7 +30,7 @@ def gpt() -> ModelReference:
 
 
 @cache
-def made_by(name: str) -> Found:
+def made_by(name: str) -> SearchResult:
     return chosen(find_strategy(name), gpt(), CLUSTER, JOB, keep=3)
 
 

@@ -17,8 +17,8 @@ from stagewright.cli import plan_costs
 from stagewright.cli.app import app
 from stagewright.cli.program_file import program_text, read_predicted_program
 from stagewright.documents import read_sealed_json
-from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.promise import prediction_of
+from stagewright.planning.joint.prediction import prediction_of
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import read_torch_csv, verify
 
@@ -81,7 +81,7 @@ def test_what_is_written_is_simulated_as_promised(
         forward, input_grad, weight_grad, parameter_bytes=saved, saved_bytes=saved, held_bytes=[size / 3 for size in saved],
         boundary_bytes=boundary,
     )  # fmt: skip
-    problem = Problem.of(
+    problem = JointProblem.of(
         layers, len(speeds), num_microbatches, speed=speeds, bytes_per_s=bytes_per_s, latency_s=latency_s,
         overhead_s=latency_s,
     )  # fmt: skip

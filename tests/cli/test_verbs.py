@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.starts import balanced
 from stagewright.schedule.placement import linear
 
@@ -129,7 +129,7 @@ def test_a_wrong_cost_table_is_refused_by_row(change: tuple[str, str], message: 
 def test_balanced_parts_are_the_best_of_all(seconds: list[int], num_parts: int) -> None:
     if num_parts > len(seconds):
         return
-    problem = Problem.of(LayerTable.of(seconds, 0.0, 0.0), num_parts, 1)
+    problem = JointProblem.of(LayerTable.of(seconds, 0.0, 0.0), num_parts, 1)
     layout = balanced(problem, linear(num_parts))
     assert layout is not None and layout.num_stages == num_parts and layout.ends[-1] == len(seconds)
     found = [range(start, end) for start, end in itertools.pairwise((0, *layout.ends))]

@@ -7,10 +7,10 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.communicators import RECEIVING_BYTES, SENDING_BYTES, group_bytes, lane_bytes
 from stagewright.estimation.memory import stage_edges
+from stagewright.planning.checks import usable_bytes
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.promises import usable_bytes
 from stagewright.schedule import Kind, insert_communication
 from stagewright.schedule.lanes import Lane, lanes_of
 from stagewright.tracing.models.reference import resolve

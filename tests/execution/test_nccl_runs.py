@@ -91,11 +91,11 @@ def sharded(level: int, dp: int = 2, pp: int = 1, **options: Any) -> Case:
 
 def joint_program(num_ranks: int) -> Program:
     """What the joint search returns for layers of random costs."""
-    from stagewright.planning.joint.problem import LayerTable, Problem
+    from stagewright.planning.joint.problem import JointProblem, LayerTable
     from stagewright.planning.joint.search import Effort, search
 
     rng = np.random.default_rng(1)
-    problem = Problem.of(LayerTable.of(*rng.integers(1, 9, (3, 7)), boundary_bytes=1.0), num_ranks, 5)
+    problem = JointProblem.of(LayerTable.of(*rng.integers(1, 9, (3, 7)), boundary_bytes=1.0), num_ranks, 5)
     return search(problem, Effort(rounds=1, gap=0.05, num_workers=1), seed=1).best.program
 
 

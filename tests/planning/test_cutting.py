@@ -14,9 +14,9 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.partition.binary import binary, memory_balance, time_balance
 from stagewright.planning.partition.bisection import bisect, bottleneck
-from stagewright.planning.partition.leaves import StageRanges, Terms
 from stagewright.planning.partition.ranges import RangeMaximum, Ranges, Recomputable, ranges_of
 from stagewright.planning.partition.refine import best_partition
+from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
 from stagewright.tracing.cache import trace
 
 
@@ -52,7 +52,7 @@ def random_leaves(seed: int) -> StageRanges:
     link = math.inf if seed % 2 else float(draw.random() * ranges.seconds[-1] / ranges.saved_bytes[-1])
     uneven = seed % 4 == 0
     terms = [
-        Terms(
+        StageTerms(
             copies=copies[stage],
             capacity=float(demand * draw.choice([0.6, 0.9, 1.3]) * (0.8 + 0.4 * draw.random() * uneven)),
             versions=versions[stage],
@@ -91,7 +91,7 @@ def test_the_best_cut_of_a_pair_of_equal_operators_lies_between_the_balances() -
         np.arange(1, size), recomputable,
     )  # fmt: skip
     for capacity in np.linspace(60, 160, 21):
-        leaves = StageRanges(ranges, [Terms(4, capacity), Terms(3, capacity)])
+        leaves = StageRanges(ranges, [StageTerms(4, capacity), StageTerms(3, capacity)])
         costs = [max(leaves.cost(0, 0, cut), leaves.cost(1, cut, size)) for cut in ranges.legal]
         sides = (leaves, ranges.legal, 0, len(ranges.legal) - 1, 0, size, (0, 1), (1, 2))
         low, high = sorted((time_balance(*sides), memory_balance(*sides)))
@@ -127,7 +127,7 @@ def test_more_memory_never_costs_time() -> None:
     ranges = random_ranges(draw, 30)
     for link in (math.inf, 0.5):
         costs = [
-            StageRanges(ranges, [Terms(4, capacity, link_s_per_byte=link)]).cost(0, 3, 25)
+            StageRanges(ranges, [StageTerms(4, capacity, link_s_per_byte=link)]).cost(0, 3, 25)
             for capacity in np.linspace(20, 200, 60)
         ]
         assert costs[0] == math.inf and costs[-1] == pytest.approx(ranges.seconds[25] - ranges.seconds[3])
@@ -150,7 +150,7 @@ def test_a_stage_that_cannot_take_what_comes_next_leaves_it_to_its_successor() -
         np.arange(1, size),
         Recomputable.sorted([], [], []),
     )
-    terms = [Terms(copies=1, capacity=capacity) for capacity in (4.0, 4.0, 14.0)]
+    terms = [StageTerms(copies=1, capacity=capacity) for capacity in (4.0, 4.0, 14.0)]
     found, best = bisect(StageRanges(ranges, terms)), exact(StageRanges(ranges, terms))
     assert found is not None and best is not None
     assert found.seconds == pytest.approx(best.seconds, rel=1e-3)

@@ -12,7 +12,6 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.split import split_graph
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import (
     Searches,
@@ -21,13 +20,14 @@ from stagewright.planning.joint.finalists import (
     finalists,
     joint_candidate,
 )
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.search import plan
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import JOINT, Space
 from stagewright.tracing.cache import trace
 
@@ -37,7 +37,7 @@ JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return plan(
         "tiny-gemma", CLUSTER, JOB, schedules=(*FAMILIES, JOINT), pp=4, microbatch=1, chunks=(1, 2), keep=20
     )
@@ -78,7 +78,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
     graph = trace("tiny-gemma", 1, **JOB.traced("cuda"))
     searched: list[float] = []
 
-    def nothing_fits(problem: Problem, *_: object, **__: object) -> None:
+    def nothing_fits(problem: JointProblem, *_: object, **__: object) -> None:
         searched.append(float(problem.memory_bytes.max()))
         raise PlanError("no plan fits")
 
@@ -92,7 +92,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
 
 def test_plans_that_differ_in_what_is_made_again_alone_are_judged_once() -> None:
     layers = LayerTable.of([2.0] * 4, [2.0] * 4, [2.0] * 4, saved_bytes=8.0)
-    plain = search(Problem.of(layers, 2, 4), Effort(rounds=1))
+    plain = search(JointProblem.of(layers, 2, 4), Effort(rounds=1))
     twin = replace(plain.best, layout=replace(plain.best.layout, recompute=(1, 1)))
     assert list(_worth_judging(replace(plain, runners_up=(twin,), baselines=()))) == [plain.best]
 

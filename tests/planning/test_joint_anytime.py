@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 
-PROBLEM = Problem.of(
+PROBLEM = JointProblem.of(
     LayerTable.of([1, 3, 1, 2, 1, 2, 4], [2, 5, 2, 3, 2, 3, 2], [1] * 7, saved_bytes=1.0), 3, 7
 )
 
@@ -41,5 +41,5 @@ def test_an_interrupted_search_returns_the_best_so_far(how: str) -> None:
 def test_ranks_keep_to_memory_of_their_own() -> None:
     layers = LayerTable.of(np.ones(6), np.ones(6), np.ones(6), parameter_bytes=2.0, saved_bytes=1.0)
     limits = [20.0, 6.0, 20.0]
-    best = search(Problem.of(layers, 3, 6, memory_bytes=limits), Effort(rounds=2, num_workers=1)).best
+    best = search(JointProblem.of(layers, 3, 6, memory_bytes=limits), Effort(rounds=2, num_workers=1)).best
     assert (best.timeline.peak_bytes <= limits).all()

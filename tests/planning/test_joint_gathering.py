@@ -8,10 +8,10 @@ import pytest
 from peers.plans.adaptis import ADAPTIS
 from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.gathers import MARGIN, count, gather
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 
-EQUAL = Problem.of(LayerTable.of([1.0] * 16, [1.0] * 16, [1.0] * 16, saved_bytes=1.0), 4, 16)
+EQUAL = JointProblem.of(LayerTable.of([1.0] * 16, [1.0] * 16, [1.0] * 16, saved_bytes=1.0), 4, 16)
 
 
 def test_free_transfers_are_no_reason_to_scatter_layers() -> None:
@@ -22,7 +22,7 @@ def test_free_transfers_are_no_reason_to_scatter_layers() -> None:
 
 def test_lone_layers_stay_together_under_a_heavy_head() -> None:
     seconds = np.r_[0.2, np.ones(22), 3.0]
-    problem = Problem.of(LayerTable.of(seconds, seconds, np.minimum(seconds, 1)), 4, 16)
+    problem = JointProblem.of(LayerTable.of(seconds, seconds, np.minimum(seconds, 1)), 4, 16)
     found = search(problem, Effort(rounds=8))
     assert found.gap < 0.002
     assert found.best.layout.num_transfers <= 7  # a search that does not look has 12
@@ -30,7 +30,7 @@ def test_lone_layers_stay_together_under_a_heavy_head() -> None:
 
 @pytest.mark.parametrize("memory", [np.inf, 30.0])
 def test_gathering_keeps_to_the_makespan_and_the_memory(memory: float) -> None:
-    problem = Problem.of(EQUAL.layers, 4, 16, memory_bytes=memory)
+    problem = JointProblem.of(EQUAL.layers, 4, 16, memory_bytes=memory)
     ranks, cuts = np.arange(16) % 4, np.ones(16, np.bool_)
     shifts, thrift = np.zeros((4, 16)), np.zeros(4, np.int64)
     parts = thrift, ADAPTIS, shifts, problem.tables, (16, 0)
@@ -45,6 +45,6 @@ def test_what_only_scattered_layers_reach_is_kept() -> None:
     """Gathering never gives a shorter makespan away."""
     rng = np.random.default_rng(0)
     columns = (rng.uniform(0.5, 2, 20) for _ in range(3))
-    found = search(Problem.of(LayerTable.of(*columns), 4, 12), Effort(rounds=4))
+    found = search(JointProblem.of(LayerTable.of(*columns), 4, 12), Effort(rounds=4))
     shortest = min(each.makespan_s for each in (found.best, *found.runners_up))
     assert found.best.makespan_s <= shortest * (1 + MARGIN)

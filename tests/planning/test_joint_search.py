@@ -9,8 +9,8 @@ from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.bounds import lower_bound
 from stagewright.planning.joint.layout import Layout, stage_costs, transfer_times
 from stagewright.planning.joint.plan import judged, scheduled
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import build, verify
 from stagewright.schedule.automatic import StageTimes
@@ -39,7 +39,7 @@ GREEDY = Rule(1, False, False, np.inf, 0.0, UNLIMITED, False, 0.0)
 
 def nemotron(num_microbatches=8, **options):
     columns = zip(*(TICKS[layer] for layer in PATTERN), strict=True)
-    return Problem.of(LayerTable.of(*columns, saved_bytes=1.0), 4, num_microbatches, **options)
+    return JointProblem.of(LayerTable.of(*columns, saved_bytes=1.0), 4, num_microbatches, **options)
 
 
 def published_layout():
@@ -49,7 +49,7 @@ def published_layout():
 
 @pytest.mark.parametrize("holds_back", [False, True])
 def test_the_list_scheduler_reproduces_the_published_makespan(holds_back):
-    policy = Policy.of(GREEDY._replace(holds_back=holds_back), len(PATTERN))
+    policy = DeadlinePolicy.of(GREEDY._replace(holds_back=holds_back), len(PATTERN))
     plan = scheduled("published", nemotron(), published_layout(), policy)
     assert plan is not None and plan.makespan_s == 89870
     assert plan.timeline.busy_s.tolist() == [86392, 84880, 84728, 84776]
@@ -71,9 +71,9 @@ def test_the_kernel_and_the_greedy_family_give_the_same_times():
     rng = np.random.default_rng(3)
     for _ in range(10):
         table = LayerTable.of(*rng.integers(1, 9, (3, 9)), boundary_bytes=1.0)
-        problem = Problem.of(table, 3, 5, latency_s=float(rng.integers(0, 2)))
+        problem = JointProblem.of(table, 3, 5, latency_s=float(rng.integers(0, 2)))
         layout = Layout.of_layers([*rng.permutation(3), *rng.integers(0, 3, 6)])
-        ours = scheduled("ours", problem, layout, Policy.of(GREEDY, 9))
+        ours = scheduled("ours", problem, layout, DeadlinePolicy.of(GREEDY, 9))
         assert ours is not None
         verify(ours.program)
         assert transfer_times(problem, layout)[0, 1] == problem.latency_s
@@ -101,7 +101,7 @@ def test_a_search_finds_the_same_with_any_number_of_threads():
 
 
 def test_what_a_start_is_given_up_at_does_not_depend_on_threads(monkeypatch):
-    problem = Problem.of(LayerTable.of(*np.tile([[1, 3], [2, 4], [1, 1]], 6), saved_bytes=1.0), 3, 6)
+    problem = JointProblem.of(LayerTable.of(*np.tile([[1, 3], [2, 4], [1, 1]], 6), saved_bytes=1.0), 3, 6)
     limits = [[], []]
     for number, told in zip((1, 3), limits, strict=True):
 

@@ -9,7 +9,7 @@ import pytest
 from stagewright.errors import PlanError
 from stagewright.planning.joint.bounds import memory_bound
 from stagewright.planning.joint.layout import stage_costs, transfer_times
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.simulation import simulate
 
@@ -28,8 +28,8 @@ LEANEST = replace(
 )
 
 
-def problem(memory: float, recomputing: tuple[LayerTable, ...] = (LEAN, LEANEST)) -> Problem:
-    return Problem.of(KEPT, 4, 8, memory_bytes=memory, recomputing=recomputing)
+def problem(memory: float, recomputing: tuple[LayerTable, ...] = (LEAN, LEANEST)) -> JointProblem:
+    return JointProblem.of(KEPT, 4, 8, memory_bytes=memory, recomputing=recomputing)
 
 
 def test_ranks_make_values_again_where_memory_is_short_and_it_pays() -> None:
@@ -61,7 +61,7 @@ def test_the_memory_bound_counts_no_weight_gradient_that_a_thrifty_table_has_not
     whole = replace(KEPT, input_grad_s=KEPT.backward_s, weight_grad_s=KEPT.weight_grad_s * 0)
     none_held = replace(KEPT, held_bytes=KEPT.held_bytes * 0)
     assert memory_bound(problem(20.0, (whole,))) == memory_bound(
-        Problem.of(none_held, 4, 8, memory_bytes=20.0)
+        JointProblem.of(none_held, 4, 8, memory_bytes=20.0)
     )
 
 
@@ -86,4 +86,4 @@ def _shifted(column: str, by: float) -> LayerTable:
 )
 def test_thrift_must_cost_time_and_save_bytes_on_every_layer(table: LayerTable) -> None:
     with pytest.raises(PlanError, match="recomputing"):
-        Problem.of(LEAN, 2, 4, recomputing=(table,))
+        JointProblem.of(LEAN, 2, 4, recomputing=(table,))

@@ -20,10 +20,10 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
-from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import known_ranges, terms_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.planning.partition.solver import partition
+from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.prediction.pipeline import bodies_of, costing
 from stagewright.schedule.in_flight import in_flight

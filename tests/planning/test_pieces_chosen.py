@@ -11,8 +11,8 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import LossPieces
 from stagewright.report.plans import described_schedule
 from stagewright.report.saved_values import loss_lines
@@ -29,7 +29,9 @@ def job(limit: int) -> Job:
 
 
 @cache
-def found(limit: int, loss_pieces: LossPieces, schedule: str = "gpipe", pp: int = 2, **more: Any) -> Found:
+def found(
+    limit: int, loss_pieces: LossPieces, schedule: str = "gpipe", pp: int = 2, **more: Any
+) -> SearchResult:
     return search.plan(
         MODEL, CLUSTER, job(limit), schedules=(schedule,), pp=pp, dp=4 // pp, microbatch=1, loss_pieces=loss_pieces,
         host_optimizer="never", zero=(None,), **more,

@@ -11,12 +11,12 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found
 from stagewright.planning.job import load_job
 from stagewright.planning.lengths import best_over_lengths, check_same_operators
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import plan as search_plan
+from stagewright.planning.search_result import SearchResult
 from stagewright.report.plans import plan_document
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -27,7 +27,7 @@ CLUSTER = load_cluster("2x-h100")
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 2})
 
 
-def found(lengths: list[int], **asked: object) -> Found:
+def found(lengths: list[int], **asked: object) -> SearchResult:
     job = load_job(overrides={"global_batch": 8, "sequence_lengths": lengths, **asked})
     return search_plan(MODEL, CLUSTER, job, schedules=["1f1b", "gpipe"], microbatch=2)
 

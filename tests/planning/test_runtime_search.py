@@ -20,7 +20,6 @@ from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.cost import offers
 from stagewright.planning.estimate import estimate
 from stagewright.planning.fitters import LayerFitter
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.memory.fitting import Entry
 from stagewright.planning.partition.layers import balanced_layers
@@ -28,6 +27,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.search import Request, Search
 from stagewright.planning.search import plan as search
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -44,7 +44,7 @@ def model() -> ModelReference:
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return search(model(), CLUSTER, JOB, space=FEW, keep=8)
 
 

@@ -17,12 +17,12 @@ from stagewright.estimation.state import resident_bytes
 from stagewright.graph.split import split_graph
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.ranking import AS_FAST
+from stagewright.planning.search_result import SearchResult
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -39,7 +39,7 @@ def job(**more: Any) -> Job:
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return plan("tiny-llama", CLUSTER, job())
 
 

@@ -17,8 +17,8 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
 from stagewright.planning.joint.plan import scheduled
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.traced import LinkModel
 from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
@@ -195,8 +195,8 @@ def test_the_joint_search_sees_what_receivers_wait_for() -> None:
     """Its own times of a layout are those of the simulator, with transfers in the ranks' time and with none on the way."""
     table = LayerTable.of([1.0, 2, 3, 1], [1.0, 2, 3, 1], [1.0, 1, 1, 1], boundary_bytes=4.0)
     layout = Layout((1, 2, 3, 4), (0, 1, 1, 0))
-    policy = Policy.of(Rule(1, False, False, float("inf"), 0.0, UNLIMITED, False, 0.0), 4)
-    problem = Problem.of(table, 2, 3, bytes_per_s=8.0, receivers_wait=True)
+    policy = DeadlinePolicy.of(Rule(1, False, False, float("inf"), 0.0, UNLIMITED, False, 0.0), 4)
+    problem = JointProblem.of(table, 2, 3, bytes_per_s=8.0, receivers_wait=True)
     stages, costs = stages_of(problem, layout), stage_costs(problem, layout)
     assert stages.transfer.tolist() == [0] * 4 and set(transfer_times(problem, layout).values()) == {0}
     assert stages.forward.tolist() == costs.forward_s.tolist() == [1, 2.5, 3, 1.5]

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found, NextBest
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.step_times import simulated
+from stagewright.planning.search_result import NextBest, SearchResult
 from stagewright.report.pictures import html_page, plan_panels, scene_of
 from stagewright.report.pictures.panels import PanelTable
 
@@ -29,7 +29,7 @@ def plan() -> Plan:
     return estimate("tiny-llama", load_cluster("2x1x-t4"), job, pp=2, schedule="1f1b")
 
 
-def tables(plan: Plan, found: Found | None = None) -> dict[str, PanelTable]:
+def tables(plan: Plan, found: SearchResult | None = None) -> dict[str, PanelTable]:
     costs = plan.predictions.costs
     assert costs is not None
     return {one.key: one for one in plan_panels(plan, simulated(stage_program(plan), costs), found).tables}
@@ -68,7 +68,7 @@ def test_alternatives_lose_what_they_are_slower_by(plan: Plan) -> None:
     slower = plan.model_copy(
         update={"predictions": plan.predictions.model_copy(update={"step_seconds": 1.5 * step})}
     )
-    found = Found([plan, slower], [], next_best=NextBest("dp 2", 2 * step))
+    found = SearchResult([plan, slower], [], next_best=NextBest("dp 2", 2 * step))
     losses = column(tables(plan, found)["alternatives"], "slower by")
     assert losses == pytest.approx([0.0, 0.5, 1.0])
 

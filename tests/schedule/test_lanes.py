@@ -13,8 +13,8 @@ from random_programs import random_program
 from stagewright.errors import ScheduleError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import scheduled
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.schedule import (
     FAMILIES,
     Program,
@@ -76,14 +76,14 @@ def joint_program(seed):
     rng = np.random.default_rng(seed)
     num_ranks, num_layers = int(rng.integers(2, 6)), int(rng.integers(6, 14))
     table = LayerTable.of(*rng.uniform(0.2, 3.0, (3, num_layers)), boundary_bytes=1.0)
-    problem = Problem.of(table, num_ranks, int(rng.integers(1, 9)), latency_s=float(rng.uniform(0, 1)))
+    problem = JointProblem.of(table, num_ranks, int(rng.integers(1, 9)), latency_s=float(rng.uniform(0, 1)))
     layers = [*rng.permutation(num_ranks), *rng.integers(0, num_ranks, num_layers - num_ranks)]
     rule = Rule(
         int(rng.integers(0, 2)), bool(rng.integers(0, 2)), bool(rng.integers(0, 2)),
         float(rng.choice([1.0, 2.0, np.inf])), float(rng.uniform(0, 1)), UNLIMITED, bool(rng.integers(0, 2)), 0.0,
     )  # fmt: skip
     shifts = rng.normal(0, 1, (4, num_layers)) * rng.integers(0, 2)
-    plan = scheduled("joint", problem, Layout.of_layers(layers), Policy(rule, shifts))
+    plan = scheduled("joint", problem, Layout.of_layers(layers), DeadlinePolicy(rule, shifts))
     assert plan is not None
     return plan.program
 

@@ -10,9 +10,9 @@ import stagewright
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.planning.estimate import estimate
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+from stagewright.planning.search_result import SearchResult
 
 pandas = pytest.importorskip("pandas")
 JOB = Job(global_batch=4, sequence_length=32, dtype="fp32")
@@ -27,7 +27,7 @@ def test_frames_have_the_plans_numbers(plan: Plan) -> None:
     stages = plan.to_dataframe()
     assert stages["forward_seconds"].tolist() == [one.forward_seconds for one in plan.predictions.stages]
     assert stages["starts_at"].tolist() == ["(start)", *plan.cuts] and stages["rank"].tolist() == [0, 1]
-    found = Found([plan, plan], []).to_dataframe()
+    found = SearchResult([plan, plan], []).to_dataframe()
     assert found["step_seconds"].tolist() == [plan.predictions.step_seconds] * 2
     actions = stagewright.simulate(plan).to_dataframe()
     assert len(actions) == sum(map(len, plan.program))
@@ -39,7 +39,7 @@ def test_frames_have_the_plans_numbers(plan: Plan) -> None:
 
 def test_notebooks_show_tables(plan: Plan) -> None:
     timeline, explanation = stagewright.simulate(plan), stagewright.explain(plan)
-    for shown in (plan, Found([plan], []), timeline, explanation):
+    for shown in (plan, SearchResult([plan], []), timeline, explanation):
         html = shown._repr_html_()
         assert "<table>" in html and html.count("<tr>") == html.count("</tr>") > 1
         assert len(repr(shown)) < 300

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from stagewright.planning.partition.bisection import Partition
-from stagewright.planning.partition.leaves import StageRanges
+from stagewright.planning.partition.bisection import TimedCuts
+from stagewright.planning.partition.stage_ranges import StageRanges
 
 
-def exact(leaves: StageRanges) -> Partition | None:
+def exact(leaves: StageRanges) -> TimedCuts | None:
     """The partition of least bottleneck by a program over (stage, end), or None if none fits.
 
     Evaluates every stage over every range that leaves enough positions to the others.
@@ -33,4 +33,4 @@ def exact(leaves: StageRanges) -> Partition | None:
     if last not in best:
         return None
     seconds, cuts = best[last]
-    return Partition(cuts[:-1], seconds)
+    return TimedCuts(cuts[:-1], seconds)

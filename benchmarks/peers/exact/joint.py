@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Optimum:
 
 
 def optimum(
-    problem: Problem, time_limit_s: float = 30.0, *, at_most_s: float | None = None, num_workers: int = 2
+    problem: JointProblem, time_limit_s: float = 30.0, *, at_most_s: float | None = None, num_workers: int = 2
 ) -> Optimum:
     """The shortest makespan over all partitions, placements and schedules of a problem in whole seconds.
 
@@ -64,7 +64,7 @@ def optimum(
 class _Model:
     """Variables and constraints of the problem."""
 
-    def __init__(self, problem: Problem, model: CpModel, horizon: int) -> None:
+    def __init__(self, problem: JointProblem, model: CpModel, horizon: int) -> None:
         self.problem, self.model, self.horizon = problem, model, horizon
         layers, M = problem.layers.num_layers, problem.num_microbatches
         self.makespan = model.new_int_var(0, horizon, "makespan")
@@ -178,7 +178,7 @@ class _Model:
         return self.model.new_optional_interval_var(start, size, end, self.lies_on[layer][rank], "")
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: JointProblem) -> None:
     layers = problem.layers
     operations = 3 * layers.num_layers * problem.num_microbatches
     if operations > _MOST_OPERATIONS:
@@ -196,7 +196,7 @@ def _check(problem: Problem) -> None:
         )
 
 
-def _horizon(problem: Problem) -> int:
+def _horizon(problem: JointProblem) -> int:
     """Everything in a row."""
     work = problem.num_microbatches * problem.layers.seconds.sum() / problem.speed.min()
     return int(np.ceil(work + 2 * problem.num_microbatches * problem.transfer_s.sum()))

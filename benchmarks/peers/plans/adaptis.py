@@ -22,8 +22,8 @@ from stagewright.arrays import Floats
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import JointPlan, scheduled
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.terms import Rule
@@ -56,7 +56,7 @@ class Bubbles:
         return self.boundary_s + self.residual_s
 
 
-def tune(problem: Problem, max_simulated: int = 400, max_seconds: float = np.inf) -> Tuned:
+def tune(problem: JointProblem, max_simulated: int = 400, max_seconds: float = np.inf) -> Tuned:
     """Tune from even stages, one per rank, until no phase helps, `max_simulated` plans were tried or the
     time is up.
 
@@ -76,7 +76,7 @@ def bubbles_of(plan: JointPlan) -> Bubbles:
     return Bubbles(boundary, timeline.idle_s - boundary)
 
 
-def phases(problem: Problem, bubbles: Bubbles) -> tuple[str, ...]:
+def phases(problem: JointProblem, bubbles: Bubbles) -> tuple[str, ...]:
     """The phases in the order in which the bottleneck calls for them.
 
     Ranks whose idle time differs by more than the smallest layer call for another partition; else more idle
@@ -93,7 +93,7 @@ def phases(problem: Problem, bubbles: Bubbles) -> tuple[str, ...]:
 
 
 class _Tuner:
-    def __init__(self, problem: Problem, max_simulated: int, until: float) -> None:
+    def __init__(self, problem: JointProblem, max_simulated: int, until: float) -> None:
         self.problem, self.max_simulated, self.until = problem, max_simulated, until
         self.num_simulated = 0
         self.tried: set[tuple[Layout, Rule]] = set()
@@ -140,12 +140,12 @@ class _Tuner:
             return None
         self.tried.add((layout, rule))
         self.num_simulated += 1
-        policy = Policy.of(rule, self.problem.layers.num_layers)
+        policy = DeadlinePolicy.of(rule, self.problem.layers.num_layers)
         plan = scheduled("AdaPtis' tuner", self.problem, layout, policy)
         return plan if plan is not None and plan.fits else None
 
 
-def moved_layers(problem: Problem, layout: Layout, bubbles: Bubbles) -> Iterator[Layout]:
+def moved_layers(problem: JointProblem, layout: Layout, bubbles: Bubbles) -> Iterator[Layout]:
     """One layer from a stage of a busy rank to a stage of an idle one, the stages in between shifted; ranks
     by their work, then by their bubbles."""
     rank_of_layer = layout.rank_of_layer()
@@ -169,7 +169,7 @@ def _moved(layout: Layout, donor: int, receiver: int) -> Iterator[Layout]:
             yield Layout(tuple(ends), layout.rank_of_stage)
 
 
-def other_stage_counts(problem: Problem, layout: Layout) -> Iterator[Layout]:
+def other_stage_counts(problem: JointProblem, layout: Layout) -> Iterator[Layout]:
     """More or fewer stages of equal time, round the ranks; at last one layer per stage."""
     num_ranks = problem.num_ranks
     for num_stages in (layout.num_stages + num_ranks, 2 * layout.num_stages, layout.num_stages - num_ranks):
@@ -181,7 +181,7 @@ def other_stage_counts(problem: Problem, layout: Layout) -> Iterator[Layout]:
     yield single_layers(problem)
 
 
-def single_layers(problem: Problem) -> Layout:
+def single_layers(problem: JointProblem) -> Layout:
     """Every layer a stage, in ascending order of time to the rank with least work so far."""
     load = np.zeros(problem.num_ranks)
     ranks = np.empty(problem.layers.num_layers, np.int64)
@@ -192,7 +192,7 @@ def single_layers(problem: Problem) -> Layout:
     return Layout(tuple(range(1, len(ranks) + 1)), tuple(ranks.tolist()))
 
 
-def other_placements(problem: Problem, layout: Layout, bubbles: Bubbles) -> Iterator[Layout]:
+def other_placements(problem: JointProblem, layout: Layout, bubbles: Bubbles) -> Iterator[Layout]:
     """Neighbour stages dispersed, then a stage of a busy rank swapped for the next shorter one of an idle
     rank, then single stages moved there."""
     ranks = list(layout.rank_of_stage)

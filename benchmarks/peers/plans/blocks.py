@@ -11,9 +11,9 @@ from stagewright.arrays import Ints
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect
-from stagewright.planning.partition.leaves import StageRanges, Terms
 from stagewright.planning.partition.ranges import Ranges
-from stagewright.planning.saving.anchors import narrow_places
+from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
+from stagewright.planning.saving.checkpoint_boundaries import narrow_places
 
 _WINDOWS = (12, 6, 3)
 """Operators to either side among which the end of a block is narrowest; narrower windows until there are enough blocks."""
@@ -44,7 +44,7 @@ def even_cuts(body: RangeCosts, num_stages: int) -> tuple[int, ...]:
 def timed_cuts(body: RangeCosts, ranges: Ranges, num_stages: int) -> tuple[int, ...]:
     """The blocks whose slowest stage is fastest, whatever they take."""
     legal = block_ends(body, num_stages)
-    unlimited = [Terms(copies=1, capacity=float("inf"))] * num_stages
+    unlimited = [StageTerms(copies=1, capacity=float("inf"))] * num_stages
     found = bisect(StageRanges(_cut_at(ranges, legal), unlimited))
     assert found is not None, "without a limit there is a partition"
     return found.cuts

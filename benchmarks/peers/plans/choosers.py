@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.planning.saving.problem import Choice, Problem
+from stagewright.planning.saving.problem import SavingChoice, SavingProblem
 
 _SLOTS = 2000
 """Parts into which memory is divided for the knapsack."""
 
 
-def knapsack(problem: Problem) -> Choice | None:
+def knapsack(problem: SavingProblem) -> SavingChoice | None:
     """The values whose keeping avoids most recomputation within the memory left, each by the time of its own chain.
 
     Source: AdaPipe (Sun et al., ASPLOS 2024), whose units are recomputed independently. A dynamic program over units and
@@ -33,7 +33,7 @@ def knapsack(problem: Problem) -> Choice | None:
     slots = np.ceil(sizes / max(room, 1.0) * _SLOTS).astype(int)
     values = [sum(problem.seconds[node] for node in problem.units[index].chain) for index in able]
     kept = _most_valuable(slots.tolist(), values, _SLOTS)
-    return Choice(frozenset(index for place, index in enumerate(able) if place not in kept))
+    return SavingChoice(frozenset(index for place, index in enumerate(able) if place not in kept))
 
 
 def _most_valuable(sizes: Sequence[int], values: Sequence[float], capacity: int) -> set[int]:

@@ -12,12 +12,12 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, make_plan
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
+from stagewright.planning.search_result import Excluded, SearchResult
 from stagewright.planning.space import Space, microbatch_sizes, obstacle, parallel_degrees, pipelines
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -35,7 +35,7 @@ def plan_with(
     dp: int | None = None,
     microbatch: int | None = None,
     trace: Trace = cached_trace,
-) -> Found:
+) -> SearchResult:
     """What the planner named `strategy` makes of every width and microbatch size (or of those given), best first.
 
     Raises:
@@ -80,7 +80,7 @@ def plan_with(
             break
     if plans:
         beyond = job.beyond(cluster.device)
-        result = Found(ranked(plans), excluded, [] if beyond is None else [beyond])
+        result = SearchResult(ranked(plans), excluded, [] if beyond is None else [beyond])
         return over_lengths(result, cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)

@@ -21,8 +21,8 @@ from stagewright.planning.candidate import (
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
+from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.prediction.pipeline import pipeline
 from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.saving.fit import fit

@@ -16,12 +16,12 @@ from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
-from stagewright.planning.partition.leaves import StageRanges
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
+from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
-from stagewright.planning.saving.problem import Choice, Unit, stage_units, with_choice
+from stagewright.planning.saving.problem import SavingChoice, Unit, stage_units, with_choice
 from stagewright.schedule.in_flight import in_flight
 
 
@@ -119,7 +119,7 @@ class _Suffixes:
 
     def _replay(self) -> None:
         chosen = [self._chosen(stage) for stage in range(len(self.grown))]
-        choice = Choice(frozenset(index for one in chosen for index in one))
+        choice = SavingChoice(frozenset(index for one in chosen for index in one))
         line = with_choice(self.variants, self.units, choice)
         memories = tuple(
             _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))

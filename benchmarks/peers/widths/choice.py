@@ -21,11 +21,11 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.planning.bounds.layer_costs import Layers
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.planning.search import plan as search
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -139,7 +139,7 @@ def chosen(
     space: Space | None = None,
     keep: int = 10,
     report: Callable[[str], None] = lambda stage: None,
-) -> Found:
+) -> SearchResult:
     """What the strategy prefers of all that fits, best first by its own account; timed as we predict.
 
     Args:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from stagewright.cluster import Cluster
-    from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
+    from stagewright.planning.search_result import SearchResult
 
 _LARGE = "llama-3-8b"
 _SMALL = "tiny-llama"
@@ -131,7 +131,7 @@ def _train(plan: Plan, out: Path) -> None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 
 
-def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> Found:
+def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> SearchResult:
     from stagewright.planning.search import plan
 
     with Progress(f"planning {model}") as progress:

@@ -14,8 +14,8 @@ from stagewright.errors import InputError
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
-    from stagewright.planning.found import Found
     from stagewright.planning.plan import Plan
+    from stagewright.planning.search_result import SearchResult
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -56,7 +56,7 @@ class Pictures:
         timeline: Timeline,
         curves: Callable[[], Sequence[Curve] | None] = lambda: None,
         plan: Plan | None = None,
-        search_result: Found | None = None,
+        search_result: SearchResult | None = None,
     ) -> None:
         """Write every file asked for.
 
@@ -67,7 +67,7 @@ class Pictures:
         """
         if not self.files:
             return
-        from stagewright.planning.promises import usable_bytes
+        from stagewright.planning.checks import usable_bytes
         from stagewright.report.pictures import (
             chrome_trace,
             html_page,

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from stagewright.cluster.prices import Price, Terms
     from stagewright.export.reading import Reading
     from stagewright.planning.cost import Objective, Offer
-    from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
+    from stagewright.planning.search_result import SearchResult
     from stagewright.planning.space import Space
     from stagewright.report.pictures.scene import Curve
     from stagewright.tracing.models.reference import ModelReference
@@ -307,7 +307,7 @@ def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
-def _write_page(path: Path, search_result: Found, cluster: Cluster) -> None:
+def _write_page(path: Path, search_result: SearchResult, cluster: Cluster) -> None:
     """Write the report of the best plan, with the memory of its ranks over time if it can be shown in bytes."""
     from stagewright.planning.estimate import line_of
     from stagewright.planning.plan_stages import stage_program
@@ -331,7 +331,7 @@ def _write_page(path: Path, search_result: Found, cluster: Cluster) -> None:
 
 
 def _show_plans(
-    search_result: Found,
+    search_result: SearchResult,
     cluster: Cluster,
     bills: Bills | None,
     output: Path | None,

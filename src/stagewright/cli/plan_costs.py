@@ -22,8 +22,8 @@ from stagewright.limits import LEAST_RATE, MOST_ACTIONS, MOST_SPEED_RATIO, MOST_
 from stagewright.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from stagewright.planning.joint.problem import LayerTable, Problem
-    from stagewright.planning.joint.promise import Provenance
+    from stagewright.planning.joint.prediction import Provenance
+    from stagewright.planning.joint.problem import JointProblem, LayerTable
 
 ASSUMED_BANDWIDTH = 50e9
 """Bytes per second of one 400 Gb/s port. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
@@ -66,9 +66,9 @@ def plan_costs(
     Example:
         stagewright plan-costs layers.csv --ranks 4 --microbatches 16
     """
-    from stagewright.planning.joint.promise import prediction_of
+    from stagewright.planning.checks import check_transfers
+    from stagewright.planning.joint.prediction import prediction_of
     from stagewright.planning.joint.search import Effort, search
-    from stagewright.planning.promises import check_transfers
     from stagewright.report import joint as report
     from stagewright.schedule import chain, verify
 
@@ -101,9 +101,9 @@ def plan_costs(
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
 
-def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
+def _problem(costs: Path, request: TableOptions) -> tuple[JointProblem, Provenance]:
     """Return the planning problem and the provenance of its bandwidth."""
-    from stagewright.planning.joint.problem import Problem
+    from stagewright.planning.joint.problem import JointProblem
 
     if request.ran is not None and request.record is None:
         raise InputError("--ran is the plan of a run: also give the record of that run with --record RECORD")
@@ -119,7 +119,7 @@ def _problem(costs: Path, request: TableOptions) -> tuple[Problem, Provenance]:
             f"{costs} has neither parameter_bytes nor activation_bytes, so --memory-limit {request.memory_limit} has no "
             "effect: add them, or leave the limit out"
         )
-    problem = Problem.of(
+    problem = JointProblem.of(
         table, request.ranks, request.microbatches,
         speed=_observed(request) if request.record else _speeds(request.speeds, request.ranks),
         memory_bytes=_memory(request.memory_limit, request.ranks), bytes_per_s=bytes_per_s,

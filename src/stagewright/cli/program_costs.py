@@ -26,7 +26,7 @@ class GivenCosts(NamedTuple):
     transfer: float | None
 
 
-class ProgramCosts(NamedTuple):
+class SourcedCosts(NamedTuple):
     """Costs of computations and transfers, and a sentence on their origin."""
 
     costs_of: CostsOf
@@ -37,7 +37,7 @@ class ProgramCosts(NamedTuple):
 
 def costing_of(
     given: GivenCosts, prediction: ProgramPrediction | None, name: str, rank_of_stage: Sequence[int] = ()
-) -> ProgramCosts:
+) -> SourcedCosts:
     """Return the given costs, and otherwise those of the `prediction` for the program `name` with this placement.
 
     Raises:
@@ -66,29 +66,29 @@ def costing_of(
             raise InputError(f"{name} states the costs of {costs.num_stages} stages, not {num_stages}")
         return costs
 
-    return ProgramCosts(costs_of, transfers, overhead, origin)
+    return SourcedCosts(costs_of, transfers, overhead, origin)
 
 
-def _unstated(given: GivenCosts, name: str) -> ProgramCosts:
+def _unstated(given: GivenCosts, name: str) -> SourcedCosts:
     transfer = given.transfer or 0.0
     if given.table is not None:
         from stagewright.cli.cost_table import layer_table, read_cost_table
 
         layers = layer_table(read_cost_table(given.table))
         origin = f"{name} states no cuts: the layers of {given.table} are split evenly by time"
-        return ProgramCosts(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, origin)
+        return SourcedCosts(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, origin)
     from stagewright.simulation import StageCosts
 
     passes = given.passes or (1.0, 1.0, 1.0)
     origin = f"{name} states no costs: uniform ones are assumed"
-    return ProgramCosts(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, origin)
+    return SourcedCosts(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, origin)
 
 
 def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:
     """Return the costs of stages of consecutive layers, partitioned to minimise the slowest. Raises `InputError` if there
     are fewer layers than stages."""
     from stagewright.planning.joint.layout import stage_costs
-    from stagewright.planning.joint.problem import Problem
+    from stagewright.planning.joint.problem import JointProblem
     from stagewright.planning.joint.starts import balanced
     from stagewright.schedule.placement import linear
 
@@ -96,7 +96,7 @@ def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:
         raise InputError(
             f"{num_stages} stages need at least as many layers, but the cost table has {layers.num_layers}: use fewer stages"
         )
-    problem = Problem.of(layers, num_stages, 1)
+    problem = JointProblem.of(layers, num_stages, 1)
     layout = balanced(problem, linear(num_stages))
     assert layout is not None, "there are enough layers"
     return stage_costs(problem, layout)
@@ -108,7 +108,7 @@ def _of_table(
     """Return the costs of the prediction's stages with the layers of a table, and the times of their transfers."""
     from stagewright.cli.cost_table import layer_table, read_cost_table
     from stagewright.planning.joint.layout import Layout, stage_costs, transfer_times
-    from stagewright.planning.joint.problem import Problem
+    from stagewright.planning.joint.problem import JointProblem
 
     layers, assumed = layer_table(read_cost_table(table)), prediction.assumptions
     if layers.num_layers != assumed.num_layers:
@@ -116,7 +116,7 @@ def _of_table(
             f"{table} has {layers.num_layers} layers, but {name} is for {assumed.num_layers}: give the table it was planned "
             "for, or plan again"
         )
-    problem = Problem.of(
+    problem = JointProblem.of(
         layers, len(assumed.speeds), 1, speed=assumed.speeds, latency_s=assumed.latency_seconds,
         bytes_per_s=float("inf") if assumed.bytes_per_second is None else assumed.bytes_per_second,
     )  # fmt: skip

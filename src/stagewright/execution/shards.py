@@ -15,7 +15,7 @@ from stagewright.errors import RunError
 from stagewright.estimation.flat_operations import FlatOperations, is_gathered
 from stagewright.execution.collectives import Pending, ReplicaGroup
 from stagewright.execution.weights import Weights, starting_tensor
-from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, FlatLayout
+from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, BufferEntry, FlatLayout
 from stagewright.tracing.arguments import DTYPES
 
 
@@ -209,7 +209,7 @@ class FlatBuffer:
         return f"stage {stages}" if len(self.flat.stages) == 1 else f"stages {stages}"
 
 
-def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _view(buffer: torch.Tensor, entry: BufferEntry) -> torch.Tensor:
     return buffer.as_strided(entry.meta.shape, entry.meta.stride, buffer.storage_offset() + entry.offset)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from stagewright.errors import InputError
 from stagewright.execution.regions import Region, in_whole, stretches
-from stagewright.graph.flat_buffers import Entry
+from stagewright.graph.flat_buffers import BufferEntry
 from stagewright.graph.tensor_parallel import parallelism
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def resumed(session: Session, loss_scale: LossScaleState | None) -> None:
 
 
 def _of_flat(
-    entries: Sequence[Entry], part: slice, shard: torch.Tensor
+    entries: Sequence[BufferEntry], part: slice, shard: torch.Tensor
 ) -> Iterator[tuple[int, Region, torch.Tensor]]:
     """Yield the regions of each parameter of `entries` in `shard`, which is `part` of a flat buffer or a number that belongs
     to it, each with its tensor."""

@@ -33,12 +33,12 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.graph.partition import Partition
 from stagewright.graph.split import split_graph
+from stagewright.planning.checks import check_transfers
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection, Plan
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.prediction.sharding import sharded_program, without_sharding
-from stagewright.planning.promises import check_transfers
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.overrides import DROPOUT, of_text

@@ -26,12 +26,12 @@ from stagewright.export.differences import (
 )
 from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import even_layers
+from stagewright.planning.checks import usable_bytes
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import ADAMW_NAME, Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import configuration_of, is_looped, stage_program, whole_layers
-from stagewright.planning.promises import usable_bytes
 from stagewright.units import format_bytes, format_seconds
 
 

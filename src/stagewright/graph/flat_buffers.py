@@ -24,7 +24,7 @@ OPTIMIZER, GRADIENTS, PARAMETERS = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BufferEntry:
     """One parameter in a flat buffer: `offset` counts elements, `meta` says how its elements lie from there."""
 
     value: int
@@ -38,7 +38,7 @@ class DecayGroup:
     """Parameters of a flat buffer that all have weight decay, or none of them: the elements from `first` to `stop`."""
 
     is_decayed: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[BufferEntry, ...]
     first: int
     stop: int
 
@@ -58,7 +58,7 @@ class FlatLayout:
     is_trained: bool
     level: int
     num_shards: int
-    entries: tuple[Entry, ...]
+    entries: tuple[BufferEntry, ...]
     num_elements: int
     num_copies: int = 1
     every: int = 1
@@ -165,15 +165,15 @@ def _users(stages: Sequence[Stage]) -> dict[int, list[Stage]]:
     return users
 
 
-def _laid_out(stage: Stage, values: Sequence[int], dtype: str) -> tuple[tuple[Entry, ...], int]:
+def _laid_out(stage: Stage, values: Sequence[int], dtype: str) -> tuple[tuple[BufferEntry, ...], int]:
     """Return the entries of `values` in order, and the end of the last."""
-    entries: list[Entry] = []
+    entries: list[BufferEntry] = []
     end = 0
     for value in values:
         described = stage.value(value)
         meta = _dense(described.meta)
         offset = _aligned(end, dtype)
-        entries.append(Entry(value, described.name, offset, meta))
+        entries.append(BufferEntry(value, described.name, offset, meta))
         end = offset + meta.num_elements
     return tuple(entries), end
 

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.cluster.prices import Price, Terms, list_prices
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
+from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
 from stagewright.tracing.models.reference import ModelReference
 
@@ -93,7 +93,7 @@ class Offer:
     """The plans for one part of a cluster, and the bill of training with the best of them."""
 
     cluster: Cluster
-    result: Found
+    result: SearchResult
     bill: Bill
 
     @property

@@ -35,7 +35,7 @@ _LEAST_GAIN = 0.0005
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part of the seconds of a step, named by `what` it is."""
 
     what: str
@@ -58,7 +58,7 @@ class Explanation:
     """An explanation of the seconds of one step of a plan."""
 
     seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     """Parts of the critical path of the step; they add up to `seconds`."""
     slowest_rank: int
     """The pipeline rank with most of the computations on the critical path."""
@@ -131,7 +131,7 @@ _NAMES = {
 
 def _parts(
     timeline: Timeline, costs: StepCosts, step_s: float, recompute_s: Sequence[float]
-) -> tuple[list[Part], dict[int, float]]:
+) -> tuple[list[StepPart], dict[int, float]]:
     """Return the parts of the critical path, and its compute seconds by rank; recomputation in backwards is its own part."""
     seconds: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
@@ -154,16 +154,16 @@ def _parts(
         if timeline.is_compute[index]:
             on_rank[rank_of[action.parts[0].stage]] += end - start
         reached = max(reached, end)
-    parts = [Part(name, seconds[name], counts[name]) for name in seconds]
+    parts = [StepPart(name, seconds[name], counts[name]) for name in seconds]
     parts.sort(key=lambda part: -part.seconds)
     after = [
-        Part("norm of the gradient", costs.norm_seconds),
-        Part("optimizer, and updated parameters", max(costs.optimizer_seconds, default=0.0)),
+        StepPart("norm of the gradient", costs.norm_seconds),
+        StepPart("optimizer, and updated parameters", max(costs.optimizer_seconds, default=0.0)),
     ]
     remaining_s = step_s - reached - sum(part.seconds for part in after)
     name = "gradient reduction" if remaining_s > 0 else "overlap with the end of the previous step"
     return [
-        part for part in (*parts, Part(name, remaining_s), *after) if abs(part.seconds) > 1e-9 * step_s
+        part for part in (*parts, StepPart(name, remaining_s), *after) if abs(part.seconds) > 1e-9 * step_s
     ], on_rank
 
 

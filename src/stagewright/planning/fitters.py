@@ -28,11 +28,11 @@ from stagewright.planning.candidate import (
     make_program,
 )
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.found import Excluded
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss
 from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
 from stagewright.planning.partition.line import Within, partition_within
 from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of
+from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import Space
 from stagewright.schedule.in_flight import in_flight
 from stagewright.units import format_bytes

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from stagewright.errors import InputError, TraceError
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.found import Excluded
 from stagewright.planning.joint.finalists import NUM_FINALISTS, finalists, joint_plans
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.plan import Plan
+from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import JOINT
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Origin
+from stagewright.planning.checks import usable_bytes
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.predictions import LengthPrediction, Predictions
-from stagewright.planning.promises import usable_bytes
 from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes
 

@@ -16,8 +16,8 @@ from stagewright.tracing.models.overrides import of_text
 from stagewright.tracing.models.reference import ModelReference
 
 if TYPE_CHECKING:
-    from stagewright.planning.found import Excluded
     from stagewright.planning.plan import Plan
+    from stagewright.planning.search_result import Excluded
 
 PIECE_TOKENS = (2048, 512)
 """Tokens of the pieces tried where memory is short; the smaller ones if nothing fits with the larger."""

@@ -20,7 +20,6 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.fitters import fitter_of
-from stagewright.planning.found import Excluded, Found, NextBest, UntilCtrlC, operator_warnings
 from stagewright.planning.improvement import improve
 from stagewright.planning.job import Job
 from stagewright.planning.joint.finalists import MOST_FILLED
@@ -29,6 +28,7 @@ from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, piec
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.memory.host_optimizer import checked
 from stagewright.planning.ranking import ranked
+from stagewright.planning.search_result import Excluded, NextBest, SearchResult, UntilCtrlC, operator_warnings
 from stagewright.planning.space import (
     Space,
     configurations,
@@ -72,7 +72,7 @@ def plan(
     interruptible: bool = False,
     is_improved: bool = True,
     **within: Any,
-) -> Found:
+) -> SearchResult:
     """Return the best plans of `model` for `cluster` and `job`, under the job's runtime.
 
     Where links were measured, the device order suits them. On a cluster with several kinds of devices, each stage gets as
@@ -111,11 +111,11 @@ def plan(
 
 
 def over_lengths(
-    result: Found,
+    result: SearchResult,
     cluster: Cluster,
     report: Callable[[str], None] = lambda stage: None,
     trace: Trace = cached_trace,
-) -> Found:
+) -> SearchResult:
     """Return `result` with its plans judged over all sequence lengths of the job, best first.
 
     Raises:
@@ -483,7 +483,7 @@ class Search:
 
     # -- result ------------------------------------------------------------------------------------------------------
 
-    def result(self) -> Found:
+    def result(self) -> SearchResult:
         """Return the best plans.
 
         Raises:
@@ -498,4 +498,4 @@ class Search:
         beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
         warnings = operator_warnings(self.coarse.without_rule) + ([] if beyond is None else [beyond])
         kept = (ranked(plans) if self.is_own else plans)[: self.request.keep or KEPT]
-        return Found(kept, self.fitter.excluded, warnings, num_bounded, self.next_best)
+        return SearchResult(kept, self.fitter.excluded, warnings, num_bounded, self.next_best)

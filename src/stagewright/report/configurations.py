@@ -12,9 +12,9 @@ from stagewright.cluster.prices import Price
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.cost import Offer
-from stagewright.planning.found import Excluded, Found
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
+from stagewright.planning.search_result import Excluded, SearchResult
 from stagewright.report.plans import plan_document
 from stagewright.report.tables import Table, table
 from stagewright.units import GIB, format_bytes, format_seconds
@@ -66,7 +66,7 @@ def stages_line(plan: Plan, cluster: Cluster) -> str | None:
     return f"{what} of the stages: {', then '.join(parts)}."
 
 
-def left_out_table(result: Found) -> Table | None:
+def left_out_table(result: SearchResult) -> Table | None:
     """Return the reasons for excluded configurations; None if none was excluded."""
     grouped: dict[str, list[Excluded]] = {}
     for excluded in result.excluded:

@@ -9,12 +9,12 @@ from typing import Any
 
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.planning.found import Found
+from stagewright.planning.checks import usable_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
-from stagewright.planning.promises import usable_bytes
+from stagewright.planning.search_result import SearchResult
 from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table, time_unit
 from stagewright.units import GIGA, format_bytes, format_seconds
 
@@ -87,7 +87,7 @@ def counts_samples(plan: Plan) -> bool:
     return tuple(plan.job.shares) == (1,)
 
 
-def found_heading(result: Found) -> str:
+def found_heading(result: SearchResult) -> str:
     """Return the model, cluster and job of the plans."""
     best = result.plans[0]
     job = best.job
@@ -147,7 +147,7 @@ def spare_bytes(plan: Plan) -> tuple[int, int]:
     return spare[fullest], fullest
 
 
-def left_out(result: Found) -> str:
+def left_out(result: SearchResult) -> str:
     """Return how many configurations were rejected, by kind of reason."""
     lacking = sum(excluded.missing_bytes is not None for excluded in result.excluded)
     other = len(result.excluded) - lacking
@@ -171,7 +171,7 @@ def zero_text(plan: Plan) -> str:
     return f" Replicas of the best shard {_SHARDED[levels[-1] - 1]} (ZeRO {named})."
 
 
-def _next_best(result: Found) -> str:
+def _next_best(result: SearchResult) -> str:
     nearest = result.next_best
     return (
         ""
@@ -180,7 +180,7 @@ def _next_best(result: Found) -> str:
     )
 
 
-def _best_s(result: Found) -> float:
+def _best_s(result: SearchResult) -> float:
     return min(plan.predictions.step_seconds for plan in result.plans)
 
 

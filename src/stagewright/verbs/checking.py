@@ -9,17 +9,17 @@ from pathlib import Path
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, StagewrightError
 from stagewright.estimation.memory import stage_edges
-from stagewright.planning.estimate import estimate, line_of
-from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
-from stagewright.planning.prediction.predict import rank_memories
-from stagewright.planning.promises import (
+from stagewright.planning.checks import (
     TOLERANCE,
     check_predicted_memory,
     check_predicted_time,
     check_transfers,
 )
+from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.report.plans import batch_text, degrees
 from stagewright.units import format_bytes
 from stagewright.verbs.given import Allow, Report, given_cluster, given_plan

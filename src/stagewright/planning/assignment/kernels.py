@@ -22,7 +22,7 @@ _TIE = 1e-3
 """Weight of means relative to maxima, so that a search sees progress while the slowest stays the same."""
 
 
-class Terms(NamedTuple):
+class AssignmentArrays(NamedTuple):
     """The arrays of an `assignment.problem.AssignmentProblem`."""
 
     num_replicas: int
@@ -40,7 +40,7 @@ class Terms(NamedTuple):
 
 
 @compiled
-def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
+def _through_nodes(order: Ints, terms: AssignmentArrays) -> tuple[float, float]:
     """Return the slowest edge of all rings, and the sum of edges, where a node holds several units.
 
     Each unit of a node in a ring has its own edge to the next node, so these edges are faster by that factor.
@@ -80,7 +80,7 @@ def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
 
 
 @compiled
-def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
+def _weighed(order: Ints, terms: AssignmentArrays) -> tuple[float, float]:
     """Return seconds (the slowest pipeline, busiest unit, slowest ring and slowest tied pair), and the means of pipelines,
     pairs and rings."""
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
@@ -112,13 +112,13 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
 
 
 @compiled
-def cost(order: Ints, terms: Terms) -> float:
+def cost(order: Ints, terms: AssignmentArrays) -> float:
     """Return seconds: the slowest pipeline, the busiest unit, the slowest ring and the slowest tied pair."""
     return _weighed(order, terms)[0]
 
 
 @compiled
-def guided(order: Ints, terms: Terms) -> float:
+def guided(order: Ints, terms: AssignmentArrays) -> float:
     """Return `cost` plus a small fraction of the means of the same terms."""
     seconds, mean = _weighed(order, terms)
     return seconds + _TIE * mean
@@ -176,7 +176,7 @@ def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
 
 
 @compiled
-def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, terms: Terms) -> Ints:
+def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, terms: AssignmentArrays) -> Ints:
     """Return the best order seen in `num_steps` moves while the temperature falls from `hot` to `cold` seconds."""
     state = np.zeros(1, np.uint64)
     state[0] = np.uint64(seed + 1) * np.uint64(_SPREAD)
@@ -201,7 +201,7 @@ def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, term
 
 
 @compiled
-def descend(start: Ints, terms: Terms) -> Ints:
+def descend(start: Ints, terms: AssignmentArrays) -> Ints:
     """Return the order after improvements until no swap, insertion or reversal is better."""
     order, trial = start.copy(), start.copy()
     now = guided(order, terms)
@@ -244,7 +244,7 @@ def next_permutation(values: Ints) -> bool:
 
 
 @compiled
-def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> Ints:
+def best_permutation(order: Ints, places: Ints, values: Ints, terms: AssignmentArrays) -> Ints:
     """Return the best order with the units `values`, sorted, permuted over `places`; the others stay."""
     trial, best = order.copy(), order.copy()
     least = guided(order, terms)
@@ -261,7 +261,7 @@ def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> I
 
 
 @compiled
-def exhaust(order: Ints, terms: Terms) -> Ints:
+def exhaust(order: Ints, terms: AssignmentArrays) -> Ints:
     """Return the cheapest of all orders from the sorted `order` on; the first of equal ones."""
     best = order.copy()
     least = cost(order, terms)

@@ -9,7 +9,7 @@ import numpy as np
 from stagewright.arrays import Floats, Ints
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError
-from stagewright.planning.assignment.kernels import Terms, cost
+from stagewright.planning.assignment.kernels import AssignmentArrays, cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +69,10 @@ class AssignmentProblem:
         return float(cost(order, self.terms))
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> AssignmentArrays:
         """The arguments of the kernels."""
         tie = np.zeros((self.num_units, self.num_units)) if self.tie is None else self.tie
-        return Terms(
+        return AssignmentArrays(
             self.num_replicas, self.num_stages, self.transfer, self.ring, self.ring_share, self.fill, self.busy,
             tie, *self.tied, *self._nodes,
         )  # fmt: skip

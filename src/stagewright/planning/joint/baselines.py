@@ -9,7 +9,7 @@ from functools import lru_cache
 from stagewright.errors import ScheduleError
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule import build
 from stagewright.schedule.placement import Placement, linear, loop, v, wave
@@ -50,7 +50,7 @@ FAMILIES = (
 )
 
 
-def baselines(problem: Problem) -> Iterator[JointPlan]:
+def baselines(problem: JointProblem) -> Iterator[JointPlan]:
     """Yield every schedule on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages comes
     first. Large problems have only the common schedules."""
     is_large = 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS
@@ -77,7 +77,7 @@ def baselines(problem: Problem) -> Iterator[JointPlan]:
                     yield judged(f"{family.name}{loops}, {kind}", problem, layout, program)
 
 
-def _chunks(family: Family, problem: Problem) -> list[int | None]:
+def _chunks(family: Family, problem: JointProblem) -> list[int | None]:
     """Return the numbers of stages per rank: those of the schedule, and for 1F1B also as many as there are layers for."""
     most = problem.layers.num_layers // problem.num_ranks
     chunks = [number for number in family.chunks if number is None or number <= most]
@@ -88,7 +88,7 @@ def _chunks(family: Family, problem: Problem) -> list[int | None]:
     return chunks
 
 
-def _built(family: Family, problem: Problem, num_chunks: int | None) -> Program | None:
+def _built(family: Family, problem: JointProblem, num_chunks: int | None) -> Program | None:
     """Return the program, or None for sizes that the schedule does not support."""
     return _program(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from stagewright.arrays import Floats
 from stagewright.planning.joint.packing import Packing, pack
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Bound:
         return makespan_s / self.seconds - 1.0 if self.seconds > 0 else 0.0
 
 
-def lower_bound(problem: Problem, packing: Packing | None = None) -> Bound:
+def lower_bound(problem: JointProblem, packing: Packing | None = None) -> Bound:
     """Return the largest of all bounds below and that of `packing` (computed by default)."""
     packed = packing or pack(problem)
     bounds = (
@@ -45,7 +45,7 @@ def lower_bound(problem: Problem, packing: Packing | None = None) -> Bound:
     return max(bounds, key=lambda bound: bound.seconds)
 
 
-def chain_bound(problem: Problem) -> float:
+def chain_bound(problem: JointProblem) -> float:
     """Return the bound of one microbatch, which goes through all forwards, then all input gradients, then the first layer's
     weight gradient, one after the other: ``(sum f + sum i + w_0) / v``."""
     layers = problem.layers
@@ -53,7 +53,7 @@ def chain_bound(problem: Problem) -> float:
     return float(chain / problem.speed.max())
 
 
-def load_bound(problem: Problem) -> float:
+def load_bound(problem: JointProblem) -> float:
     """Return the bound of all work divided among all ranks, none of which begins before its first layer's input arrives.
 
     Sort the ranks by their first layer: the first layer of the j-th (from 0) is at least layer j, so it idles
@@ -67,7 +67,7 @@ def load_bound(problem: Problem) -> float:
     return float((work + (speed * idle).sum()) / speed.sum())
 
 
-def layer_bound(problem: Problem) -> float:
+def layer_bound(problem: JointProblem) -> float:
     """Return the bound of a layer: one rank does all its work, and the layers before it run before and after that.
 
     The rank of layer `l` starts it after ``sum_{k<l} f_k / v``; its last input gradient is followed by those of
@@ -88,7 +88,7 @@ def layer_bound(problem: Problem) -> float:
     return float(np.maximum(early, late).max() / problem.speed.max())
 
 
-def memory_bound(problem: Problem) -> float:
+def memory_bound(problem: JointProblem) -> float:
     """Return the bound of bytes times seconds: what the microbatches keep, over what the ranks can keep.
 
     A microbatch keeps ``saved_l`` from the start of layer l's forward to the end of its input gradient, hence
@@ -110,6 +110,6 @@ def memory_bound(problem: Problem) -> float:
     return float(problem.num_microbatches * kept / problem.speed.max() / headroom)
 
 
-def _forward_before(problem: Problem) -> Floats:
+def _forward_before(problem: JointProblem) -> Floats:
     """Return the seconds of the forwards before each layer, at speed 1."""
     return np.cumsum(problem.layers.forward_s) - problem.layers.forward_s

@@ -30,7 +30,7 @@ from stagewright.planning.candidate import (
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.search import Effort, JointResult, search
 from stagewright.planning.joint.traced import (
     Calibration,
@@ -302,7 +302,7 @@ def calibrated(base: Plan, body: RangeCosts, configuration: Configuration) -> Ca
 
 
 def _searched(
-    problem: Problem, report: Callable[[str], None], what: str, stop: threading.Event | None
+    problem: JointProblem, report: Callable[[str], None], what: str, stop: threading.Event | None
 ) -> JointResult | None:
     """Return the result of the joint search, or None where no plan fits the memory of `problem`."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.arrays import Ints
 from stagewright.compiled import compiled
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.schedule.list_scheduler.terms import Stages
 from stagewright.schedule.placement import Placement
 from stagewright.simulation.costs import StageCosts
@@ -93,7 +93,7 @@ class Layout:
         return np.array(self.recompute or (0,) * num_ranks, np.int64)
 
 
-def stages_of(problem: Problem, layout: Layout) -> Stages:
+def stages_of(problem: JointProblem, layout: Layout) -> Stages:
     """Return the costs of the stages of `layout` on their ranks, for the kernels."""
     return build_stages(
         layout.rank_of_layer(),
@@ -103,7 +103,7 @@ def stages_of(problem: Problem, layout: Layout) -> Stages:
     )
 
 
-def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
+def stage_costs(problem: JointProblem, layout: Layout) -> StageCosts:
     """Return the costs of the stages of `layout` on their ranks, for the simulator."""
     ends = np.array(layout.ends)
     starts = np.array((0, *layout.cuts))
@@ -124,7 +124,7 @@ def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
     )
 
 
-def transfer_times(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
+def transfer_times(problem: JointProblem, layout: Layout) -> dict[tuple[int, int], float]:
     """Return the seconds of the transfer between each stage and the next, for the simulator."""
     return {(stage, stage + 1): float(problem.transfer_s[cut]) for stage, cut in enumerate(layout.cuts)}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stagewright.arrays import Floats, Ints
 from stagewright.compiled import compiled
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 
 _PRECISION = 1e-6
 _MOST_STATES = 200_000
@@ -43,7 +43,7 @@ class _Kinds:
     tails: Floats
 
 
-def pack(problem: Problem) -> Packing:
+def pack(problem: JointProblem) -> Packing:
     """Return the packing of whole layers into ranks with the least time, including each rank's fill and drain.
 
     Sort the ranks by their first layer: the first layer of the j-th is layer j or a later one. So it starts no
@@ -87,7 +87,7 @@ def pigeonhole(seconds: Sequence[float], num_ranks: int) -> float:
     return best
 
 
-def _kinds(problem: Problem) -> tuple[_Kinds, Ints]:
+def _kinds(problem: JointProblem) -> tuple[_Kinds, Ints]:
     """Return the kinds of layers, the most numerous last, and the kind of every layer."""
     layers, fastest = problem.layers, problem.speed.max()
     costs = np.array([layers.forward_s + layers.input_grad_s, layers.weight_grad_s])

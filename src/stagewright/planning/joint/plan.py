@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import deadlines_of, window_of
@@ -25,11 +25,11 @@ class JointPlan:
     """A layout, the program of its ranks, and their timeline from the simulator."""
 
     name: str
-    problem: Problem
+    problem: JointProblem
     layout: Layout
     encoded: EncodedProgram
     timeline: Timeline
-    policy: Policy | None = None
+    policy: DeadlinePolicy | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -57,10 +57,10 @@ class JointPlan:
 
 def judged(
     name: str,
-    problem: Problem,
+    problem: JointProblem,
     layout: Layout,
     program: Program | EncodedProgram,
-    policy: Policy | None = None,
+    policy: DeadlinePolicy | None = None,
 ) -> JointPlan:
     """Return the plan of `program`, simulated with the costs of `layout`."""
     encoded = program if isinstance(program, EncodedProgram) else encode(program)
@@ -73,7 +73,7 @@ def judged(
     return JointPlan(name, problem, layout, encoded, timeline, policy)
 
 
-def scheduled(name: str, problem: Problem, layout: Layout, policy: Policy) -> JointPlan | None:
+def scheduled(name: str, problem: JointProblem, layout: Layout, policy: DeadlinePolicy) -> JointPlan | None:
     """Return the list schedule of `layout` by `policy`, or None where a rank cannot hold one microbatch."""
     stages = stages_of(problem, layout)
     window = window_of(stages, policy.rule.depth)

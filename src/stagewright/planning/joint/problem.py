@@ -97,7 +97,7 @@ class LayerTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class JointProblem:
     """The problem of placing layers on ranks.
 
     The `speed` of a rank divides the seconds of the table; `memory_bytes` is its memory for parameters and saved values. A
@@ -132,7 +132,7 @@ class Problem:
         overhead_s: float = 0.0,
         recomputing: Sequence[LayerTable] = (),
         receivers_wait: bool = False,
-    ) -> Problem:
+    ) -> JointProblem:
         """Return a problem with one speed and memory for all ranks or one for each.
 
         Raises:

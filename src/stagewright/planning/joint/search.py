@@ -23,8 +23,8 @@ from stagewright.planning.joint.layout import Layout, build_stages
 from stagewright.planning.joint.moves import improve_order
 from stagewright.planning.joint.packing import pack
 from stagewright.planning.joint.plan import JointPlan, encode_order, judged, scheduled
-from stagewright.planning.joint.policy import Policy
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.starts import starts
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED, deadlines_of, window_of
@@ -92,7 +92,7 @@ class JointResult:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class SearchState:
     """A layout and the policy of its ranks, with the (estimated) makespan of their list schedule."""
 
     makespan_s: float
@@ -117,8 +117,8 @@ class State:
         return self.ranks, self.cuts, self.recompute, self.rule, self.shifts
 
     @property
-    def policy(self) -> Policy:
-        return Policy(self.rule, self.shifts)
+    def policy(self) -> DeadlinePolicy:
+        return DeadlinePolicy(self.rule, self.shifts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Ordered:
     """A layout with a complete order of every rank's actions and its makespan."""
 
     makespan_s: float
-    state: State
+    state: SearchState
     order: Order
 
     @property
@@ -136,7 +136,7 @@ class Ordered:
 
 
 def search(
-    problem: Problem,
+    problem: JointProblem,
     effort: Effort | None = None,
     *,
     seed: int = 0,
@@ -158,12 +158,12 @@ class _Search:
     """A search in progress: a pool of layouts, best first."""
 
     def __init__(
-        self, problem: Problem, effort: Effort, seed: int, report: Report | None, stop: threading.Event
+        self, problem: JointProblem, effort: Effort, seed: int, report: Report | None, stop: threading.Event
     ) -> None:
         self.problem, self.effort, self.report, self.stop = problem, effort, report, stop
         self.began = time.monotonic()
         self.rng = np.random.default_rng(seed)
-        self.pool: list[State] = []
+        self.pool: list[SearchState] = []
         self.ordered: list[Ordered] = []
         self.num_rounds = 0
         full = problem.num_microbatches
@@ -196,7 +196,7 @@ class _Search:
         actions = 3 * self.problem.layers.num_layers * self.batch[0]
         most = _OPENING * _WORK_PER_ROUND // (len(layouts) * len(_DEADLINE_SCALES) * (_CALL + actions))
         states = [
-            self._state(layout, Policy(_rule(deadline_scale), shifts), recompute)
+            self._state(layout, DeadlinePolicy(_rule(deadline_scale), shifts), recompute)
             for layout in layouts
             for deadline_scale in _DEADLINE_SCALES
             for recompute in _recompute_tables(self.problem, most)
@@ -206,30 +206,30 @@ class _Search:
         ]
         self._keep(self._timed(states, workers))
 
-    def _state(self, layout: Layout, policy: Policy, recompute: Ints | None = None) -> State:
+    def _state(self, layout: Layout, policy: DeadlinePolicy, recompute: Ints | None = None) -> SearchState:
         """Return an untimed state; `recompute` has the tables of the ranks in the order of their first layers."""
         ranks = layout.rank_of_layer()
         tables = layout.table_of_rank(self.problem.num_ranks)
         if recompute is not None:
             tables[list(dict.fromkeys(ranks.tolist()))] = recompute
-        return State(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
+        return SearchState(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
-    def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
+    def _timed(self, states: Iterable[SearchState], workers: ThreadPoolExecutor) -> list[SearchState]:
         """Return the states with their makespans, infinite where far from the best.
 
         The best is taken over the states up to `_AHEAD` places before, which are waited for, not over those that other
         threads happen to have timed.
         """
         best = self.pool[0].makespan_s if self.pool else np.inf
-        tasks: list[Future[State]] = []
+        tasks: list[Future[SearchState]] = []
         for index, state in enumerate(states):
             if index >= _AHEAD:
                 best = min(best, tasks[index - _AHEAD].result().makespan_s)
             tasks.append(workers.submit(self._timed_within, state, 1.2 * best))
         return [task.result() for task in tasks]
 
-    def _timed_within(self, state: State, limit_s: float) -> State:
-        return State(makespan_of(*state.parts, self.problem.tables, self.batch, limit_s), *state.parts)
+    def _timed_within(self, state: SearchState, limit_s: float) -> SearchState:
+        return SearchState(makespan_of(*state.parts, self.problem.tables, self.batch, limit_s), *state.parts)
 
     def _is_over(self) -> bool:
         if self.stop.is_set() or not self.pool:
@@ -270,9 +270,9 @@ class _Search:
             seed = int(self.rng.integers(1 << 31))
             task = partial(anneal, *state.parts, self.problem.tables)
             tasks.append(workers.submit(task, self.batch, steps, share, seed))
-        self._keep([State(*task.result()) for task in tasks])
+        self._keep([SearchState(*task.result()) for task in tasks])
 
-    def _gather(self, states: Sequence[State], workers: ThreadPoolExecutor) -> None:
+    def _gather(self, states: Sequence[SearchState], workers: ThreadPoolExecutor) -> None:
         """Add layouts with fewer transfers and no longer makespan than the given states to the pool."""
         if self.stop.is_set():
             return
@@ -313,7 +313,7 @@ class _Search:
             if makespan < self.ordered[place].makespan_s:
                 self.ordered[place] = Ordered(makespan, self.ordered[place].state, order)
 
-    def _order_of(self, state: State) -> Ordered:
+    def _order_of(self, state: SearchState) -> Ordered:
         stages = self._stages(state)
         window = window_of(stages, state.rule.depth)
         deadlines = deadlines_of(stages, state.rule, state.shifts)
@@ -322,7 +322,7 @@ class _Search:
             state.makespan_s, state, list_schedule(stages, M, state.rule, window, deadlines, np.inf)[1]
         )
 
-    def _stages(self, state: State) -> Stages:
+    def _stages(self, state: SearchState) -> Stages:
         return build_stages(state.ranks, state.cuts, state.recompute, *self.problem.tables)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
@@ -332,9 +332,9 @@ class _Search:
             states, self.pool = self.pool, []
             self._keep(self._timed(states, workers))
 
-    def _keep(self, states: list[State]) -> None:
+    def _keep(self, states: list[SearchState]) -> None:
         """Keep the best of the pool and `states`, each makespan and layout once."""
-        distinct: dict[tuple[float, bytes], State] = {}
+        distinct: dict[tuple[float, bytes], SearchState] = {}
         candidates = [*self.pool, *states]
         equal_s = min((state.makespan_s for state in candidates), default=np.inf) * (1 + MARGIN)
         for state in sorted(
@@ -346,7 +346,7 @@ class _Search:
 
     def _result(self) -> JointResult:
         fitting = [plan for plan in self.baselines if plan.fits]
-        candidates: list[State | Ordered] = [*self.ordered, *self.pool]
+        candidates: list[SearchState | Ordered] = [*self.ordered, *self.pool]
         equal_s = self._best_s() * (1 + MARGIN)
         candidates.sort(key=lambda candidate: (max(candidate.makespan_s, equal_s), candidate.num_transfers))
         judged_plans = [self._judged(candidate) for candidate in candidates[:_JUDGED]]
@@ -362,9 +362,9 @@ class _Search:
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
 
-    def _judged(self, candidate: State | Ordered) -> JointPlan | None:
-        state = candidate if isinstance(candidate, State) else candidate.state
-        if isinstance(candidate, State):
+    def _judged(self, candidate: SearchState | Ordered) -> JointPlan | None:
+        state = candidate if isinstance(candidate, SearchState) else candidate.state
+        if isinstance(candidate, SearchState):
             return scheduled("joint search", self.problem, state.layout, state.policy)
         program = encode_order("joint search", state.layout, self._stages(state), candidate.order)
         return judged("joint search", self.problem, state.layout, program, state.policy)
@@ -376,7 +376,7 @@ def _with_fewest_transfers(plans: Sequence[JointPlan]) -> JointPlan:
     return min(equal, key=lambda plan: (plan.layout.num_transfers, plan.layout.num_stages))
 
 
-def _recompute_tables(problem: Problem, most_rows: int) -> list[Ints]:
+def _recompute_tables(problem: JointProblem, most_rows: int) -> list[Ints]:
     """Return tables of ranks to start with, at most `most_rows` or three: late ranks hold fewer microbatches and may
     recompute less."""
     most = len(problem.recomputing)

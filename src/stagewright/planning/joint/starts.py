@@ -10,14 +10,14 @@ import numpy as np
 from stagewright.arrays import Floats, Ints
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
-from stagewright.planning.joint.levelling import load_balanced
+from stagewright.planning.joint.load_balancing import load_balanced
 from stagewright.planning.joint.packing import Packing
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.partition.solver import ends_in_reach
 from stagewright.schedule.placement import Placement, loop, wave
 
 
-def even(problem: Problem, placement: Placement) -> Layout:
+def even(problem: JointProblem, placement: Placement) -> Layout:
     """Return stages with as even numbers of layers as possible, longer ones first, as frameworks cut without balancing.
 
     The last layer, which holds the head, does not count where there are enough others: frameworks add it to
@@ -35,7 +35,7 @@ def even(problem: Problem, placement: Placement) -> Layout:
     return Layout(tuple(itertools.accumulate(sizes)), placement.rank_of_stage)
 
 
-def balanced(problem: Problem, placement: Placement) -> Layout | None:
+def balanced(problem: JointProblem, placement: Placement) -> Layout | None:
     """Return the partition whose slowest stage is as fast as possible on the ranks of `placement`, regardless of memory, or
     None where there are fewer layers than stages.
 
@@ -67,7 +67,7 @@ def _ends_within(time: Floats, speed: Floats, bottleneck: float) -> list[int] | 
     return ends_in_reach(farthest, len(speed), len(time) - 1)
 
 
-def filled_from_the_end(problem: Problem, stage_ends: Ints | None = None) -> Layout:
+def filled_from_the_end(problem: JointProblem, stage_ends: Ints | None = None) -> Layout:
     """Return the layout that puts every stage, from the last to the first, on the rank with the least work so far.
 
     The rank of a heavy head gets its other layers last, near the start of the model; all others alternate between the ranks.
@@ -87,7 +87,7 @@ def filled_from_the_end(problem: Problem, stage_ends: Ints | None = None) -> Lay
     return Layout(tuple(int(end) for end in ends), tuple(int(rank) for rank in ranks))
 
 
-def spread(problem: Problem) -> Layout:
+def spread(problem: JointProblem) -> Layout:
     """Return a layout with as many layers per rank as `filled_from_the_end`, each rank's spread evenly over the model."""
     filled = filled_from_the_end(problem)
     ranks = np.array(filled.rank_of_stage)
@@ -103,7 +103,7 @@ def spread(problem: Problem) -> Layout:
     return Layout(filled.ends, tuple(int(rank) for rank in chosen))
 
 
-def packed(problem: Problem, packing: Packing) -> Layout | None:
+def packed(problem: JointProblem, packing: Packing) -> Layout | None:
     """Return the layout with the numbers of layers of `packing`, each layer on the rank with the least work after it."""
     if packing.number is None:
         return None
@@ -121,7 +121,7 @@ def packed(problem: Problem, packing: Packing) -> Layout | None:
     return Layout(tuple(range(1, len(ranks) + 1)), tuple(ranks.tolist()))
 
 
-def starts(problem: Problem, packing: Packing) -> Iterator[Layout]:
+def starts(problem: JointProblem, packing: Packing) -> Iterator[Layout]:
     """Yield layouts of every kind and several granularities that use all ranks; each also load-balanced."""
     layout = packed(problem, packing)
     if layout is not None:
@@ -134,7 +134,7 @@ def starts(problem: Problem, packing: Packing) -> Iterator[Layout]:
                 yield Layout.of_layers(ranks)
 
 
-def _raw_starts(problem: Problem) -> Iterator[Layout]:
+def _raw_starts(problem: JointProblem) -> Iterator[Layout]:
     yield from _regular(problem)
     num_layers, num_ranks = problem.layers.num_layers, problem.num_ranks
     for num_stages in dict.fromkeys((num_layers, num_layers // 2, 4 * num_ranks, 2 * num_ranks)):
@@ -148,7 +148,7 @@ def _raw_starts(problem: Problem) -> Iterator[Layout]:
         yield layout
 
 
-def _regular(problem: Problem) -> Iterator[Layout]:
+def _regular(problem: JointProblem) -> Iterator[Layout]:
     num_layers, num_ranks = problem.layers.num_layers, problem.num_ranks
     for num_chunks in (1, 2, 3, 4, 6, 8):
         if num_chunks * num_ranks > num_layers:
@@ -162,7 +162,7 @@ def _regular(problem: Problem) -> Iterator[Layout]:
                 yield layout
 
 
-def _even_seconds(problem: Problem, num_stages: int) -> Ints:
+def _even_seconds(problem: JointProblem, num_stages: int) -> Ints:
     """Return ends of `num_stages` non-empty stages of about equal seconds."""
     time = np.cumsum(problem.layers.seconds)
     wanted = time[-1] * np.arange(1, num_stages + 1) / num_stages

@@ -11,7 +11,7 @@ from stagewright.arrays import Ints
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.partition.line import known_ranges
 from stagewright.planning.partition.ranges import Recomputable
 from stagewright.planning.partition.solver import narrowest_of_each
@@ -76,7 +76,7 @@ def problem_of(
     calibration: Calibration,
     *,
     saves: bool = False,
-) -> Problem:
+) -> JointProblem:
     """Return the problem whose layers are the pieces of `body` between `ends`; with recomputing tables if `saves`."""
     forward, weight_grad = np.diff(body.forward_seconds[ends]), np.diff(body.weight_grad_seconds[ends])
     input_grad = np.maximum(np.diff(body.seconds[ends]) - forward - weight_grad, 0.0)
@@ -89,7 +89,7 @@ def problem_of(
         boundary_bytes=body.boundary_bytes[ends[1:]] / 2,
     )
     latency, bandwidth = link_model.link()
-    return Problem.of(
+    return JointProblem.of(
         kept, link_model.num_ranks, num_microbatches,
         memory_bytes=calibration.memory_bytes,
         latency_s=latency, bytes_per_s=bandwidth, overhead_s=calibration.overhead_s,

@@ -18,11 +18,11 @@ import math
 import numpy as np
 
 from stagewright.arrays import Ints
-from stagewright.planning.partition.bisection import Partition, bottleneck, last_true
-from stagewright.planning.partition.leaves import StageRanges
+from stagewright.planning.partition.bisection import TimedCuts, bottleneck, last_true
+from stagewright.planning.partition.stage_ranges import StageRanges
 
 
-def binary(stage_ranges: StageRanges) -> Partition | None:
+def binary(stage_ranges: StageRanges) -> TimedCuts | None:
     """Return the partition found by halving, or None if none fits.
 
     The crossing is searched between the compute-balanced and the memory-balanced cut first, and outward from there while the
@@ -32,7 +32,7 @@ def binary(stage_ranges: StageRanges) -> Partition | None:
     cuts = search.solve(0, stage_ranges.ranges.size, 0, stage_ranges.num_stages)[1]
     if cuts is None:
         return None
-    return Partition(cuts, bottleneck(stage_ranges, cuts))
+    return TimedCuts(cuts, bottleneck(stage_ranges, cuts))
 
 
 Solved = tuple[float, tuple[int, ...] | None]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.arrays import Ints
-from stagewright.planning.partition.leaves import StageRanges
+from stagewright.planning.partition.stage_ranges import StageRanges
 
 _CLOSE = 1e-4
 """Relative difference by which equal bottlenecks may differ."""
 
 
 @dataclass(frozen=True)
-class Partition:
+class TimedCuts:
     """A partition and the time of its slowest stage or boundary."""
 
     cuts: tuple[int, ...]
@@ -49,7 +49,7 @@ def bottleneck(stage_ranges: StageRanges, cuts: tuple[int, ...]) -> float:
     return max(slowest, *transfers) if cuts else slowest
 
 
-def bisect(stage_ranges: StageRanges) -> Partition | None:
+def bisect(stage_ranges: StageRanges) -> TimedCuts | None:
     """Return the partition of least bottleneck, or None if none fits.
 
     It is exact, to a ten-thousandth, where costs never decrease when operators are added: then a stage that goes farther
@@ -68,11 +68,11 @@ class _Bisection:
         ranges = stage_ranges.ranges
         self.ends: Ints = np.concatenate([ranges.legal, [ranges.size]]).astype(np.int64)
         self.width = ranges.boundary_bytes[self.ends]
-        self.best: Partition | None = None
+        self.best: TimedCuts | None = None
         self.low_ends = [0] * stage_ranges.num_stages
         self.high_ends = [len(self.ends) - 1] * stage_ranges.num_stages
 
-    def solve(self) -> Partition | None:
+    def solve(self) -> TimedCuts | None:
         if len(self.ends) < self.stage_ranges.num_stages:
             return None
         low, high = self._bounds()
@@ -101,7 +101,7 @@ class _Bisection:
         cuts = tuple(int(self.ends[index]) for index in reached[:-1])
         seconds = bottleneck(self.stage_ranges, cuts)
         if self.best is None or seconds < self.best.seconds:
-            self.best = Partition(cuts, seconds)
+            self.best = TimedCuts(cuts, seconds)
             self.high_ends = reached
         return True
 

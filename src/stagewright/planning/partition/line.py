@@ -11,9 +11,9 @@ from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.partition.bisection import bisect, bottleneck
-from stagewright.planning.partition.leaves import StageRanges, Terms
 from stagewright.planning.partition.ranges import Ranges, ranges_of
 from stagewright.planning.partition.refine import best_partition, narrowed
+from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of
 from stagewright.planning.prediction.transfers import message_seconds
 from stagewright.schedule import Program
@@ -92,7 +92,7 @@ def partition_within(
     """
     body, last = bodies[0], len(bodies) - 1
     terms = [
-        Terms(
+        StageTerms(
             copies=count,
             capacity=capacity,
             inverse_speed=float(stage_body.seconds[-1] / body.seconds[-1]),
@@ -137,7 +137,7 @@ def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]
 
 def terms_of(
     line: Pipeline, body: RangeCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
-) -> list[Terms]:
+) -> list[StageTerms]:
     """Return the terms of every stage of `line`, a partition of `body`; stages of one rank share its memory evenly.
 
     Ignores: that a device may be slower at some operators than at others.
@@ -149,7 +149,7 @@ def terms_of(
     bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
     sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
     return [
-        Terms(
+        StageTerms(
             copies=counts[stage],
             capacity=line.allocatable_bytes(rank) / sharing[stage],
             versions=versions[rank],

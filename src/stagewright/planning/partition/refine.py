@@ -8,14 +8,14 @@ import math
 import numpy as np
 
 from stagewright.planning.partition.binary import binary
-from stagewright.planning.partition.bisection import Partition, bisect, bottleneck
-from stagewright.planning.partition.leaves import StageRanges
+from stagewright.planning.partition.bisection import TimedCuts, bisect, bottleneck
+from stagewright.planning.partition.stage_ranges import StageRanges
 
 _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 _ROUNDS = 20
 
 
-def best_partition(stage_ranges: StageRanges) -> Partition | None:
+def best_partition(stage_ranges: StageRanges) -> TimedCuts | None:
     """Return the partition of bisection or, where stages offload and bisection is not exact, the better of it and halving,
     with cuts moved as long as that makes the slowest stage faster; None if nothing fits."""
     partition = bisect(stage_ranges)
@@ -28,7 +28,7 @@ def best_partition(stage_ranges: StageRanges) -> Partition | None:
     )
 
 
-def refined(stage_ranges: StageRanges, partition: Partition) -> Partition:
+def refined(stage_ranges: StageRanges, partition: TimedCuts) -> TimedCuts:
     """Return `partition` with single cuts, or two neighbouring ones together, moved by a few positions."""
     legal = stage_ranges.ranges.legal
     for _ in range(_ROUNDS):
@@ -39,7 +39,7 @@ def refined(stage_ranges: StageRanges, partition: Partition) -> Partition:
     return partition
 
 
-def narrowed(stage_ranges: StageRanges, partition: Partition, slack: float) -> Partition:
+def narrowed(stage_ranges: StageRanges, partition: TimedCuts, slack: float) -> TimedCuts:
     """Return `partition` with every cut moved to the smallest boundary at which both its stages take at most ``1 + slack``
     times the bottleneck."""
     limit = partition.seconds * (1 + slack)
@@ -65,10 +65,10 @@ def narrowed(stage_ranges: StageRanges, partition: Partition, slack: float) -> P
             high += 1
         around = legal[low : high + 1]
         cuts[index] = int(around[np.argmin(stage_ranges.ranges.boundary_bytes[around])])
-    return Partition(tuple(cuts), bottleneck(stage_ranges, tuple(cuts)))
+    return TimedCuts(tuple(cuts), bottleneck(stage_ranges, tuple(cuts)))
 
 
-def _moved(stage_ranges: StageRanges, partition: Partition, places: list[int]) -> Partition | None:
+def _moved(stage_ranges: StageRanges, partition: TimedCuts, places: list[int]) -> TimedCuts | None:
     """Return the partition after the first move that helps, of the cuts next to the slowest stage, or None."""
     legal = stage_ranges.ranges.legal
     slowest = _slowest(stage_ranges, partition.cuts)
@@ -81,7 +81,7 @@ def _moved(stage_ranges: StageRanges, partition: Partition, places: list[int]) -
                 cuts = tuple(int(legal[place]) for place in tried)
                 seconds = bottleneck(stage_ranges, cuts)
                 if seconds < partition.seconds * (1 - 1e-9):
-                    return Partition(cuts, seconds)
+                    return TimedCuts(cuts, seconds)
     return None
 
 

@@ -13,7 +13,7 @@ from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node
 from stagewright.graph.stage import Stage
-from stagewright.planning.saving.anchors import narrow_places
+from stagewright.planning.saving.checkpoint_boundaries import narrow_places
 from stagewright.planning.saving.problem import operator_seconds, operators_of
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)

@@ -14,7 +14,7 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Pipeline, Variants
 from stagewright.planning.prediction.predict import lowered, rank_memories
 from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.saving.problem import Choice, Unit, fetch_ahead, stage_units, with_choice
+from stagewright.planning.saving.problem import SavingChoice, Unit, fetch_ahead, stage_units, with_choice
 from stagewright.planning.saving.proposals import Chooser, Proposals, Propose
 from stagewright.planning.saving.rank_search import RankSearch
 
@@ -37,7 +37,7 @@ class Fitted:
     line: Pipeline
     memories: tuple[RankMemory, ...]
     units: tuple[Unit, ...]
-    choice: Choice
+    choice: SavingChoice
 
     @property
     def memory_policy(self) -> tuple[Literal["keep"] | StagePolicy, ...]:
@@ -164,9 +164,9 @@ def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSe
         _replay(variants, units, active)
 
 
-def _joined(choices: Iterable[Choice]) -> Choice:
+def _joined(choices: Iterable[SavingChoice]) -> SavingChoice:
     all_choices = list(choices)
-    return Choice(
+    return SavingChoice(
         frozenset[int]().union(*(choice.recomputed for choice in all_choices)),
         frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in all_choices)),
         frozenset[tuple[int, int]]().union(*(choice.moved for choice in all_choices)),

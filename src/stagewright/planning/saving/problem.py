@@ -42,7 +42,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SavingProblem:
     """The problem of which units of a rank to recompute for the least added time per microbatch.
 
     * `seconds`: of every operator of a chain;
@@ -64,7 +64,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SavingChoice:
     """The units of a problem that are recomputed, by index; and, as pairs of a stage and an operator (id) of its forward,
     the values kept to recompute from and those offloaded, units or not. `reruns` are the reruns of some stages, as in their
     policies."""
@@ -74,21 +74,21 @@ class Choice:
     moved: frozenset[tuple[int, int]] = field(default_factory=frozenset)
     reruns: frozenset[tuple[int, Reruns]] = field(default_factory=frozenset)
 
-    def saved_bytes(self, problem: Problem) -> float:
+    def saved_bytes(self, problem: SavingProblem) -> float:
         return sum(map(problem.saves, self.recomputed))
 
-    def seconds(self, problem: Problem) -> float:
+    def seconds(self, problem: SavingProblem) -> float:
         """Return the seconds that this choice adds to every microbatch."""
         return recompute_seconds(problem, self.recomputed)
 
 
-def recompute_seconds(problem: Problem, units: Iterable[int]) -> float:
+def recompute_seconds(problem: SavingProblem, units: Iterable[int]) -> float:
     """Return the seconds to recompute `units`: every operator of any chain once."""
     nodes = frozenset[int]().union(*(problem.units[unit].chain for unit in units))
     return sum(problem.seconds[node] for node in nodes)
 
 
-def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> list[Policy]:
+def policies(units: Sequence[Unit], choice: SavingChoice, stages: Sequence[Stage]) -> list[Policy]:
     """Return the policy of every stage under a choice among `units`."""
     chosen: list[tuple[set[int], set[int], set[int]]] = [(set(), set(), set()) for _ in stages]
     for index in choice.recomputed:
@@ -113,7 +113,7 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
 
 
 def with_choice(
-    variants: Variants, units: Sequence[Unit], choice: Choice, program: Program | None = None
+    variants: Variants, units: Sequence[Unit], choice: SavingChoice, program: Program | None = None
 ) -> Pipeline:
     """Return the partition with the policies of a choice and the program for them; `program`, by default that of the
     partition, keeps everything."""
@@ -122,14 +122,14 @@ def with_choice(
     return variants.under(recomputing_program(kept, units, choice), stage_policies)
 
 
-def recomputing_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
+def recomputing_program(program: Program, units: Sequence[Unit], choice: SavingChoice) -> Program:
     """Return `program` with the recomputation that a choice needs."""
     stages = {units[index].stage for index in choice.recomputed}
     other_stages = {stage for stage, _ in (*choice.moved, *choice.reruns)}
     return insert_recomputation(program, stages | other_stages)
 
 
-def fetch_ahead(choice: Choice, stage: Stage) -> int:
+def fetch_ahead(choice: SavingChoice, stage: Stage) -> int:
     """Return the bytes of a few offloaded values, so that the link stays busy where several are used, or freed, at once."""
     sizes: list[int] = []
     for at, operator in choice.moved:

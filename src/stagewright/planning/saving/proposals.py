@@ -11,9 +11,9 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.prediction.pipeline import Pipeline, Variants, bodies_of
-from stagewright.planning.saving.anchors import checkpoint_boundaries
 from stagewright.planning.saving.chain import chain_of
-from stagewright.planning.saving.problem import Choice, Problem, Unit, chain_seconds, with_choice
+from stagewright.planning.saving.checkpoint_boundaries import checkpoint_boundaries
+from stagewright.planning.saving.problem import SavingChoice, SavingProblem, Unit, chain_seconds, with_choice
 from stagewright.planning.saving.rank_chain import ChainChoice, PieceCache, RankChain
 from stagewright.planning.saving.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.schedule import Kind
@@ -24,7 +24,7 @@ _MOST_ANNEALED = 16_000
 _PIECES: WeakKeyDictionary[RangeCosts, PieceCache] = WeakKeyDictionary()
 """Pieces of each model, which are the same wherever it is cut."""
 
-Chooser = Callable[[Problem], Choice | None]
+Chooser = Callable[[SavingProblem], SavingChoice | None]
 """Returns a choice among units that frees enough, or None if there is none."""
 
 
@@ -32,7 +32,7 @@ Chooser = Callable[[Problem], Choice | None]
 class Proposal:
     """A choice among all units, and the seconds it adds to a microbatch."""
 
-    choice: Choice
+    choice: SavingChoice
     seconds: float
 
 
@@ -67,15 +67,15 @@ class Proposals:
         for number, stage in stages.items():
             units = [unit for unit in free_units if unit.stage == number]
             seconds |= chain_seconds(stage, units, self._costing(kept))
-        problem = Problem(tuple(free_units), seconds, 0.0, _copies(kept, stages))
+        problem = SavingProblem(tuple(free_units), seconds, 0.0, _copies(kept, stages))
 
-        def proposal(choice: Choice | None) -> Proposal | None:
+        def proposal(choice: SavingChoice | None) -> Proposal | None:
             if choice is None:
                 return None
             recomputed = frozenset(numbers[index] for index in choice.recomputed)
-            return Proposal(Choice(recomputed), choice.seconds(problem))
+            return Proposal(SavingChoice(recomputed), choice.seconds(problem))
 
-        everything = Choice(frozenset(index for index, unit in enumerate(free_units) if unit.chain))
+        everything = SavingChoice(frozenset(index for index, unit in enumerate(free_units) if unit.chain))
         return Propose(
             lambda needed: proposal(chooser(replace(problem, needed=needed))), lambda: proposal(everything)
         )
@@ -95,14 +95,14 @@ class Proposals:
             if chosen is None:
                 return None
             recomputed = frozenset(index[key] for key in chosen.ran if key in index)
-            choice = Choice(recomputed, checkpoints=chosen.checkpoints, moved=chosen.moved)
+            choice = SavingChoice(recomputed, checkpoints=chosen.checkpoints, moved=chosen.moved)
             return Proposal(choice, chosen.seconds)
 
         return Propose(
             lambda needed: proposal(rank.choose(rank.most_bytes - needed)), lambda: proposal(rank.least())
         )
 
-    def by_annealing(self, kept: RankMemory, start: Choice | None, below_s: float) -> Propose | None:
+    def by_annealing(self, kept: RankMemory, start: SavingChoice | None, below_s: float) -> Propose | None:
         """Return the proposals of annealing over the storages present before every operator of the backward.
 
         It starts from the choice `start`, which adds `below_s` to a microbatch. None for a rank with several stages or split
@@ -125,7 +125,7 @@ class Proposals:
             if annealed is None:
                 return None
             return Proposal(
-                Choice(reruns=frozenset({(number, stage.reruns(annealed.present))})), annealed.seconds
+                SavingChoice(reruns=frozenset({(number, stage.reruns(annealed.present))})), annealed.seconds
             )
 
         return Propose(lambda needed: proposal(search.within(most - needed)), lambda: None)
@@ -139,7 +139,7 @@ class Proposals:
         line = self.line
         return bodies_of(self.body, line.cluster, line.pp, line.num_holders * line.tp)[kept.rank].costing
 
-    def _with(self, choice: Choice) -> Pipeline:
+    def _with(self, choice: SavingChoice) -> Pipeline:
         return with_choice(self.variants, self.units, choice)
 
     def _with_boundaries_kept(self, units: Sequence[Unit]) -> list[Unit]:

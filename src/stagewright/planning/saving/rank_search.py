@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from stagewright.estimation.memory import RankMemory
-from stagewright.planning.saving.problem import Choice
+from stagewright.planning.saving.problem import SavingChoice
 from stagewright.planning.saving.proposals import Proposal, Propose
 
 _CLOSE = 0.01
@@ -20,7 +20,7 @@ _WITHIN = 0.1
 class Proved:
     """A choice that fits, and its memory when replayed."""
 
-    choice: Choice
+    choice: SavingChoice
     memory: RankMemory
 
 
@@ -36,15 +36,15 @@ class RankSearch:
         self.rank = kept.rank
         self.limit = limit
         self.excess = kept.peak_bytes - limit
-        self.best = Proved(Choice(), kept) if self.excess <= 0 else None
-        self.latest = Proposal(Choice(), 0.0)
+        self.best = Proved(SavingChoice(), kept) if self.excess <= 0 else None
+        self.latest = Proposal(SavingChoice(), 0.0)
         self.seconds = math.inf if self.excess > 0 else 0.0
         self.proposals = propose
         self.below_s = below_s
         self.need = float(self.excess)
         self.low, self.high = Tried(0.95 * self.need, 0.05 * self.need), Tried(math.inf, -math.inf)
         self.step = 0.0
-        self.tried: dict[Choice, int] = {}
+        self.tried: dict[SavingChoice, int] = {}
         self.took_least = False
 
     def propose(self) -> bool:

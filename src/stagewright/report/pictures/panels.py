@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stagewright.planning.checks import usable_bytes
 from stagewright.planning.explanation import Explanation, explain
-from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.promises import usable_bytes
+from stagewright.planning.search_result import SearchResult
 from stagewright.report.plans import answer_line, batch_text, degrees, described_schedule
 from stagewright.simulation import Timeline
 from stagewright.text import printable
@@ -78,7 +78,7 @@ def timeline_panels(timeline: Timeline, title: str) -> Panels:
     return Panels(title, "", figures, (_busy_table(timeline),))
 
 
-def plan_panels(plan: Plan, timeline: Timeline, result: Found | None = None) -> Panels:
+def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = None) -> Panels:
     """Return the panels of `plan`, simulated as `timeline`, with the alternatives of its search `result`."""
     predictions = plan.predictions
     figures = (
@@ -232,7 +232,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
 
 
-def _alternatives(result: Found) -> PanelTable:
+def _alternatives(result: SearchResult) -> PanelTable:
     columns = (
         Column("pp x dp"), Column("schedule"), Column("microbatches"), Column("step", "s"), Column("slower by", "%"),
         Column("bubble", "%"), Column("fullest rank", "B"),
@@ -240,7 +240,7 @@ def _alternatives(result: Found) -> PanelTable:
     return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(result)))
 
 
-def _others(result: Found) -> Iterator[tuple[Cell, ...]]:
+def _others(result: SearchResult) -> Iterator[tuple[Cell, ...]]:
     best = result.plans[0].mean_step_seconds
     for plan in result.plans:
         step = plan.mean_step_seconds

@@ -53,7 +53,7 @@ class NextBest:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search: plans, best first, and the configurations that were left out."""
 
     plans: list[Plan]
@@ -67,8 +67,8 @@ class Found:
     def __repr__(self) -> str:
         """Return the best plan and the number of plans."""
         if not self.plans:
-            return f"<Found no plan; {len(self.excluded)} configurations left out>"
-        return f"<Found {len(self.plans)} plans, the best {self.plans[0]!r}; {len(self.excluded)} left out>"
+            return f"<SearchResult no plan; {len(self.excluded)} configurations left out>"
+        return f"<SearchResult {len(self.plans)} plans, the best {self.plans[0]!r}; {len(self.excluded)} left out>"
 
     def _repr_html_(self) -> str:
         """Return the table of plans, best first, for a notebook."""
@@ -99,7 +99,7 @@ class Found:
         """Whether Ctrl-C ended the search."""
         return _INTERRUPTED in self.warnings
 
-    def interrupted(self) -> Found:
+    def interrupted(self) -> SearchResult:
         """Return this result with the warning that Ctrl-C ended the search."""
         return replace(self, warnings=[_INTERRUPTED, *self.warnings])
 
@@ -128,7 +128,7 @@ class UntilCtrlC:
         self.is_ended = isinstance(error, KeyboardInterrupt) and self.may and bool(self.so_far)
         return self.is_ended
 
-    def annotated(self, result: Found) -> Found:
+    def annotated(self, result: SearchResult) -> SearchResult:
         """Return `result`, with the warning if Ctrl-C has ended its search."""
         return result.interrupted() if self.is_ended else result
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from stagewright.arrays import Ints
 from stagewright.compiled import compiled
-from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.problem import JointProblem
 
 
-def load_balanced(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
+def load_balanced(problem: JointProblem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
     """Return the ranks of layers with a smaller maximum time over the ranks, changed in few places.
 
     The time of a rank is a lower bound on its end: see `bounds.layer_bound`, applied to all its layers.

@@ -10,13 +10,13 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
+from stagewright.planning.checks import check_predicted_memory, check_predicted_time, usable_bytes
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
-from stagewright.planning.promises import check_predicted_memory, check_predicted_time, usable_bytes
 from stagewright.planning.search import plan as search
 from stagewright.tracing.models.reference import resolve
 

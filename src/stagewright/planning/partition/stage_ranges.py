@@ -13,7 +13,7 @@ from stagewright.planning.partition.ranges import Ranges
 
 
 @dataclass(frozen=True)
-class Terms:
+class StageTerms:
     """The conditions of a stage, from its position in the pipeline and its device.
 
     * `copies`: sets of saved values in flight; `versions`: number of versions of its weights, including the newest;
@@ -32,7 +32,7 @@ class Terms:
     boundary_s_per_byte: float = 0.0
     state_share: float = 1.0
 
-    def with_capacity(self, capacity: float) -> Terms:
+    def with_capacity(self, capacity: float) -> StageTerms:
         return replace(self, capacity=capacity)
 
 
@@ -42,7 +42,7 @@ class StageRanges:
     `cost` never decreases when operators are added, except that a longer forward hides more offloading.
     """
 
-    def __init__(self, ranges: Ranges, terms: Sequence[Terms]) -> None:
+    def __init__(self, ranges: Ranges, terms: Sequence[StageTerms]) -> None:
         self.ranges = ranges
         self.terms = tuple(terms)
         self._costs: dict[tuple[int, int, int], float] = {}
@@ -108,7 +108,7 @@ class StageRanges:
         return _least_mixed(terms, sizes, costs, needed, forward * terms.inverse_speed)
 
 
-def _least_mixed(terms: Terms, sizes: Floats, costs: Floats, needed: float, free_s: float) -> float:
+def _least_mixed(terms: StageTerms, sizes: Floats, costs: Floats, needed: float, free_s: float) -> float:
     """Return the least time to free `needed` bytes by offloading the most expensive values and recomputing the cheapest.
 
     The time is convex in the offloaded bytes: what is hidden within `free_s` is offloaded first, then more as long as the
