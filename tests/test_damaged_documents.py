@@ -136,7 +136,7 @@ def test_a_program_that_was_changed_is_refused(tmp_path: Path) -> None:
     path.write_text(sealed(json.dumps(program.to_document())))
     assert read_predicted_program(path) == (program, None)
     path.write_text(path.read_text().replace('"name": "1f1b"', '"name": "1f1c"'))
-    with pytest.raises(InputError, match=r"program.json' was changed"):
+    with pytest.raises(InputError, match=r"program.json' has changed"):
         read_predicted_program(path)
 
 

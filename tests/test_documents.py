@@ -40,7 +40,7 @@ WRONG_TOML = {
 
 WRONG_CSV = {
     "a column twice": ("layer,forward_s,layer\na,1,b\n", "column 'layer' twice"),
-    "an entry too many": ("layer,forward_s\na,1,2\n", "row 1: 3 entries under 2 columns"),
+    "an entry too many": ("layer,forward_s\na,1,2\n", "row 1: 3 entries for 2 columns"),
     "an open quote": ('layer\n"a', "line 2: not valid CSV"),
     "a cell without end": ("a" * 200_000, "field larger than"),
 }

@@ -52,3 +52,11 @@ def test_a_saved_dataset_names_files_of_its_folder_alone(name: str, tmp_path: Pa
     (folder / "state.json").write_text(json.dumps({"_data_files": listed}))
     with pytest.raises(InputError, match="lies outside of"):
         data_files(folder)
+
+
+def test_a_padding_token_may_have_number_zero(tmp_path: Path) -> None:
+    vocabulary = {"<pad>": 0, "</s>": 1, "a": 2}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.pad, tokenizer.end) == (0, 1)

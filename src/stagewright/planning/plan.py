@@ -331,7 +331,7 @@ class Plan(StrictModel):
                 raise ValueError(f"predictions.ranks must be ranks 0 to {self.pp - 1} in order")
         if self.num_ranks > MOST_DEVICES:
             raise ValueError(
-                f"pp x dp x tp = {self.num_ranks:,} ranks, more than the limit of {MOST_DEVICES:,}"
+                f"pp x dp x tp x cp = {self.num_ranks:,} ranks, more than the limit of {MOST_DEVICES:,}"
             )
         if 2 * self.num_stages * self.num_microbatches > MOST_ACTIONS:
             raise ValueError(
@@ -346,7 +346,7 @@ class Plan(StrictModel):
             )
         if self.num_holders % (self.shard_size or 1):
             raise ValueError(
-                f"shard_size {self.shard_size} does not divide the {self.num_holders} replicas of dp"
+                f"shard_size {self.shard_size} does not divide the {self.num_holders} ranks of dp x cp"
             )
         if fault := expert_parallel_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
             raise ValueError(fault)

@@ -20,7 +20,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import cut_names, stage_cuts
+from stagewright.planning.plan_stages import configuration_of, cut_names, stage_cuts
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
@@ -185,11 +185,9 @@ def _cuts(plan: Plan, line: Pipeline, body: RangeCosts) -> list[tuple[int, ...]]
     """Return cuts that suit the devices of `line`; none where recomputation is defined operator by operator."""
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
-    num_shards = plan.num_holders if plan.sharding and min(plan.sharding) >= 1 else 1
+    share = configuration_of(plan).state_share(plan.job.precision)
     counts = in_flight(line.program)
-    candidates = cuts_to_try(
-        line, rank_memories(line), body, counts, (), state_share=1.0 / num_shards, offload=False
-    )
+    candidates = cuts_to_try(line, rank_memories(line), body, counts, (), state_share=share, offload=False)
     return candidates[:_MOST_CUTS]
 
 

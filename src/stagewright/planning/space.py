@@ -338,7 +338,8 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
         return f"{given} does not divide {where}: give degrees that do"
     if space.dp and space.pp and tp * cp * pp * space.dp != devices:
         return f"{given} is not {where}: leave dp or pp out"
-    if space.ep and (fault := expert_parallel_fault(space.ep, devices // (tp * pp), tp, tp > 1)):
+    splits = tp > 1 and space.sequence_parallel is not False
+    if space.ep and (fault := expert_parallel_fault(space.ep, devices // (tp * pp), tp, splits)):
         return f"{fault}: give another --ep"
     if (dp := space.dp or (devices // (tp * cp * pp) if space.pp else 0)) and job.global_batch % dp:
         return f"dp = {dp} does not divide the global batch of {job.global_batch}: change the batch, or the degrees"

@@ -113,11 +113,8 @@ class TokenizerFile(Tokenizer):
         self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
         ids = (self._inner.token_to_id(name) for name in _ENDS)
         self.end = next((token for token in ids if token is not None), None)
-        pad = next(
-            (token for name in ("<pad>", "[PAD]", "<|pad|>") if (token := self._inner.token_to_id(name))),
-            None,
-        )
-        self.pad = next((token for token in (pad, self.end) if token is not None), 0)
+        pads = [self._inner.token_to_id(name) for name in ("<pad>", "[PAD]", "<|pad|>")]
+        self.pad = next((token for token in (*pads, self.end) if token is not None), 0)
 
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
         with refusing(self.name):
