@@ -65,9 +65,9 @@ def test_a_job_refuses_in_our_words(values: dict, words: str) -> None:
 
 WAITS = """
 import signal, sys, time
-from stagewright.cli.run import _last_checkpoint_told, _said_when_ended
+from stagewright.cli.run import _message_on_sigterm, _newest_checkpoint_on_exit
 from pathlib import Path
-with _said_when_ended(), _last_checkpoint_told(Path(sys.argv[1])):
+with _message_on_sigterm(), _newest_checkpoint_on_exit(Path(sys.argv[1])):
     print("ready", flush=True)
     time.sleep(100)
 """
@@ -87,7 +87,7 @@ def test_a_run_that_is_ended_while_it_starts_says_so(tmp_path: Path) -> None:
 
 LEAVES = """
 import os, signal
-from stagewright.cli.run import _said_when_ended
+from stagewright.cli.run import _message_on_sigterm
 from stagewright.errors import RunError
 
 class Late:
@@ -95,7 +95,7 @@ class Late:
         os.kill(os.getpid(), signal.SIGTERM)
 
 try:
-    with _said_when_ended():
+    with _message_on_sigterm():
         raise RunError("rank 1 died")
 except RunError as error:
     late = Late()

@@ -13,12 +13,13 @@ import pytest
 ASK = """
 import getpass, os, pwd, sys
 from pathlib import Path
+from stagewright import compiled
 from stagewright.cli import find_home
 user = int(sys.argv[1])
 os.setgid(user)
 os.setuid(user)
 find_home()
-print(Path.home(), getpass.getuser(), os.environ.get("NUMBA_CACHE_DIR"), sep="|")
+print(Path.home(), getpass.getuser(), compiled._folder(), sep="|")
 """
 
 
@@ -30,7 +31,7 @@ def open_to_others(folder: Path) -> None:
 
 
 def found_by(user: int, temporary: Path, **environment: str) -> list[str]:
-    """Home, name and numba's cache as a user who is a bare number finds them."""
+    """Home, name and the folder of compiled kernels as a user who is a bare number finds them."""
     temporary.mkdir()
     temporary.chmod(0o1777)
     done = subprocess.run(
@@ -58,7 +59,7 @@ def test_a_home_that_cannot_be_written_keeps_what_it_holds(tmp_path: Path) -> No
     (tmp_path / "home").mkdir(mode=0o755)
     found, _, compiled = found_by(54321, tmp_path / "temporary", HOME=str(tmp_path / "home"))
     assert found == str(tmp_path / "home")
-    assert compiled == str(tmp_path / "temporary" / "stagewright-54321" / "numba")
+    assert Path(compiled).parent == tmp_path / "temporary" / "stagewright-54321" / "stagewright" / "kernels"
 
 
 def test_a_home_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

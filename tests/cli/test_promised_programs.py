@@ -133,7 +133,7 @@ def test_options_take_the_place_of_stated_costs_and_say_so(
     other = written_table(tmp_path / "other.csv")
     other.write_text("\n".join(other.read_text().splitlines()[:-1]))
     done = call("schedule", path, "--costs", other)
-    assert done.exit_code == 2 and "has 8 layers, and" in done.stderr and "is for 9" in done.stderr
+    assert done.exit_code == 2 and "has 8 layers, but" in done.stderr and "is for 9" in done.stderr
     limited = call("schedule", path, "--memory-limit", 1)
     assert limited.exit_code == 2 and "the limit is 1" in limited.stderr
 

@@ -332,7 +332,7 @@ def test_a_turn_that_is_written_otherwise_is_refused_by_its_place(tmp_path: Path
     shouting = REASONING.replace("(told if", "((told | upper) if")
     tokenizer = load_tokenizer(str(tokenizer_folder(tmp_path, shouting)))
     with pytest.raises(
-        InputError, match=r"line 7: the chat template .* does not show .*message 2 is written"
+        InputError, match=r"line 7: the chat template .* does not show .*message 2 is rendered"
     ):
         learnt_text(replace(TWICE, place="line 7"), tokenizer)
 
@@ -393,7 +393,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for path, match in (
         ("no", "there is no tokenizer"),
-        ("tokenizer.json", "is no tokenizer.json"),
+        ("tokenizer.json", "is not a tokenizer.json"),
         ("", "tokenizer in"),
     ):
         with pytest.raises(InputError, match=match):

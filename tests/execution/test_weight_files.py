@@ -312,7 +312,7 @@ def test_what_only_the_model_can_tell_is_refused_by_the_rank(folder: Path) -> No
     """Integers of any width where the model has none, and scales beside a weight by a name that others may have."""
     change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48, dtype=torch.int32)}))
     with pytest.raises(
-        InputError, match=r"'model.norm.weight' .*stored as torch.int32, and the model has torch.float32"
+        InputError, match=r"'model.norm.weight' .*stored as torch.int32, but the model has torch.float32"
     ):
         starting(folder)
     change(

@@ -209,7 +209,7 @@ def test_what_is_exported_is_read_as_the_same_configuration(tmp_path: Path, way:
         assert layers in (None, WAYS[way].get("layers_per_stage"))
         expected = {**vars(asked), "layers_per_stage": layers}
         if not has_launch_line:  # the number of replicas is on it
-            expected |= {"dp": None, "shard_size": None}
+            expected |= {"dp": 0, "shard_size": None}
         assert vars(back.configuration) == expected
         assert has_launch_line <= (back.notes == ())
         assert back.job == {"global_batch": 64, "sequence_length": 512, "dtype": "bf16"}

@@ -89,7 +89,7 @@ def test_every_rank_has_the_memory_of_its_own_device() -> None:
     )
     plan = plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"ranks": ranks})})
     assert best_over_lengths([plan], two_kinds(4 * 2**30, 2 * 2**30), no_trace)[0].devices == (1, 0)
-    with pytest.raises(PlanError, match=r"lacks 1\.00 GiB"):
+    with pytest.raises(PlanError, match=r"over by 1\.00 GiB"):
         best_over_lengths([plan], two_kinds(2 * 2**30, 4 * 2**30), no_trace)
 
 
