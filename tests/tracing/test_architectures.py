@@ -107,6 +107,12 @@ def test_a_model_that_reads_no_text_without_images_is_refused(tmp_path: Path) ->
         graph_of({"model_type": "blip-2", "text_config": text, "vision_config": VISION}, tmp_path)
 
 
+def test_images_of_a_classifier_have_the_size_of_its_vision_part(tmp_path: Path) -> None:
+    architecture = {"model_type": "clip", "architectures": ["CLIPForImageClassification"]}
+    graph = graph_of({**architecture, "vision_config": {**VISION, "num_channels": 1}}, tmp_path)
+    assert any(node.op.endswith("convolution.default") for node in graph.nodes)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

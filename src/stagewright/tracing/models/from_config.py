@@ -239,13 +239,14 @@ def _hidden(tokens: Tensor) -> Tensor:
 def _image_inputs(
     reference: ModelReference, config: PretrainedConfig, microbatch: MicrobatchShape
 ) -> dict[str, Tensor]:
-    size = getattr(config, "image_size", None)
+    vision = getattr(config, "vision_config", config)  # of models of images and texts, as CLIP
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
     if size is None:
         raise InputError(
             f"the config of '{reference.name}' has no image_size: add the size of its images, e.g. image_size=224"
         )
     height, width = (size, size) if isinstance(size, int) else size
-    shape = (microbatch.microbatch_size, config.num_channels, height, width)
+    shape = (microbatch.microbatch_size, channels, height, width)
     images = torch.randn(shape, dtype=microbatch.torch_dtype)
     return {"pixel_values": images, "labels": _classes(reference, config, microbatch)}
 
