@@ -61,7 +61,7 @@ def test_groups_are_the_largest_that_divide_the_replicas(plans: dict[int | None,
 
 def test_a_size_that_does_not_divide_is_refused(plans: dict[int | None, Plan]) -> None:
     document = plans[8].model_dump()
-    with pytest.raises(ValidationError, match="shard_size 3 does not divide the 16 replicas"):
+    with pytest.raises(ValidationError, match="shard_size 3 does not divide the 16 ranks"):
         Plan.model_validate(document | {"shard_size": 3})
 
 
