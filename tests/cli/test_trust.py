@@ -23,7 +23,7 @@ from stagewright.cli.app import app
 from stagewright.errors import InputError, ScheduleError
 from stagewright.execution import verification
 from stagewright.execution.verification import Verification
-from stagewright.planning import promises
+from stagewright.planning import checks
 from stagewright.planning.plan import load_plan
 from stagewright.schedule.program import Program
 
@@ -130,7 +130,7 @@ def test_a_program_that_would_hang_on_gpus_is_not_verified(
     def hangs(program: Program, edges: object, waits_for_device: bool = False) -> None:
         raise ScheduleError("1F0 waits for 0F1")
 
-    monkeypatch.setattr(promises, "check_lanes", hangs)
+    monkeypatch.setattr(checks, "check_lanes", hangs)
     monkeypatch.setattr(verification, "start_ranks", lambda *_: pytest.fail("processes were started"))
     done = call("verify", "tiny-llama", "--plan", plan, "--device", "cpu")
     assert done.exit_code == 2 and "1F0 waits for 0F1" in done.stderr

@@ -140,7 +140,7 @@ class JointProblem:
                 more bytes.
 
         >>> layers = LayerTable.of([1, 2], [1, 2], [1, 1])
-        >>> Problem.of(layers, 2, 4, speed=[1, 0.5]).speed.tolist()
+        >>> JointProblem.of(layers, 2, 4, speed=[1, 0.5]).speed.tolist()
         [1.0, 0.5]
         """
         if num_ranks < 1 or num_microbatches < 1:
