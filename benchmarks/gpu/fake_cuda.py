@@ -122,7 +122,7 @@ from stagewright.tracing import joint  # noqa: E402
 from stagewright.tracing.arguments import decode, meta_of  # noqa: E402
 from stagewright.tracing.attention import _run, _run_backward  # noqa: E402
 from stagewright.tracing.cache import trace  # noqa: E402
-from stagewright.tracing.capture import fake_twin  # noqa: E402
+from stagewright.tracing.models.build import fake_twin  # noqa: E402
 from stagewright.tracing.models.reference import bundled_names  # noqa: E402
 from stagewright.tracing.private import converting_in_place  # noqa: E402
 from stagewright.tracing.rules import OperatorRules  # noqa: E402
