@@ -87,7 +87,7 @@ def _folder() -> Path | None:
             parent = cache_folder("kernels")
         folder = parent / f"kernels-{digest.hexdigest()[:16]}"
         if not folder.exists():
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)  # another process may be as fast
             kept = sorted(parent.glob("kernels-*"), key=lambda path: path.stat().st_mtime)
             for old in kept[:-_MOST_KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
