@@ -299,13 +299,12 @@ def with_cuts(
     cuts: Sequence[int],
     cluster: Cluster,
     job: Job,
-    program: Program | None = None,
 ) -> Candidate:
-    """Return the candidate of `configuration` with the given cuts; `program` replaces that of its schedule if given."""
-    program = program or make_program(configuration)
+    """Return the candidate of `configuration` with the given cuts."""
+    program = make_program(configuration)
     if configuration.level >= GRADIENTS:
         return _best_in_units(body, configuration, cuts, program, cluster, job)
-    return of_line(configuration, cuts, with_program(body, configuration, cuts, program, cluster, job))
+    return of_line(configuration, cuts, _split_model(body, configuration, cuts, program, cluster, job))
 
 
 def with_program(

@@ -28,7 +28,7 @@ from stagewright.planning.candidate import (
     make_program,
 )
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss
+from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
 from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
 from stagewright.planning.partition.line import Within, partition_within
 from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of
@@ -84,14 +84,17 @@ class Fitter(ABC):
         if self.nearest_bound is None or missing < self.nearest_bound[0]:
             self.nearest_bound = missing, entry
 
-    def bound_s(self, entry: Entry) -> float:
-        """Return a lower bound on the seconds of a step, before the model is cut."""
+    def _shared_s(self, entry: Entry) -> float:
+        """Return the seconds that passes take at least, as if ranks could share them evenly."""
         known = entry.graph_key
         share = entry.configuration.microbatch / known.microbatch
         if entry.bounded_by is not None:
             share *= self.coarse.growing_share(known)
-        bound_s = share * self.coarse.first_bound_s(entry.configuration, known, entry.cluster)
-        return max(entry.compute_s, bound_s)
+        return share * self.coarse.first_bound_s(entry.configuration, known, entry.cluster)
+
+    @abstractmethod
+    def bound_s(self, entry: Entry) -> float:
+        """Return a lower bound on the seconds of a step, before the model is cut."""
 
     @abstractmethod
     def fits_in_smaller(self, entry: Entry) -> bool:
@@ -127,6 +130,9 @@ class LayerFitter(Fitter):
     def __init__(self, coarse: Coarse, space: Space) -> None:
         super().__init__(coarse, space)
         self._nearest: Candidate | None = None
+
+    def bound_s(self, entry: Entry) -> float:
+        return max(entry.compute_s, self._shared_s(entry))
 
     def fits_in_smaller(self, entry: Entry) -> bool:
         known = entry.graph_key
@@ -169,10 +175,7 @@ class LayerFitter(Fitter):
         if missing <= 0:
             body = self.coarse.body(entry.configuration.traced)
             plan = make_plan(candidate, body, self.coarse.reference)
-            missing = max(
-                rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank)
-                for rank in plan.predictions.ranks
-            )
+            missing = lacking_bytes(plan, candidate)
             if missing <= 0:
                 return Fit(plan, entry)
         self.exclude(entry.configuration, f"lacks {format_bytes(missing)} of memory a device", missing)
@@ -236,7 +239,7 @@ class OperatorFitter(Fitter):
 
     def bound_s(self, entry: Entry) -> float:
         configuration = entry.configuration
-        shared_s = super().bound_s(replace(entry, compute_s=0.0))
+        shared_s = self._shared_s(entry)
         # In front of a rank's first microbatch and after its last one there are the stages before its own.
         whole_s = shared_s * configuration.pp / configuration.num_microbatches
         waits = configuration.schedule in _WHOLE_BACKWARDS
@@ -363,7 +366,7 @@ class OperatorFitter(Fitter):
 
     def _note(self, miss: Miss) -> None:
         """Keep why an entry is no plan."""
-        if not miss.reason:
+        if miss.is_too_slow:
             self.num_slow += 1
         else:
             self.exclude(miss.entry.configuration, miss.reason, miss.missing_bytes)
@@ -446,11 +449,7 @@ class OperatorFitter(Fitter):
 
     def failure(self) -> PlanError:
         worked_out = [miss for miss in self._misses if miss.candidate is not None]
-        on_hosts = [
-            miss
-            for miss in self._misses
-            if miss.candidate is None and miss.least_bytes is None and miss.missing_bytes is not None
-        ]
+        on_hosts = [miss for miss in self._misses if miss.is_on_host]
         host_optimizer = self.space.host_optimizer
         if on_hosts and (host_optimizer == "always" or not worked_out):
             nearest = min(on_hosts, key=_missing)

@@ -115,6 +115,16 @@ class Miss:
     was_short: bool = True
     """Whether the optimizer on the host is worth a try."""
 
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it would fit, as far as is known, and be of no use."""
+        return not self.reason
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is hosts that lack memory."""
+        return self.missing_bytes is not None and self.candidate is None and self.least_bytes is None
+
 
 @dataclass(frozen=True)
 class Fitting:
@@ -185,7 +195,7 @@ class Fitting:
             for way in itertools.compress(ways, (excess <= 0 for excess in lacking)):
                 plan = make_plan(way, body, self.reference)
                 seconds = min(seconds, plan.predictions.step_seconds)
-                missing = _lacking_bytes(plan, way) - lost
+                missing = lacking_bytes(plan, way) - lost
                 if missing <= 0:
                     if not configuration.saves:
                         return Fit(plan, entry, was_short=was_short)
@@ -248,8 +258,8 @@ class Fitting:
         return min(fitting, key=lambda candidate: run_timeline(candidate.line).makespan_s, default=kept)
 
 
-def _lacking_bytes(plan: Plan, candidate: Candidate) -> int:
-    """Bytes that the fullest rank of `plan` reserves beyond what its device has."""
+def lacking_bytes(plan: Plan, candidate: Candidate) -> int:
+    """Return the bytes that the fullest rank of `plan` reserves beyond what its device has."""
     return max(
         rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank) for rank in plan.predictions.ranks
     )
