@@ -10,7 +10,7 @@ from typing import Any
 
 from stagewright.documents import parse_json, parse_toml, read_text
 from stagewright.errors import InputError, nearest
-from stagewright.planning.configuration import Configuration
+from stagewright.planning.configuration import Configuration, requested_fields
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,7 @@ def _of_json(document: Any, origin: str) -> Reading:
 
 
 _JOB = ("global_batch", "sequence_length", "dtype", "compiled", "memory_limit")
-_FIELDS = (
-    "pp", "dp", "tp", "cp", "ep", "sequence_parallel", "microbatch", "schedule", "chunks", "layers_per_stage", "recompute",
-    "zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces",
-)  # fmt: skip
-_TEXTS = {
-    "recompute": ("none", "full", "selective", "model"), "reduce_dtype": ("fp32", "bf16"),
-}  # fmt: skip
+_FIELDS = [name for name in requested_fields() if name != "program"]
 
 
 def _read_options(table: Mapping[str, Any], origin: str) -> Reading:
@@ -129,12 +123,15 @@ def _read_options(table: Mapping[str, Any], origin: str) -> Reading:
             raise InputError(
                 f"{origin}: unknown key '{key}'{nearest(key, names)}; the keys are options of estimate: {', '.join(names)}"
             )
-    options = {key: _checked(key, value, origin) for key, value in given.items() if key in _FIELDS}
+    try:
+        configuration = Configuration.of(**{key: given[key] for key in _FIELDS if key in given})
+    except InputError as error:
+        raise InputError(f"{origin}: {error}") from None
     return Reading(
         what="options of estimate",
         runtime=given.get("runtime"),
         job={key: given[key] for key in _JOB if key in given},
-        configuration=Configuration(**options),
+        configuration=configuration,
         num_read=len(given),
         read_model=lambda: _model(given, origin),
     )
@@ -156,23 +153,3 @@ def _model(given: Mapping[str, Any], origin: str) -> ModelRead:
             f"{origin}: set has a date or a time, which configurations of models cannot have: write it as a string"
         ) from None
     return ModelRead(text, settings)
-
-
-def _checked(key: str, value: Any, origin: str) -> Any:
-    """Return the value of an option. Raises `InputError` if its type is wrong."""
-    least = 0 if key == "zero" else 1
-    if key == "layers_per_stage":
-        if isinstance(value, list) and all(type(count) is int and count >= 0 for count in value):
-            return tuple(value)
-        raise InputError(f"{origin}: {key} = {value!r}: give a list of numbers of layers, as [3, 4, 4, 3]")
-    if key == "sequence_parallel":
-        is_right, what = isinstance(value, bool), "true or false"
-    elif key in _TEXTS:
-        is_right, what = value in _TEXTS[key], f"one of {', '.join(_TEXTS[key])}"
-    elif key == "schedule":
-        is_right, what = isinstance(value, str), "the name of a schedule"
-    else:
-        is_right, what = type(value) is int and value >= least, f"a whole number of at least {least}"
-    if not is_right:
-        raise InputError(f"{origin}: {key} = {value!r}: give {what}")
-    return value

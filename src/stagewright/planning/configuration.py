@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from stagewright.cluster import Cluster
@@ -16,7 +18,14 @@ Recompute = Literal["auto", "model", "none", "selective", "full"]
 layer that `stagewright.planning.prediction.regions.selective_policy` says, or all but what enters each layer."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
-_DERIVED = ("num_microbatches", "offload", "headroom")
+_DERIVED = ("num_microbatches", "offload", "host_optimizer", "headroom")
+"""Fields that a request does not set."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "recompute": ("none", "full", "selective", "model"),
+    "reduce_dtype": ("fp32", "bf16"),
+    "zero": (0, 1, 2, 3),
+}
 
 
 @dataclass(frozen=True)
@@ -73,22 +82,18 @@ class Configuration:
         """Return `base` with `values` by name; None leaves a field as it is.
 
         Raises:
-            InputError: no such field.
+            InputError: no such field, or a value that it cannot have.
 
         >>> Configuration.of(pp=4, chunks=None, loss_pieces="auto").loss_pieces
         0
         """
-        names = [option.name for option in fields(cls) if option.name not in _DERIVED]
+        names = requested_fields()
         for name in values:
             if name not in names:
                 raise InputError(
                     f"a configuration has no '{name}'{nearest(name, names)}; it has {', '.join(names)}"
                 )
-        given = {name: value for name, value in values.items() if value is not None}
-        if given.get("loss_pieces") == "auto":
-            given["loss_pieces"] = 0
-        if "layers_per_stage" in given:
-            given["layers_per_stage"] = tuple(given["layers_per_stage"])
+        given = {name: _checked(name, value) for name, value in values.items() if value is not None}
         return replace(base or cls(), **given)
 
     def completed(self, cluster: Cluster, job: Job) -> Configuration:
@@ -119,7 +124,7 @@ class Configuration:
 
     # -- the graph of one rank -------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def traced(self) -> Configuration:
         """The fields that the graph of one rank depends on, the others at their defaults: a key of graphs."""
         return Configuration(
@@ -205,3 +210,37 @@ class Configuration:
         shared += f" x cp {self.cp}" if self.cp > 1 else ""
         shared += f" (ep {self.ep})" if self.ep > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch}, {how}{pieces}"
+
+
+def requested_fields() -> list[str]:
+    """Return the names of the fields that a request may set."""
+    return [option.name for option in fields(Configuration) if option.name not in _DERIVED]
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return the value of a field as it is stored. Raises `InputError` for one that it cannot have."""
+    if name in _CHOICES:
+        choices = _CHOICES[name]
+        is_right = type(value) is type(choices[0]) and value in choices
+        what = f"one of {', '.join(map(str, choices))}"
+    elif name == "sequence_parallel":
+        is_right, what = isinstance(value, bool), "true or false"
+    elif name == "layers_per_stage":
+        what = "a list of numbers of layers, as [3, 4, 4, 3]"
+        is_right = isinstance(value, list | tuple) and all(_is_count(count, 0) for count in value)
+        value = tuple(value) if is_right else value
+    elif name == "schedule":
+        is_right, what = isinstance(value, str), "the name of a schedule"
+    elif name == "program":
+        is_right, what = isinstance(value, Program), "a Program"
+    elif name == "loss_pieces" and value == "auto":
+        return 0
+    else:
+        is_right, what = _is_count(value, 1), "a whole number of at least 1"
+    if not is_right:
+        raise InputError(f"{name} = {value!r}: give {what}")
+    return value
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
