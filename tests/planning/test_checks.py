@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero bubbles": {"pp": 2, "schedule": "zb-h1"},
     "three ranks, tied": {"pp": 3, "schedule": "1f1b"},
     "chunks": {"pp": 1, "schedule": "breadth-first", "dp": 2},
-    "recomputed": {"pp": 2, "recompute": True},
+    "recomputed": {"pp": 2, "recompute": "full"},
     "replicas": {"pp": 2, "dp": 2, "zero": 0},
     "sharded": {"pp": 2, "dp": 2, "zero": 3, "shard_size": 2, "reduce_dtype": "bf16"},
     "updated early": {"pp": 2, "dp": 2, "schedule": "pipedream"},

@@ -147,5 +147,5 @@ def test_units_without_anything_to_gather_or_reduce_are_refused(zero: int | None
 
 
 def test_no_units_at_all_are_refused() -> None:
-    with pytest.raises(InputError, match="give 1 or more"):
+    with pytest.raises(InputError, match="shard_units = 0: give a whole number of at least 1"):
         estimate(MODEL, CLUSTER, job(), dp=4, zero=3, shard_units=0)

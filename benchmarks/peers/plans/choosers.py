@@ -18,9 +18,9 @@ def knapsack(problem: SavingProblem) -> SavingChoice | None:
     Source: AdaPipe (Sun et al., ASPLOS 2024), whose units are recomputed independently. A dynamic program over units and
     memory in parts of 1/2000, rounded up. Ignores: that chains share operators.
 
-    >>> from stagewright.planning.saving.problem import Unit
+    >>> from stagewright.planning.saving.problem import SavingProblem, Unit
     >>> units = tuple(Unit(0, f"op{i}", (i,), size, frozenset({i})) for i, size in enumerate((6, 5, 5)))
-    >>> sorted(knapsack(Problem(units, {0: 3.0, 1: 2.0, 2: 2.0}, 6.0, {0: 1.0})).recomputed)
+    >>> sorted(knapsack(SavingProblem(units, {0: 3.0, 1: 2.0, 2: 2.0}, 6.0, {0: 1.0})).recomputed)
     [0]
     """
     able = [
