@@ -301,7 +301,7 @@ def test_graphs_that_a_gpu_traces_are_kept_by_what_decides_its_kernels(
     def entry(device: str, kernels: str) -> Path | None:
         monkeypatch.setattr(cache, "_kernels_of", lambda _: kernels)
         asked = {"microbatch_size": 1, "sequence_length": 32, "device": device, "target": "cuda"}
-        return cache._entry(cache._facts_asked(resolve("tiny-llama"), asked), "stamp")
+        return cache._entry(cache._facts_of(resolve("tiny-llama"), asked), "stamp")
 
     assert entry("cuda", "(8, 0) flash") != entry("cuda", "(7, 5) flash")
     assert entry("cuda", "(8, 0) flash") != entry("cuda", "(8, 0) math")

@@ -30,8 +30,9 @@ def build(microbatch_size):
 """
 TRACE = """
 from stagewright.tracing.models.reference import resolve
+from stagewright.tracing.settings import TraceSettings
 from stagewright.tracing.trace import trace_reference
-trace_reference(resolve("model.py:build"), 2, 16, "float32", "cpu", {})
+trace_reference(resolve("model.py:build"), TraceSettings(microbatch_size=2, sequence_length=16), {})
 """
 
 

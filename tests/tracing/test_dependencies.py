@@ -185,7 +185,7 @@ def test_what_changes_the_kernels_of_torch_or_the_code_of_transformers_has_graph
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cache, "cache_folder", lambda _: tmp_path)
-    facts = cache._facts_asked(resolve("tiny-llama"), {"microbatch_size": 1, "sequence_length": 8})
+    facts = cache._facts_of(resolve("tiny-llama"), {"microbatch_size": 1, "sequence_length": 8})
     before = cache._entry(facts, cache._stamp())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")

@@ -12,6 +12,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.resize import Unlike, at_degree, at_samples
 from stagewright.tracing import trace as tracing
 from stagewright.tracing.cache import trace
+from stagewright.tracing.settings import TraceSettings
 
 SHARED = {"target": "cuda", "attention": "fused", "dtype": "bfloat16"}
 MODELS = [
@@ -94,11 +95,9 @@ def test_larger_sizes_are_not_traced_where_smaller_ones_are_kept(
     made: list[tuple[int, int]] = []
     real = tracing.trace_reference
 
-    def counted(
-        reference: Any, size: int, length: int, dtype: str, device: str, facts: Any, report: Any
-    ) -> Any:
-        made.append((size, facts.get("cp", 1)))
-        return real(reference, size, length, dtype, device, facts, report)
+    def counted(reference: Any, settings: TraceSettings, facts: Any, report: Any) -> Any:
+        made.append((settings.microbatch_size, settings.cp))
+        return real(reference, settings, facts, report)
 
     monkeypatch.setattr(tracing, "trace_reference", counted)
     for cp in (2, 4, 8):

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
@@ -33,6 +32,7 @@ from stagewright.text import say
 from stagewright.tracing.dependencies import FACT, Dependencies, FileWatch
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import factory_file, split_factory
+from stagewright.tracing.settings import TraceSettings
 from stagewright.version import __version__
 
 _T = TypeVar("_T")
@@ -44,24 +44,11 @@ def trace(
     sequence_length: int,
     dtype: str = "float32",
     overrides: Mapping[str, Any] | None = None,
-    device: str = "cpu",
-    target: str | None = None,
-    autocast: str | None = None,
+    *,
     report: Callable[[str], None] = lambda stage: None,
     use_cache: bool = True,
-    training: bool = True,
-    tp: int = 1,
-    splits_sequence: bool = False,
-    loss_pieces: int = 1,
-    attention: Literal["traced", "fused", "explicit"] = "traced",
-    experts: Literal["traced", "grouped"] = "traced",
-    cp: int = 1,
-    ep: int = 1,
     expand: bool = True,
-    further_inputs: tuple[str, ...] = (),
-    embedding: Literal["split", "whole"] = "split",
-    head: Literal["split", "gathered", "whole"] = "split",
-    loss: Literal["float32", "as logits"] = "float32",
+    **settings: Any,
 ) -> OperatorGraph:
     """Return the operator graph of one microbatch of `model`, with loss and gradients; no weights are created.
 
@@ -71,37 +58,20 @@ def trace(
         sequence_length: tokens per sample.
         dtype: element type of parameters and activations.
         overrides: configuration keys to change.
-        device: type of device to trace on; a graph for another `target` has the same names and operators on each, and plans
-            and runs trace it on the CPU.
-        target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold. None: `device`.
-        autocast: element type of an autocast around the whole model; None leaves it to the model's code.
         report: called with a short text at each phase of a trace that is not in the cache.
-        training: whether the model is in training mode; otherwise it has no dropout and updates no statistics.
-        tp: tensor parallel degree; the graph is that of one rank, with collectives as operators.
-        splits_sequence: whether to use sequence parallelism.
-        attention: as it runs on the `target`, by a CPU's kernels or as one logical operator
-            (`stagewright.tracing.attention`), or as one operator on every target (``fused``), or with separate operators for
-            its scores (``explicit``), as in runtimes without fused kernels; the last two are costed, not run.
-        experts: as the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, which is costed, not run.
-        cp: context parallel degree; the graph is that of one rank, in which attention gathers the keys and values of all. It
-            is costed, not run.
-        ep: expert parallel degree; the graph is that of one rank, which receives as many tokens as it sends. It is costed,
-            not run.
+        use_cache: whether to read and write the cache of traces.
         expand: whether the graph has all layers; otherwise it may leave out some of many equal ones, as in
             `stagewright.graph.repeat`.
-        embedding: whether each tensor parallel rank has the rows of some tokens (``split``) or of all.
-        head: likewise; with ``gathered`` each rank computes the logits of some tokens, and gathers all before the loss.
-        loss: in float32, whatever the type of the logits, or ``as logits``.
-        loss_pieces: slices of the microbatch's tokens for which head and loss are computed one after the other.
-        further_inputs: inputs of a causal language model besides ``input_ids``: ``labels``, which otherwise come from these,
-            and ``position_ids``, which restart at every document.
+        settings: parallel degrees, target device and the like: the other fields of `TraceSettings`.
 
     Raises:
-        InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
+        InputError: the reference cannot be resolved or built, or not split over its ranks, or there is no such setting.
         TraceError: the model cannot be traced; names module and line.
     """
+    sizes = {"microbatch_size": microbatch_size, "sequence_length": sequence_length, "dtype": dtype}
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
-    facts = _facts(reference, locals())
+    wanted = TraceSettings.of(sizes | settings)
+    facts = _facts(reference, wanted)
     path = graph = None
     if use_cache:
         stamp = _stamp()
@@ -111,11 +81,10 @@ def trace(
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
 
-        arguments = (reference, microbatch_size, sequence_length, dtype, device, facts, report)
         if reference.kind == "factory":
-            graph, is_kept = _watched(reference, lambda: trace_reference(*arguments))
+            graph, is_kept = _watched(reference, lambda: trace_reference(reference, wanted, facts, report))
         else:
-            graph, is_kept = trace_reference(*arguments), True
+            graph, is_kept = trace_reference(reference, wanted, facts, report), True
         if path is not None and is_kept:
             _store(path, graph)
     return expanded(graph) if expand else graph
@@ -170,7 +139,7 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
         return follows_by_degrees[degrees]
 
     for setting in settings:
-        facts = _facts_asked(model, setting)
+        facts = _facts_of(model, setting)
         if not is_known(facts) and (path := _entry(facts, stamp)) is not None:
             missing[path] = setting
     return list(missing.values())
@@ -178,7 +147,7 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
 
 def note_refused(model: ModelReference, settings: Mapping[str, Any]) -> None:
     """Record that these settings cannot be traced, so that `to_trace` leaves them out."""
-    path = _entry(_facts_asked(model, settings), _stamp())
+    path = _entry(_facts_of(model, settings), _stamp())
     if path is not None:
         with contextlib.suppress(InputError):
             write_whole(path.with_suffix(_REFUSED), b"")
@@ -189,7 +158,7 @@ _REFUSED, _COMPARED = ".refused", ".compared"
 
 def compared_file(model: ModelReference, settings: Mapping[str, Any]) -> Path | None:
     """Return the file that records that the graph of these settings was compared with its model; None without a cache."""
-    path = _entry(_facts_asked(model, settings), _stamp())
+    path = _entry(_facts_of(model, settings), _stamp())
     return None if path is None else path.with_suffix(_COMPARED)
 
 
@@ -199,54 +168,32 @@ def is_compared(model: ModelReference, settings: Mapping[str, Any]) -> bool:
     return path is not None and path.is_file()
 
 
-def _facts_asked(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, Any]:
-    given = inspect.signature(trace).bind(model, **settings)
-    given.apply_defaults()
-    return _facts(model, given.arguments)
+def _facts_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return _facts(model, TraceSettings.of(settings))
 
 
-def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that identify a graph, from the arguments of `trace`."""
-    facts: dict[str, Any] = {
-        "model": reference.text,
-        "digest": reference.digest,
-        **{name: given[name] for name in _ALWAYS},
-        "target": given["target"] or given["device"],
-        "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
-    }
+def _facts(reference: ModelReference, settings: TraceSettings) -> dict[str, Any]:
+    """Return the facts that identify a graph."""
+    facts: dict[str, Any] = {"model": reference.text, "digest": reference.digest, **settings.facts}
     if reference.config is not None:
         facts["code"] = _code_of(frozenset(_model_types(reference.config)))
-    if given["device"] != "cpu":
-        facts["kernels"] = _kernels_of(given["device"])
-    plain = {
-        "loss_pieces": 1,
-        "cp": 1,
-        "ep": 1,
-        "attention": "traced",
-        "experts": "traced",
-        "further_inputs": (),
-        "loss": "float32",
-    }
-    if given["tp"] > 1:
-        plain |= {"embedding": "split", "head": "split"}
-    return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
+    if settings.device != "cpu":
+        facts["kernels"] = _kernels_of(settings.device)
+    return facts
 
 
 def inputs_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, TensorMeta]:
     """Return the inputs of the graph of these settings by name: from the cached graph, else from the model."""
-    facts, stamp = _facts_asked(model, settings), _stamp()
-    graph = _known(facts, stamp, model.kind != "factory")
+    wanted = TraceSettings.of(settings)
+    graph = _known(_facts(model, wanted), _stamp(), model.kind != "factory")
     if graph is not None:
         return {name: graph.values[value].meta for name, value in graph.inputs.items()}
     from stagewright.tracing.arguments import meta_of
     from stagewright.tracing.models.build import build
 
-    sizes = (facts["microbatch_size"], facts["sequence_length"] // facts.get("cp", 1), facts["dtype"])
-    built = build(model, *sizes, fake=True, further_inputs=facts.get("further_inputs", ()))
+    sizes = (wanted.microbatch_size, wanted.sequence_length // wanted.cp, wanted.dtype)
+    built = build(model, *sizes, fake=True, further_inputs=wanted.further_inputs)
     return {name: meta_of(tensor) for name, tensor in built.inputs.items()}
-
-
-_ALWAYS = ("microbatch_size", "sequence_length", "dtype", "device", "autocast", "training", "tp")
 
 
 def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:

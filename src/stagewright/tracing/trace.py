@@ -32,6 +32,7 @@ from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode, converting_in_place
 from stagewright.tracing.rules import OperatorRules
+from stagewright.tracing.settings import TraceSettings
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 
@@ -49,64 +50,56 @@ def _uncollected() -> Iterator[None]:
 
 def trace_reference(
     reference: ModelReference,
-    microbatch_size: int,
-    sequence_length: int,
-    dtype: str,
-    device: str,
+    settings: TraceSettings,
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
     """Return the operator graph of a model reference, which may leave out layers (`stagewright.graph.repeat`); see
     `stagewright.tracing.cache.trace`."""
     with crashes_reported(reference.name, report) as reported:
-        return _trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, reported)
+        return _trace_reference(reference, settings, facts, reported)
 
 
 @_uncollected()
 def _trace_reference(
     reference: ModelReference,
-    microbatch_size: int,
-    sequence_length: int,
-    dtype: str,
-    device: str,
+    settings: TraceSettings,
     facts: dict[str, Any],
     report: Callable[[str], None],
 ) -> OperatorGraph:
     report("building the model without weights")
-    cp = facts.get("cp", 1)
+    tp, cp, ep = settings.tp, settings.cp, settings.ep
     if cp > 1 and reference.kind == "factory":
         raise InputError(
             f"'{reference.text}' makes its own inputs, and how to split their sequence is unknown: leave out --cp"
         )
-    further = facts.get("further_inputs", ())
-    built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True, further_inputs=further)
-    if device != "cpu":
+    sizes = (settings.microbatch_size, settings.sequence_length // cp, settings.dtype)
+    built = build(reference, *sizes, fake=True, further_inputs=settings.further_inputs)
+    if settings.device != "cpu":
         with next(built.module.parameters()).fake_mode, converting_in_place():  # type: ignore[attr-defined]
-            built.module.to(device)
-            built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
-    built.module.train(facts.get("training", True))
+            built.module.to(settings.device)
+            built.inputs = {name: tensor.to(settings.device) for name, tensor in built.inputs.items()}
+    built.module.train(settings.training)
     facts = {**facts, "num_tokens": built.num_tokens}
-    ep = facts.get("ep", 1)
-    if ep > 1 or facts.get("experts") == "grouped":
-        facts["expert_parallel"] = group_experts(
-            built.module, ep, 1 if facts.get("splits_sequence") else facts.get("tp", 1)
-        )
-    if facts.get("loss") == "as logits" and isinstance(built.module, LanguageModel):
+    splits_sequence = settings.splits_sequence and tp > 1
+    if ep > 1 or settings.experts == "grouped":
+        facts["expert_parallel"] = group_experts(built.module, ep, 1 if splits_sequence else tp)
+    if settings.loss == "as logits" and isinstance(built.module, LanguageModel):
         built.module.cross_entropy = cross_entropy_as_logits
-    if facts.get("tp", 1) > 1:
-        if facts.get("splits_sequence"):
-            even("the sequence length", sequence_length // cp, facts["tp"])
+    if tp > 1:
+        if splits_sequence:
+            even("the sequence length", settings.sequence_length // cp, tp)
         facts["tensor_parallel"] = parallelise(
-            built.module, facts["tp"], facts.get("splits_sequence", False),
-            facts.get("embedding", "split"), facts.get("head", "split"),
-        )  # fmt: skip
-    if facts.get("loss_pieces", 1) > 1:
-        evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length // cp)
+            built.module, tp, splits_sequence, settings.embedding, settings.head
+        )
+    if settings.loss_pieces > 1:
+        num_tokens = settings.microbatch_size * settings.sequence_length // cp
+        evaluate_in_pieces(built.module, settings.loss_pieces, num_tokens)
     if cp > 1:
-        check_context_parallel(built.module, cp, sequence_length)
+        check_context_parallel(built.module, cp, settings.sequence_length)
     graph = _traced(built.module, built.inputs, reference.name, facts, report)
     if cp > 1:
-        check_divided(graph, sequence_length // cp)
+        check_divided(graph, settings.sequence_length // cp)
     return graph
 
 
