@@ -230,7 +230,7 @@ def pipeline(
     split, memories = _split(body, tuple(cuts), tuple(policies), hands_over)
     tp = tensor_parallel_size(body.graph)
     if cluster.is_homogeneous:
-        summaries = _summaries(body, tuple(cuts), tuple(policies))
+        summaries = _summaries(body, tuple(cuts), tuple(policies), hands_over)
     else:
         summaries = tuple(map(summarise, memories, _costings(body, cluster, program, num_holders * tp)))
     return Pipeline(memories, summaries, program, cluster, job, num_holders, split, tp=tp)
@@ -238,7 +238,7 @@ def pipeline(
 
 @lru_cache(maxsize=16)
 def _split(
-    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
+    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
 ) -> tuple[SplitGraph, tuple[StageMemory, ...]]:
     """Split a graph; cached, as configurations that differ in schedule, microbatches or sharding have the same stages."""
     split = SplitGraph(body.graph, cuts)
@@ -247,10 +247,10 @@ def _split(
 
 @lru_cache(maxsize=16)
 def _summaries(
-    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
+    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
 ) -> tuple[StageSummary, ...]:
     """Return the summary of every stage on the devices of `body`."""
-    return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies)[1])
+    return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies, hands_over)[1])
 
 
 class Variants:
