@@ -95,6 +95,6 @@ def _parts(action: Action, parts: Sequence[range]) -> list[Action]:
         )
     stage_parts = parts[action.stage]
     return [
-        replace(action, stage=part)
+        Action(action.kind, part, action.microbatch)
         for part in (stage_parts if action.kind is Kind.F else reversed(stage_parts))
     ]

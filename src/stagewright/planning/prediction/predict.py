@@ -55,7 +55,7 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
         ScheduleError: its program would hang on GPUs.
     """
     if line.uses_lanes:
-        _check_hangs(line.program, stage_edges(line.stages), line.receives_ahead)
+        _check_hangs(shortened(line.program), stage_edges(line.stages), line.receives_ahead)
     costs = step_costs(line)
     timeline = simulated(line.program, costs)
     step = whole_step_seconds(timeline, costs)
