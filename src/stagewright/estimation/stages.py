@@ -60,23 +60,20 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     functions = (
         stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.recomputed,
     )  # fmt: skip
-    seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
+    sums = [costing.sums(function.nodes, stage.value) for function in functions]
     waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(
         stage.start,
         stage.stop,
-        *(function_s + wait_s for function_s, wait_s in zip(seconds, waits, strict=True)),
+        *(function_sums.seconds + wait_s for function_sums, wait_s in zip(sums, waits, strict=True)),
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
         recomputed_bytes=stage.held_bytes(_recomputed(stage)),
         offloaded_bytes=stage.held_bytes(stage.offloaded),
         waits_s=waits[0] + waits[3] + waits[4],
-        behind_s=sum(
-            costing.behind_seconds(function.nodes, stage.value)
-            for function in (stage.forward, stage.input_grad, stage.weight_grad, stage.rebuild)
-        ),
+        behind_s=sum(sums[place].behind_seconds for place in (0, 1, 2, 4)),  # of F, I, W and R
         sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
         returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},
     )

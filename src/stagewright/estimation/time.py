@@ -164,7 +164,7 @@ def _paced(plain: Cost, device: Device) -> Cost:
     )
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """Sums over the operators of a function, the arguments of `together`."""
 
     device_s: float
@@ -172,6 +172,15 @@ class _Sums(NamedTuple):
     overlapped_s: float
     product_s: float
     hidden_s: float
+
+    @property
+    def seconds(self) -> float:
+        return float(together(*self))
+
+    @property
+    def behind_seconds(self) -> float:
+        """The part of `seconds` in which the device waits for the host to issue operators."""
+        return float(together(*self) - together(*self._replace(host_s=0.0)))
 
 
 class NodeCosts(NamedTuple):
@@ -445,23 +454,28 @@ class Costing:
 
         Ignores: that a device may wait for the host in only a part of the function.
         """
-        return float(together(*self._sums(nodes, value)))
+        return self.sums(nodes, value).seconds
 
-    def behind_seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
-        """Return the part of `seconds` in which the device waits for the host to issue operators; ignores the same."""
-        sums = self._sums(nodes, value)
-        return float(together(*sums) - together(*sums._replace(host_s=0.0)))
+    def sums(self, nodes: Iterable[Node], value: Lookup | None = None) -> Sums:
+        """Return the sums over the operators of a function, added in their order."""
+        own, costs = self.graph.nodes, list[int]()
+        others: dict[int, Cost] = {}  # those of nodes that splitting has added, by their place
+        for place, node in enumerate(nodes):
+            is_own = node.signature >= 0 and node.id < len(own) and own[node.id] is node
+            costs.append(node.id if is_own else 0)
+            if not is_own:
+                others[place] = self.of(node, value or self._of_graph)
+        if not costs:
+            return Sums(0.0, 0.0, 0.0, 0.0, 0.0)
+        columns = self._summed[:, costs]
+        for place, cost_of_node in others.items():
+            columns[:, place] = [getattr(cost_of_node, name) for name in Sums._fields]
+        return Sums(*columns.cumsum(axis=1)[:, -1].tolist())
 
-    def _sums(self, nodes: Iterable[Node], value: Lookup | None) -> _Sums:
-        device_s = host_s = overlapped_s = product_s = hidden_s = 0.0
-        for node in nodes:
-            node_cost = self.of(node, value or self._of_graph)
-            device_s += node_cost.device_s
-            host_s += node_cost.host_s
-            overlapped_s += node_cost.overlapped_s
-            product_s += node_cost.product_s
-            hidden_s += node_cost.hidden_s
-        return _Sums(device_s, host_s, overlapped_s, product_s, hidden_s)
+    @cached_property
+    def _summed(self) -> Floats:
+        """The fields of `Sums` for every node of the graph, a row each."""
+        return np.array([getattr(self.arrays, name) for name in Sums._fields])
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Return a lower bound on the part of the device's time that grows with the samples of a microbatch: without
