@@ -23,6 +23,9 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from stagewright.arrays import Ints
 from stagewright.graph.tensor import TensorMeta
 
 
@@ -146,6 +149,16 @@ def makers_of(nodes: Iterable[Node]) -> dict[int, Node]:
     return {value: node for node in nodes for value in node.outputs if value is not None}
 
 
+class Spans(NamedTuple):
+    """Values with the places in `OperatorGraph.forward_ids` where they are made and used; a gradient's are those of the
+    forward operators it belongs to."""
+
+    values: list[tuple[int, tuple[int, ...]]]
+    """Value, and the places that use it, in order."""
+    ends: Ints
+    """Of each: the place that makes it, and the first and last that use it."""
+
+
 @dataclass(frozen=True)
 class OperatorGraph:
     name: str
@@ -199,6 +212,36 @@ class OperatorGraph:
             for value in dict.fromkeys(node.inputs):
                 users.setdefault(value, []).append(node.id)
         return {value: tuple(nodes) for value, nodes in users.items()}
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Where values of the forward and of input gradients are made and used."""
+        position, nodes = self.position, self.nodes
+        at = [position.get(node.forward) if node.part >= Part.FORWARD else None for node in nodes]
+        users: dict[int, set[int]] = {}
+        for node, place in zip(nodes, at, strict=True):
+            if place is not None:
+                for value in node.inputs:
+                    users.setdefault(value, set()).add(place)
+        for node_id, value in (pair for pairs in self.contributions.values() for pair in pairs):
+            if node_id in position:
+                users.setdefault(value, set()).add(position[node_id])
+        spans: list[tuple[int, tuple[int, ...]]] = []
+        ends: list[tuple[int, int, int]] = []
+        for value in self.values:
+            if value.node < 0 or value.id not in users:
+                continue
+            place = at[value.node]
+            if place is not None and nodes[value.node].part in (Part.FORWARD, Part.INPUT_GRAD):
+                used = tuple(sorted(users[value.id]))
+                spans.append((value.id, used))
+                ends.append((place, used[0], used[-1]))
+        return Spans(spans, np.array(ends, np.int64).reshape(len(ends), 3))
+
+    @cached_property
+    def made_by_part(self) -> dict[Part, set[int]]:
+        """The values that operators of each part make."""
+        return {part: made_by(node for node in self.nodes if node.part is part) for part in Part}
 
     @cached_property
     def storage_bytes(self) -> dict[int, int]:

@@ -6,6 +6,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from stagewright.errors import PlanError
 from stagewright.graph.graph import Node, OperatorGraph, Part, makers_of
 
@@ -51,29 +53,22 @@ class Partition:
     # -- crossing values --------------------------------------------------------------------------------------------
 
     def _routes(self) -> tuple[Routes, Routes]:
-        users: dict[int, set[int]] = defaultdict(set)
-        for node in self.graph.nodes:
-            if node.id in self.stage:
-                for value in node.inputs:
-                    users[value].add(self.stage[node.id])
-        for contributions in self.graph.contributions.values():
-            for node, value in contributions:
-                if node in self.body_stage:
-                    users[value].add(self.body_stage[node])
+        spans = self.graph.spans
+        stage_at = np.repeat(np.arange(self.num_stages), np.diff(self.bounds))
+        made_in, first, last = stage_at[spans.ends.T]
         forward: Routes = defaultdict(list)
         backward: Routes = defaultdict(list)
-        for value in self.graph.values:
-            if value.node not in self.stage:
-                continue
-            origin = self.stage[value.node]
-            others = users[value.id] - {origin}
-            part = self.graph.nodes[value.node].part
+        for index in np.flatnonzero((first != made_in) | (last != made_in)).tolist():
+            value, places = spans.values[index]
+            origin = int(made_in[index])
+            others = set(stage_at[list(places)].tolist()) - {origin}
+            part = self.graph.nodes[self.graph.values[value].node].part
             if part is Part.FORWARD:
                 for edge in itertools.pairwise([origin, *sorted(others)]):
-                    forward[edge].append(value.id)
-            elif part is Part.INPUT_GRAD:
+                    forward[edge].append(value)
+            else:
                 for edge in itertools.pairwise([origin, *sorted(others, reverse=True)]):
-                    backward[edge].append(value.id)
+                    backward[edge].append(value)
         return dict(forward), dict(backward)
 
     # -- gradients --------------------------------------------------------------------------------------------------

@@ -452,16 +452,13 @@ class _StageBuilder:
 
     def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
         """Return the nodes of `part` that `nodes` need, directly or indirectly."""
-        needed: set[int] = set()
-        stack = [value for node in nodes for value in node.inputs] + list(also)
+        made, needed = self.graph.made_by_part[part], set[int]()
+        stack = [*made.intersection(also), *(v for node in nodes for v in node.inputs if v in made)]
         while stack:
-            value = stack.pop()
-            if value in self.added:
-                continue
-            producer = self.graph.values[value].node
-            if producer >= 0 and producer not in needed and self.graph.nodes[producer].part is part:
+            producer = self.graph.values[stack.pop()].node
+            if producer not in needed:
                 needed.add(producer)
-                stack.extend(self.graph.nodes[producer].inputs)
+                stack.extend(value for value in self.graph.nodes[producer].inputs if value in made)
         return tuple(self.graph.nodes[node] for node in sorted(needed))
 
     def _sources(self, origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
