@@ -40,7 +40,7 @@ def check(
     Example:
         stagewright check plan.json
     """
-    from stagewright.verbs.checking import check as checked
+    from stagewright.planning.checks import check as checked
 
     if holds_program(plan):
         why = "a schedule file has no times or bytes"

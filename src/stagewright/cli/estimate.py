@@ -104,14 +104,14 @@ def estimate(
             --global-batch 128 --sequence-length 8192 --pp 4 --dp 2
     """
     from stagewright.planning import estimate as estimating
-    from stagewright.planning.plan import load_plan
+    from stagewright.planning.plan import cluster_of, load_plan
 
     from_plan = subject is not None and options.is_plan(subject)
     _refuse_ignored(context, from_plan)
     with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
         if subject is not None and from_plan:
             plan = load_plan(subject)
-            on = job.measured(options.cluster_of(plan, cluster))
+            on = job.measured(cluster_of(plan, cluster))
             needs_model = any(option is not None for option in (cluster, by, job.profile, job.record))
             shows_own = _shows_own_predictions(plan, with_model, needs_model)
             shown = plan if shows_own else estimating.estimate(plan, on, report=progress)

@@ -186,7 +186,7 @@ def run(
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     warn(report.left_out(record, loaded.job.dtype == "fp16"))
     if html is not None:
-        from stagewright.verbs.comparing import compare
+        from stagewright.api import compare
 
         write_whole(html, compare(loaded, record).page())
     if as_json:
