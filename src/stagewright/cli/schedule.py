@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 2**18
 """Maximum forwards and backwards of a timetable; more take minutes and show nothing."""
-_Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
+
+
+def _seconds(help: str) -> typer.models.OptionInfo:
+    return typer.Option(min=0.0, metavar="SECONDS", help=help)
 
 
 # fmt: off
@@ -53,10 +56,10 @@ class Size:
 class CostOptions:
     """Costs."""
 
-    forward: _Seconds = 1.0
-    input_grad: _Seconds = 1.0
-    weight_grad: _Seconds = 1.0
-    transfer: _Seconds = 0.0
+    forward: Annotated[float, _seconds("Forward (F) of one microbatch on one stage.")] = 1.0
+    input_grad: Annotated[float, _seconds("Gradients of its inputs (I); a whole backward (B) takes I plus W.")] = 1.0
+    weight_grad: Annotated[float, _seconds("Gradients of its weights (W).")] = 1.0
+    transfer: Annotated[float, _seconds("Transfer of its activations, or of their gradients, to another rank.")] = 0.0
     costs: Annotated[
         Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, instead of uniform ones.")] = None
 
