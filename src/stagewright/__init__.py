@@ -8,40 +8,40 @@ from typing import TYPE_CHECKING, Any
 from stagewright.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from stagewright.api import compare as compare
+    from stagewright.api import probe as probe
+    from stagewright.api import profile as profile
+    from stagewright.api import verify as verify
     from stagewright.cluster.load import load_cluster as load_cluster
     from stagewright.cluster.profile import load_profile as load_profile
     from stagewright.execution.launch import run as run
     from stagewright.execution.trainer import Trainer as Trainer
+    from stagewright.planning.checks import check as check
     from stagewright.planning.estimate import estimate as estimate
     from stagewright.planning.explanation import explain as explain
     from stagewright.planning.job import Job as Job
     from stagewright.planning.plan import load_plan as load_plan
+    from stagewright.planning.prediction.step_times import simulate as simulate
     from stagewright.planning.search import plan as plan
     from stagewright.tracing.cache import trace as trace
-    from stagewright.verbs.checking import check as check
-    from stagewright.verbs.comparing import compare as compare
-    from stagewright.verbs.measuring import probe as probe
-    from stagewright.verbs.measuring import profile as profile
-    from stagewright.verbs.measuring import verify as verify
-    from stagewright.verbs.simulating import simulate as simulate
 
 _HOMES = {
     "Job": "stagewright.planning.job",
     "Trainer": "stagewright.execution.trainer",
-    "check": "stagewright.verbs.checking",
-    "compare": "stagewright.verbs.comparing",
+    "check": "stagewright.planning.checks",
+    "compare": "stagewright.api",
     "estimate": "stagewright.planning.estimate",
     "explain": "stagewright.planning.explanation",
     "load_cluster": "stagewright.cluster.load",
     "load_plan": "stagewright.planning.plan",
     "load_profile": "stagewright.cluster.profile",
     "plan": "stagewright.planning.search",
-    "probe": "stagewright.verbs.measuring",
-    "profile": "stagewright.verbs.measuring",
+    "probe": "stagewright.api",
+    "profile": "stagewright.api",
     "run": "stagewright.execution.launch",
-    "simulate": "stagewright.verbs.simulating",
+    "simulate": "stagewright.planning.prediction.step_times",
     "trace": "stagewright.tracing.cache",
-    "verify": "stagewright.verbs.measuring",
+    "verify": "stagewright.api",
 }
 """Module of each export, imported on first use, so that nothing unused is loaded."""
 

@@ -7,7 +7,6 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.communicators import RECEIVING_BYTES, SENDING_BYTES, group_bytes, lane_bytes
 from stagewright.estimation.memory import stage_edges
-from stagewright.planning.checks import usable_bytes
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -80,7 +79,7 @@ def test_a_plan_is_left_what_the_reserve_does_not_hold() -> None:
     taken = plan.predictions.ranks[0].communicator_bytes
     reserve = device.reserve_fraction * device.memory_bytes
     assert taken > reserve
-    assert line.usable_bytes(0) == usable_bytes(plan, h100)[0]
+    assert line.usable_bytes(0) == plan.usable_bytes(h100)[0]
     assert device.usable_bytes - line.usable_bytes(0) == pytest.approx(taken - 0.75 * reserve, abs=1)
     limited = JOB.model_copy(update={"memory_limit": 10 << 30})
     assert limited.usable_bytes(device, h100, taken) == 10 << 30

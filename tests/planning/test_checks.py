@@ -10,7 +10,7 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.checks import check_predicted_memory, check_predicted_time, usable_bytes
+from stagewright.planning.checks import check_predicted_memory, check_predicted_time
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
@@ -107,7 +107,7 @@ def test_what_does_not_follow_from_the_costs_is_refused() -> None:
 
 def test_promised_memory_is_held_against_the_devices() -> None:
     plan = estimate(MODEL, H100, job(), pp=2, dp=2)
-    assert usable_bytes(plan, H100) == [H100.device.usable_bytes] * 2
+    assert plan.usable_bytes(H100) == [H100.device.usable_bytes] * 2
     assert "as the plan says" in check_predicted_memory(plan, H100)
     needed = plan.predictions.reserved_peak_bytes
     tight = plan.model_copy(update={"job": plan.job.model_copy(update={"memory_limit": needed - 1})})

@@ -18,7 +18,6 @@ from stagewright.cli.refuse import refuse
 
 
 def check(
-    context: typer.Context,
     plan: Annotated[
         Path, typer.Argument(metavar="FILE",
             help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.")
@@ -40,15 +39,15 @@ def check(
     Example:
         stagewright check plan.json
     """
-    from stagewright.verbs.checking import check as checked
+    from stagewright.planning.checks import check as checked
 
     if holds_program(plan):
         why = "a schedule file has no times or bytes"
-        refuse(context, ["cluster", "with_model"], why, "check the plan that it comes from")
+        refuse(["cluster", "with_model"], why, "check the plan that it comes from")
         check_program(plan, microbatches, max_activations, as_json)
         return
     why = f"{plan} is a plan, with its own number of microbatches and memory limit"
-    refuse(context, ["microbatches", "max_activations"], why, "check a schedule file")
+    refuse(["microbatches", "max_activations"], why, "check a schedule file")
     with Progress(f"checking {plan}") as progress:
         outcome = checked(
             plan, cluster, with_model=with_model, report=progress,

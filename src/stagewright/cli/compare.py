@@ -32,9 +32,9 @@ def compare(
     Example:
         stagewright compare plan.json runs/llama/record.json
     """
+    from stagewright.api import compare as compared
     from stagewright.report.comparison import both_pictures, comparison_table, in_words
     from stagewright.report.runs import machine_lines
-    from stagewright.verbs.comparing import compare as compared
 
     check_writable(html)
     with Progress(f"simulating {plan}") as progress:

@@ -13,11 +13,10 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.from_file import FromFile, model_of, overridden, read_and_report
+from stagewright.cli.from_file import FromFile, overridden, read_and_report
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
-from stagewright.cli.lora import LoraOptions
-from stagewright.cli.options import Json, Settings
+from stagewright.cli.model import ModelOptions
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
@@ -25,6 +24,7 @@ from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.export.reading import Reading
     from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import Plan
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class ConfigurationOptions:
     """The configuration."""
 
+    from_file: FromFile = None
     pp: options.PipelineDegree = None
     dp: options.DataDegree = None
     tp: options.TensorDegree = None
@@ -56,19 +57,20 @@ class ConfigurationOptions:
     shard_units: options.ShardUnits = "auto"
     loss_pieces: options.LossPieces = "1"
 
-    def configuration(self) -> Configuration:
-        """Return the configuration. Raises `InputError` for an invalid value."""
+    def configuration(self, reading: Reading | None) -> Configuration:
+        """Return the configuration, that of a file overridden by options. Raises `InputError` for an invalid value."""
         from stagewright.planning.configuration import Configuration
 
-        values = {option.name: getattr(self, option.name) for option in dataclasses.fields(self)}
-        values |= {
+        values = vars(self) | {
             "layers_per_stage": options.parse_layers(self.layers_per_stage),
             "recompute": _recomputes(self.recompute),
             "reduce_dtype": options.checked_reduce_dtype(self.reduce_dtype),
             "shard_units": options.checked_shard_units(self.shard_units),
             "loss_pieces": options.parse_pieces(self.loss_pieces),
         }
-        return Configuration.of(**values)
+        del values["from_file"]
+        given = Configuration.of(**values)
+        return given if reading is None else overridden(reading.configuration, given)
 # fmt: on
 
 
@@ -78,21 +80,18 @@ class ConfigurationOptions:
 )  # fmt: skip
 @grouped
 def estimate(
-    context: typer.Context,
     subject: Annotated[
         str | None, typer.Argument(metavar="MODEL|PLAN",
             help="A model, or a plan.json; optional if --from names the model.")] = None,
     cluster: options.PlannedCluster = None,
     *,
-    from_file: FromFile = None,
     job: JobOptions,
     configuration: ConfigurationOptions,
-    tuning: LoraOptions,
+    model_options: ModelOptions,
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")] = None,
-    settings: Settings = None,
     with_model: WithModel = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
@@ -104,27 +103,26 @@ def estimate(
             --global-batch 128 --sequence-length 8192 --pp 4 --dp 2
     """
     from stagewright.planning import estimate as estimating
-    from stagewright.planning.plan import load_plan
+    from stagewright.planning.plan import cluster_of, load_plan
 
+    from_file = configuration.from_file
     from_plan = subject is not None and options.is_plan(subject)
-    _refuse_ignored(context, from_plan)
+    _refuse_ignored(from_plan)
     with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
         if subject is not None and from_plan:
             plan = load_plan(subject)
-            on = job.measured(options.cluster_of(plan, cluster))
+            on = job.measured(cluster_of(plan, cluster))
             needs_model = any(option is not None for option in (cluster, by, job.profile, job.record))
             shows_own = _shows_own_predictions(plan, with_model, needs_model)
             shown = plan if shows_own else estimating.estimate(plan, on, report=progress)
         else:
             reading = None if from_file is None else read_and_report(from_file)
-            reference = tuning.adapted(context, model_of(subject, settings, reading))
-            chosen = configuration.configuration()
-            if reading is not None:
-                chosen = overridden(context, reading.configuration, chosen)
+            reference = model_options.reference(subject, reading)
+            chosen = configuration.configuration(reading)
             on = job.measured(_cluster(cluster))
             per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
             replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
-            refuse_unshared(context, is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
+            refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
             shown = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
@@ -167,14 +165,14 @@ def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"
     return way  # type: ignore[return-value]
 
 
-def _refuse_ignored(context: typer.Context, from_plan: bool) -> None:
+def _refuse_ignored(from_plan: bool) -> None:
     if from_plan:
         refuse_all_but(
-            context, ["subject", "cluster", "profile", "record", "by", "with_model", "as_json"],
+            ["subject", "cluster", "profile", "record", "by", "with_model", "as_json"],
             "a plan has its own job and configuration", "estimate the model",
         )  # fmt: skip
         return
-    refuse(context, ["with_model"], "a named model is built anyway", "estimate a plan")
+    refuse(["with_model"], "a named model is built anyway", "estimate a plan")
 
 
 def _cluster(name: str | None) -> Cluster:

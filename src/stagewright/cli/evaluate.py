@@ -5,28 +5,40 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stagewright.cli.consent import say_what_runs
+from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
 
 
+# fmt: off
+@dataclass(frozen=True)
+class DataOptions:
+    """Data."""
+
+    data: Annotated[
+        list[str], typer.Option(metavar="PATH", help="Data as for `run --data`; every sample is evaluated once.")]
+    tokenizer: TokenizerPath = None
+    text_field: TextField = None
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N samples.")] = None
+# fmt: on
+
+
+@grouped
 def evaluate(
     plan: PlanFile,
-    data: Annotated[
-        list[str], typer.Option(metavar="PATH", help="Data as for `run --data`; every sample is evaluated once.")],
-    tokenizer: TokenizerPath = None,
-    text_field: TextField = None,
+    data: DataOptions,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default: the model's own weights.")] = None,
     log_probabilities: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write log-probabilities of tokens, a JSON line per sample.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate only the first N samples.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds within which every rank must join.")] = 300.0,
     as_json: Json = False,
@@ -63,7 +75,7 @@ def evaluate(
     if log_probabilities is not None:
         make_writable(log_probabilities.parent, "--log-probabilities")
     say_what_runs(loaded.model.text)
-    request = DataRequest.of(data, tokenizer, text_field)
+    request = DataRequest.of(data.data, data.tokenizer, data.text_field)
     for source in request.sources if request is not None else ():
         say_what_runs(source.path)
     prepared_data = prepared(request, loaded)
@@ -72,8 +84,8 @@ def evaluate(
         outcome = Path(folder) / "outcome.json"
         options = {
             "plan": str(Path(plan).resolve()), "data": prepared_data.model_dump(mode="json"), "outcome": str(outcome),
-            "device": kind_of(device, loaded, loaded.num_ranks), "most_samples": samples, "start_timeout": start_timeout,
-            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+            "device": kind_of(device, loaded, loaded.num_ranks), "most_samples": data.samples,
+            "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
             "log_probabilities": None if log_probabilities is None else str(log_probabilities.resolve()),
         }  # fmt: skip
         words = [json.dumps(options)]

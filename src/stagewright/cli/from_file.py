@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.options import parse_settings
 from stagewright.cli.refuse import is_given
-from stagewright.errors import InputError
 from stagewright.text import say
 
 if TYPE_CHECKING:
     from stagewright.export.reading import Reading
     from stagewright.planning.configuration import Configuration
-    from stagewright.tracing.models.reference import ModelReference
 
 FromFile = Annotated[
     Path | None,
@@ -40,28 +37,6 @@ def read_and_report(path: Path) -> Reading:
     return reading
 
 
-def model_of(text: str | None, settings: list[str] | None, reading: Reading | None) -> ModelReference:
-    """Return the named model, by default that of the file, with `settings` applied; print the file's model on stderr.
-
-    Raises:
-        InputError: neither names a model, or there is none of that name.
-    """
-    from stagewright.tracing.models.reference import resolve
-
-    overrides = parse_settings(settings)
-    if text is not None:
-        return resolve(text, overrides)
-    if reading is None:
-        raise InputError(
-            "no model was given: name MODEL, a bundled name (`stagewright models`) or a config.json"
-        )
-    read = reading.read_model()
-    say(f"the model is {read}")
-    for note in read.notes:
-        say(f"not taken: {note}")
-    return resolve(read.text, {**read.settings, **overrides})
-
-
 def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
     """Return the keys of a job: those of the file, overridden by the options that are not None."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -74,9 +49,7 @@ def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
     return {**runtime, **read, **given}
 
 
-def overridden(context: typer.Context, read: Configuration, options: Configuration) -> Configuration:
+def overridden(read: Configuration, options: Configuration) -> Configuration:
     """Return `read` overridden by the options that are on the command line."""
-    changed = {
-        field.name: getattr(options, field.name) for field in fields(options) if is_given(context, field.name)
-    }
-    return replace(read, **changed)
+    given = (field.name for field in fields(options) if is_given(field.name))
+    return replace(read, **{name: getattr(options, name) for name in given})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -16,6 +17,13 @@ _UNBROKEN = "\u2011"
 """A non-breaking hyphen, used while lines are wrapped."""
 
 Verb = TypeVar("Verb", bound=Callable[..., None])
+
+_CONTEXT: ContextVar[typer.Context] = ContextVar("context")
+
+
+def current_context() -> typer.Context:
+    """Return the context of the verb that runs; typer has no public function for it."""
+    return _CONTEXT.get()
 
 
 def explains(*names: str) -> Callable[[Verb], Verb]:
@@ -44,6 +52,10 @@ class GroupedCommand(TyperCommand):
             help_all.help, help_all.callback = "Explain all options and exit.", _show_all
             params.append(help_all)
         return params
+
+    def invoke(self, ctx: Any) -> Any:
+        _CONTEXT.set(ctx)
+        return super().invoke(ctx)
 
     def get_help(self, ctx: Any) -> str:
         return super().get_help(ctx).replace(_UNBROKEN, "-")
@@ -100,7 +112,7 @@ def _unbroken(text: str) -> str:
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return `verb` with the fields of its dataclass parameters, all of which have defaults, as separate options.
+    """Return `verb` with the fields of its dataclass parameters as separate options.
 
     The heading of a group is the first line of its docstring.
     """
@@ -133,5 +145,5 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         option = copy(shared)  # other verbs share it
         option.rich_help_panel = heading
         annotation = Annotated[hints[field.name].__origin__, option]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(field.name, kind, default=field.default, annotation=annotation)
+        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+        yield parameter if field.default is MISSING else parameter.replace(default=field.default)

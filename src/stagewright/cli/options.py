@@ -17,7 +17,6 @@ from stagewright.units import parse_count
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.planning.job import Job
-    from stagewright.planning.plan import Plan
 
 # fmt: off
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -247,17 +246,6 @@ def check_one_length(job: Job, what: str) -> None:
             f"sequence_lengths {list(job.sequence_lengths)}: {what} supports one length only; give --sequence-length "
             "instead"
         )
-
-
-def cluster_of(plan: Plan, name: str | None) -> Cluster:
-    """Return the cluster `name`, by default the one the plan was made for.
-
-    Raises:
-        InputError: there is no such cluster, or the plan describes none and its name is not in the catalog.
-    """
-    from stagewright.cluster import load_cluster
-
-    return plan.cluster.load() if name is None else load_cluster(name)
 
 
 def as_measured(cluster: Cluster, profile: Path | None, record: Path | None) -> Cluster:

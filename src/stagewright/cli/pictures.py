@@ -67,7 +67,6 @@ class Pictures:
         """
         if not self.files:
             return
-        from stagewright.planning.checks import usable_bytes
         from stagewright.report.pictures import (
             chrome_trace,
             html_page,
@@ -78,7 +77,7 @@ class Pictures:
             timeline_panels,
         )
 
-        capacities = usable_bytes(plan, plan.cluster.load()) if plan and plan.predictions.ranks else ()
+        capacities = plan.usable_bytes(plan.cluster.load()) if plan and plan.predictions.ranks else ()
         scene = scene_of(timeline, curves(), capacities)
         if self.svg is not None or self.png is not None:
             image = svg_image(scene, theme="dark" if self.dark else "light")

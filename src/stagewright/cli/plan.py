@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.from_file import model_of, read_and_report
+from stagewright.cli.from_file import read_and_report
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
-from stagewright.cli.lora import LoraOptions
+from stagewright.cli.model import ModelOptions
 from stagewright.cli.output import check_writable, copied, print_document, show
 from stagewright.cli.pictures import Html, Pictures
 from stagewright.cli.progress import Progress
@@ -120,6 +120,7 @@ class ObjectiveOptions:
 class ResultOptions:
     """The result."""
 
+    output: options.Output = None
     top: Annotated[
         int | None, typer.Option("--top", min=1,
             help="Number of plans to find (default: enough to be sure of the best, up to 5); if given, -o writes all of "
@@ -132,6 +133,7 @@ class ResultOptions:
         Path | None, typer.Option("--compare", metavar="FILE",
             help="Compare the best plan with a configuration you use today, in a file that `estimate --from` reads; job and "
             "runtime are taken from it unless given.")] = None
+    as_json: options.Json = False
 # fmt: on
 
 
@@ -147,15 +149,11 @@ class Compared:
 @explains("cluster", "output", "global_batch", "sequence_length", "dtype", "job", "memory_limit", "objective")
 @grouped
 def plan(
-    context: typer.Context,
     model: options.ComparedModel = None,
     *,
     cluster: options.ClusterName,
     job: PlannedJobOptions,
-    settings: options.Settings = None,
-    output: options.Output = None,
-    as_json: options.Json = False,
-    tuning: LoraOptions,
+    model_options: ModelOptions,
     degrees: ParallelismOptions,
     scheduling: ScheduleOptions,
     objective: ObjectiveOptions,
@@ -174,14 +172,14 @@ def plan(
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning.cost import offers, prices_of
 
-    check_writable(output)
+    check_writable(result.output)
     _check_ranks(result.ranks)
     check_writable(result.html)
-    if result.html is not None and result.html in (output, result.ranks):
+    if result.html is not None and result.html in (result.output, result.ranks):
         raise InputError(f"--html {result.html} is also written by another option: name another file")
-    _check_objective(context, objective)
+    _check_objective(objective.objective)
     reading = None if result.compare is None else read_and_report(result.compare)
-    reference = tuning.adapted(context, model_of(model, settings, reading))
+    reference = model_options.reference(model, reading)
     target = job.measured(load_cluster(cluster))
     training_job = job.read(reading)
     if training_job.runtime != STAGEWRIGHT:
@@ -189,7 +187,6 @@ def plan(
     price, terms = _price(objective.price)
     tp = _tensor_degree(degrees.tp or "auto")
     refuse_unshared(
-        context,
         is_one_replica=(degrees.cp or 1) == 1
         and (degrees.dp == 1 or (degrees.pp or 1) * (tp or 1) == target.num_devices),
         is_tp_one=tp == 1,
@@ -211,7 +208,7 @@ def plan(
         _write_page(result.html, search_result, on)
     is_offer = len(candidates) > 1 or objective.price is not None or objective.tokens is not None
     bills = Bills(candidates, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
-    _show_plans(search_result, on, bills, output, result, as_json, compared)
+    _show_plans(search_result, on, bills, result, compared)
 
 
 @dataclass(frozen=True)
@@ -276,17 +273,16 @@ def _space(degrees: ParallelismOptions, tp: int | None, scheduling: ScheduleOpti
     )  # fmt: skip
 
 
-def _check_objective(context: typer.Context, objective: ObjectiveOptions) -> None:
+def _check_objective(what: str) -> None:
     from stagewright.planning.cost import OBJECTIVES
 
-    what = objective.objective
     if what not in OBJECTIVES:
         raise InputError(
             f"--objective {what}{nearest(what, OBJECTIVES)}: give one of {', '.join(OBJECTIVES)}"
         )
     if what != "speed":
         refuse(
-            context, ["compare"], "a configuration is compared on one cluster and with one batch",
+            ["compare"], "a configuration is compared on one cluster and with one batch",
             f"leave out --objective {what}",
         )  # fmt: skip
 
@@ -334,9 +330,7 @@ def _show_plans(
     search_result: SearchResult,
     cluster: Cluster,
     bills: Bills | None,
-    output: Path | None,
     result: ResultOptions,
-    as_json: bool,
     compared: Compared | None,
 ) -> None:
     """Show the best plans, and write them if an output is given."""
@@ -345,9 +339,9 @@ def _show_plans(
     from stagewright.report import configurations, plans, saved_values, side_by_side
 
     shown = search_result.plans[: result.top or _SHOWN]
-    paths = _write(shown, output, num_written=result.top or 1)
+    paths = _write(shown, result.output, num_written=result.top or 1)
     for_megatron = megatron_options(shown[0])
-    if as_json:
+    if result.as_json:
         document = {
             "plans": [plans.plan_document(plan, path) for plan, path in zip(shown, paths, strict=True)],
             "excluded": [dataclasses.asdict(excluded) for excluded in search_result.excluded],
@@ -397,15 +391,15 @@ def _show_plans(
             copied(shell_lines(for_megatron)),
         ]
     show(*(part for part in parts if part is not None))
-    if output is not None:
+    if result.output is not None:
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])
         show(
-            f"Wrote {written}. `stagewright estimate {output}` shows stages and memory of the best plan, "
+            f"Wrote {written}. `stagewright estimate {result.output}` shows stages and memory of the best plan, "
             + (
                 "which is asynchronous and cannot be run."
                 if steps_early
-                else f"`stagewright run {output}` trains with it."
+                else f"`stagewright run {result.output}` trains with it."
                 if is_own
                 else f"which {shown[0].job.runtime} runs, not Stagewright."
             )

@@ -29,7 +29,6 @@ Processes = Annotated[int, typer.Option("--processes", "-n", min=1, help="Proces
 
 
 def probe(
-    context: typer.Context,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")] = None,
     processes: Processes = 1,
@@ -57,7 +56,7 @@ def probe(
         raise InputError("--base describes a launcher's hosts: give it with --cluster")
     if cluster:
         refuse(
-            context, ["processes"], "with --cluster the launcher sets the number of processes",
+            ["processes"], "with --cluster the launcher sets the number of processes",
             "probe this machine without --cluster",
         )  # fmt: skip
         measured = _probe_hosts(output, device, base, timeout or _CLUSTER_TIMEOUT_S)

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from stagewright.cli import options
+from stagewright.cli.groups import grouped
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.probe import Processes
 from stagewright.cli.progress import Progress
 
 
-def profile(
-    model: options.Model,
-    sequence_length: options.JobSequenceLength = None,
-    dtype: options.Dtype = None,
-    job: options.JobFile = None,
-    device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu",
-    processes: Processes = 1,
-    microbatches: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Microbatch sizes to measure.")
-    ] = "1,2,4",
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each microbatch size.")] = 5.0,
+# fmt: off
+@dataclass(frozen=True)
+class ProfiledJobOptions:
+    """The job."""
+
+    sequence_length: options.JobSequenceLength = None
+    dtype: options.Dtype = None
+    job: options.JobFile = None
+
+
+@dataclass(frozen=True)
+class MeasurementOptions:
+    """The measurement."""
+
+    device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu"
+    processes: Processes = 1
+    microbatches: Annotated[str, typer.Option(metavar="N,N,...", help="Microbatch sizes to measure.")] = "1,2,4"
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each microbatch size.")] = 5.0
     timeout: Annotated[
         float | None, typer.Option(min=1.0, metavar="SECONDS",
-            help="Give up after so long without progress; default depends on the sizes.")
-    ] = None,
+            help="Maximum seconds without progress; default depends on the sizes.")] = None
+# fmt: on
+
+
+@grouped
+def profile(
+    model: options.Model,
+    job: ProfiledJobOptions,
+    measurement: MeasurementOptions,
     settings: options.Settings = None,
     output: options.Output = None,
     as_json: options.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Time a model's operators on the device at hand.
 
     Runs forwards and backwards of a few layers and writes the time of each operator, by its arguments' layouts, to a file
@@ -43,10 +59,10 @@ def profile(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    sizes = options.parse_microbatches(microbatches)
+    sizes = options.parse_microbatches(measurement.microbatches)
     training_job = options.read_job(
-        job, global_batch=max(sizes), sequence_length=sequence_length, dtype=dtype,
-    )  # fmt: skip
+        job.job, global_batch=max(sizes), sequence_length=job.sequence_length, dtype=job.dtype
+    )
     reference = resolve(model, options.parse_settings(settings))
     with Progress("importing torch") as progress:
         from stagewright.execution.profiling import profile as measure
@@ -54,7 +70,10 @@ def profile(
         def report(what: str, fraction: float) -> None:
             progress(f"profiling: {what}", fraction)
 
-        measured = measure(reference, training_job, sizes, device, processes, seconds, timeout, report)
+        measured = measure(
+            reference, training_job, sizes, measurement.device, measurement.processes, measurement.seconds,
+            measurement.timeout, report,
+        )  # fmt: skip
     if output is not None:
         measured.save(output)
     if as_json:

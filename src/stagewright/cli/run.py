@@ -62,6 +62,8 @@ class CheckpointOptions:
     keep_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep every N-th step's.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in that folder.")] = False
     other_data: Annotated[bool, typer.Option("--other-data", help="Resume even if the data changed.")] = False
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Start from random weights even if there are trained ones.")] = False
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,18 @@ class TroubleOptions:
 
 
 @dataclass(frozen=True)
-class LogOptions:
-    """Logs of every step."""
+class ResultOptions:
+    """Results."""
 
-    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Log to this folder for TensorBoard.")] = None
-    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Log to this project of Weights & Biases.")] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default: runs/MODEL-TIME.")] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page that compares predictions and measurements.")] = None
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Log every step to this folder for TensorBoard.")] = None
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log every step to this project of Weights & Biases.")] = None
+    as_json: Json = False
 # fmt: on
 
 
@@ -127,16 +136,9 @@ def run(
     rates: RateOptions,
     processes: ProcessOptions,
     trouble: TroubleOptions,
-    logs: LogOptions,
+    results: ResultOptions,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default: the job's.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default: runs/MODEL-TIME.")] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Start from random weights even if there are trained ones.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page that compares predictions and measurements.")] = None,
-    as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train a plan, one process per rank.
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
@@ -153,7 +155,7 @@ def run(
     from stagewright.planning.plan import load_plan
 
     with _message_on_sigterm():
-        check_writable(html)
+        check_writable(results.html)
         loaded = load_plan(plan)
         requests = data.requests()
         request = requests["data"]
@@ -162,13 +164,13 @@ def run(
             say_what_runs(loaded.job.optimizer)
             for source in request.sources if request is not None else ():
                 say_what_runs(source.path)
-        folder = out or default_folder(loaded)
+        folder = results.out or default_folder(loaded)
         measure_others = watch_others()
         with _newest_checkpoint_on_exit(checkpoints.checkpoint):
             record = launch.run(
-                plan, steps=steps, out=folder, random_weights=random_weights, rates=vars(rates),
-                evaluate_every=data.evaluate_every, **requests, **vars(checkpoints), **vars(processes), **vars(trouble),
-                **vars(logs),
+                plan, steps=steps, out=folder, rates=vars(rates), evaluate_every=data.evaluate_every, **requests,
+                **vars(checkpoints), **vars(processes), **vars(trouble), tensorboard=results.tensorboard,
+                wandb=results.wandb,
             )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
@@ -185,11 +187,11 @@ def run(
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     warn(report.left_out(record, loaded.job.dtype == "fp16"))
-    if html is not None:
-        from stagewright.verbs.comparing import compare
+    if results.html is not None:
+        from stagewright.api import compare
 
-        write_whole(html, compare(loaded, record).page())
-    if as_json:
+        write_whole(results.html, compare(loaded, record).page())
+    if results.as_json:
         print_document(document)
     else:
         show(report.run_summary(document), f"Wrote {path}.")

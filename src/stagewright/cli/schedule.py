@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 2**18
 """Maximum forwards and backwards of a timetable; more take minutes and show nothing."""
-_Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
+
+
+def _seconds(help: str) -> typer.models.OptionInfo:
+    return typer.Option(min=0.0, metavar="SECONDS", help=help)
 
 
 # fmt: off
@@ -53,30 +56,27 @@ class Size:
 class CostOptions:
     """Costs."""
 
-    forward: _Seconds = 1.0
-    input_grad: _Seconds = 1.0
-    weight_grad: _Seconds = 1.0
-    transfer: _Seconds = 0.0
+    forward: Annotated[float, _seconds("Forward (F) of one microbatch on one stage.")] = 1.0
+    input_grad: Annotated[float, _seconds("Gradients of its inputs (I); a whole backward (B) takes I plus W.")] = 1.0
+    weight_grad: Annotated[float, _seconds("Gradients of its weights (W).")] = 1.0
+    transfer: Annotated[float, _seconds("Transfer of its activations, or of their gradients, to another rank.")] = 0.0
     costs: Annotated[
         Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, instead of uniform ones.")] = None
 
-    def given(self, context: typer.Context) -> GivenCosts:
+    def given(self) -> GivenCosts:
         """Return the costs given on the command line."""
         names = ("forward", "input_grad", "weight_grad")
         if self.costs is not None:
-            refuse(
-                context, names, "--costs has the times of all passes", "give one time for all stages without --costs"
-            )
+            refuse(names, "--costs has the times of all passes", "give one time for all stages without --costs")
         for name in (*names, "transfer"):
             check_seconds(getattr(self, name), f"--{name.replace('_', '-')}")
-        passes = (self.forward, self.input_grad, self.weight_grad) if is_given(context, *names) else None
-        return GivenCosts(self.costs, passes, self.transfer if is_given(context, "transfer") else None)
+        passes = (self.forward, self.input_grad, self.weight_grad) if is_given(*names) else None
+        return GivenCosts(self.costs, passes, self.transfer if is_given("transfer") else None)
 # fmt: on
 
 
 @grouped
 def schedule(
-    context: typer.Context,
     name: Annotated[
         str, typer.Argument(metavar="NAME",
             help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, ... or a program file.")
@@ -105,11 +105,11 @@ def schedule(
 
     if is_program_file(name):
         refuse(
-            context, ["ranks", "microbatches", "chunks", "options"],
+            ["ranks", "microbatches", "chunks", "options"],
             "a program file has its own ranks, stages, microbatches and order",
             "name a schedule instead of the file",
         )  # fmt: skip
-    given_costs, transfer = costs.given(context), costs.transfer
+    given_costs, transfer = costs.given(), costs.transfer
     pictures.check(name)
     schedule_options = parse_settings(options)
     check_written(name, schedule_options)

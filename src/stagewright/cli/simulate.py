@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, PlanFile, PlannedCluster, cluster_of, warn
+from stagewright.cli.options import Json, PlanFile, PlannedCluster, warn
 from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Pictures
 from stagewright.cli.progress import Progress
@@ -70,6 +70,7 @@ def _staged_model(
     """Return the staged model where the plan's predictions do not suffice: on another cluster, without costs, and for the
     bytes in a picture."""
     from stagewright.planning.estimate import line_of
+    from stagewright.planning.plan import cluster_of
 
     if cluster is not None or plan.predictions.costs is None:
         what = "a plan that does not state its costs" if cluster is None else "a plan on another cluster"
@@ -79,7 +80,7 @@ def _staged_model(
         return None
     try:
         allow_model(plan, with_model, "memory over time")
-        return line_of(plan, cluster_of(plan, None), report)
+        return line_of(plan, plan.cluster.load(), report)
     except StagewrightError as error:
         warn([f"the picture counts activations instead of bytes: {error}"])
         return None

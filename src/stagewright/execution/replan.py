@@ -15,7 +15,7 @@ from stagewright.execution.launch_environment import plan_of, start_timeout_s
 from stagewright.execution.options import RunOptions
 from stagewright.execution.rendezvous import has_own_store, own_seal, own_store
 from stagewright.files import digest_of
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan, given_plan, load_plan
 from stagewright.units import format_seconds
 
 _LOOK_S = 0.2
@@ -42,7 +42,7 @@ def plan_to_run(options: RunOptions) -> PlanToRun:
         RunError: the first rank has made no plan within the start timeout.
     """
     source = plan_of(options.plan)
-    plan = source if isinstance(source, Plan) else load_plan(source)
+    plan = given_plan(source)
     path = None if isinstance(source, Plan) else Path(source).resolve()
     checkpoints = options.checkpoint_folder
     if not options.replan or checkpoints is None:

@@ -26,7 +26,6 @@ from stagewright.export.differences import (
 )
 from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import even_layers
-from stagewright.planning.checks import usable_bytes
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import ADAMW_NAME, Job
@@ -250,7 +249,7 @@ def _preference(plan: Plan) -> tuple[bool, float]:
 
 
 def _spare_bytes(plan: Plan) -> int:
-    limits = usable_bytes(plan, plan.cluster.load())
+    limits = plan.usable_bytes(plan.cluster.load())
     return min(limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks)
 
 

@@ -1,11 +1,22 @@
-"""Checks of a plan's predictions against its own costs: no model is needed, and no foreign code runs."""
+"""Checks that a plan would run: deadlock, memory, time and fit with its model.
+
+What a plan predicts is checked against its own costs, for which no model is needed and no foreign code runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
 from stagewright.cluster import Cluster
-from stagewright.errors import PlanError
-from stagewright.planning.plan import Plan
+from stagewright.errors import InputError, PlanError, StagewrightError
+from stagewright.estimation.memory import stage_edges
+from stagewright.planning.estimate import Report, estimate, line_of
+from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Program, insert_communication, verify
@@ -14,8 +25,162 @@ from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
 from stagewright.units import format_bytes, format_seconds
 
+Allow = Callable[[Plan, str], None]
+"""A callback before the model of a plan is built, with the reason; may raise."""
+
 TOLERANCE = 0.03
 """Relative difference by which a check may differ from the prediction of the plan."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A check that was skipped, and why."""
+
+    check: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The checks that passed with their findings, those left out, and the error of the first that failed."""
+
+    passed: dict[str, str]
+    left_out: tuple[LeftOut, ...]
+    fault: StagewrightError | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether no check failed."""
+        return self.fault is None
+
+    def __repr__(self) -> str:
+        results = [f"{name} ok" for name in self.passed] + [
+            f"{skipped.check} not checked" for skipped in self.left_out
+        ]
+        return f"<Checked: {', '.join([*results, *([str(self.fault)] if self.fault else [])])}>"
+
+
+def check(
+    plan: Plan | str | Path,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    with_model: bool = False,
+    allow: Allow = lambda plan, what: None,
+    report: Report = lambda stage: None,
+) -> Checked:
+    """Check whether a plan would run, before any machine is booked.
+
+    Args:
+        plan: a plan or its file.
+        cluster: the cluster to check for; default the plan's.
+        with_model: whether to build the model even if it is a factory, which runs its code.
+        allow: called before the code of a factory runs; may raise.
+    """
+    passed: dict[str, str] = {}
+    left_out: list[LeftOut] = []
+    try:
+        loaded = given_plan(plan)
+        on = None if cluster is None else cluster_of(loaded, cluster)
+        for name, detail in _checks(loaded, on, with_model, left_out, allow, report):
+            passed[name] = detail  # noqa: PERF403  # kept when a later one raises
+    except StagewrightError as error:
+        return Checked(passed, tuple(left_out), error)
+    return Checked(passed, tuple(left_out))
+
+
+def _checks(
+    plan: Plan,
+    cluster: Cluster | None,
+    with_model: bool,
+    left_out: list[LeftOut],
+    allow: Allow,
+    report: Report,
+) -> Iterator[tuple[str, str]]:
+    """Yield name and finding of each check that passes; the first that fails raises. Adds to `left_out` what needs code."""
+    yield "document", f"version {plan.version}, {plan.num_stages} stages on {plan.degrees} ranks"
+    yield "gradients", plan.batch_text
+    program = stage_program(plan)
+    yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
+    if plan.predictions.costs is not None:
+        yield "time", check_predicted_time(plan, plan.predictions.costs)
+    why = None if with_model or cluster is not None else _without_model(plan)
+    if why is not None:
+        yield from _checks_of_predictions(plan, why, left_out)
+        return
+    allow(plan, "a check on another cluster")
+    yield from _checks_of_model(plan, cluster, report)
+
+
+def _without_model(plan: Plan) -> str | None:
+    """Return why the model of a plan is not built without --with-model: it is code, or it is not here. None: it is built."""
+    if plan.code:
+        return f"as building it runs {' and '.join(plan.code)}; --with-model allows it"
+    try:
+        plan.model.reference()
+    except InputError as error:
+        return f"as it is not here: {error}"
+    return None
+
+
+def _checks_of_predictions(plan: Plan, why: str, left_out: list[LeftOut]) -> Iterator[tuple[str, str]]:
+    """Yield the checks that a plan's predictions allow when its model is not built, for the reason `why`."""
+    left_out.append(LeftOut("model", why))
+    if plan.predictions.costs is None:
+        why = "as the plan does not say what its stages send; --with-model finds out"
+        left_out.append(LeftOut("transfers", why))
+    else:
+        cluster = plan.cluster.load()
+        edges = tuple((transfer.source, transfer.target) for transfer in plan.predictions.costs.transfers)
+        yield "transfers", check_transfers(stage_program(plan), edges, plan.job.uses_lanes(cluster))
+    if plan.predictions.ranks:
+        yield "memory", check_predicted_memory(plan, plan.cluster.load())
+    else:
+        left_out.append(LeftOut("memory", "as the plan predicts none; --with-model finds out"))
+
+
+def _checks_of_model(plan: Plan, cluster: Cluster | None, report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the checks of a plan against its model as it is now."""
+    staged = line_of(plan, cluster or plan.cluster.load(), report)
+    operators = sum(stage.stop - stage.start for stage in staged.stages)
+    yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
+    yield "transfers", check_transfers(staged.program, stage_edges(staged.stages), staged.uses_lanes)
+    yield (
+        "memory",
+        _check_loop(plan, staged.cluster) if plan.job.profile.loop else _check_memory(plan, staged),
+    )
+
+
+def _check_loop(plan: Plan, cluster: Cluster) -> str:
+    """Check the memory of a runtime without stages."""
+    estimated = estimate(plan, cluster)
+    needed, predicted = (
+        candidate.predictions.ranks[0].allocated_peak_bytes for candidate in (estimated, plan)
+    )
+    _check_prediction("it", needed, predicted)
+    return check_predicted_memory(estimated, cluster)
+
+
+def _check_memory(plan: Plan, staged: Pipeline) -> str:
+    memories = rank_memories(staged)
+    for memory in memories:
+        device = staged.device_of(memory.rank)
+        needed, limit = reserved_bytes(memory, device), staged.usable_bytes(memory.rank)
+        if needed > limit:
+            raise PlanError(
+                f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
+                f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
+            )
+    for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
+        _check_prediction(f"rank {memory.rank}", memory.peak_bytes, predicted.allocated_peak_bytes)
+    fullest = max(memories, key=lambda memory: memory.peak_bytes)
+    limit = staged.usable_bytes(fullest.rank)
+    return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"
+
+
+def _check_prediction(who: str, needed: int, predicted: int) -> None:
+    if abs(needed - predicted) > TOLERANCE * needed:
+        raise PlanError(
+            f"{who} needs {format_bytes(needed)}, but the plan predicts {format_bytes(predicted)}: plan again"
+        )
 
 
 def check_predicted_time(plan: Plan, costs: StepCosts) -> str:
@@ -47,7 +212,7 @@ def check_transfers(program: Program, edges: tuple[Edge, ...], on_lanes: bool) -
 
 def check_predicted_memory(plan: Plan, cluster: Cluster) -> str:
     """Return a text with the memory that the fullest rank reserves; raises `PlanError` where a rank may use less."""
-    limits = usable_bytes(plan, cluster)
+    limits = plan.usable_bytes(cluster)
     for rank in (rank for predictions in plan.by_length.values() for rank in predictions.ranks):
         needed, limit = rank.reserved_peak_bytes, limits[rank.rank]
         if needed > limit:
@@ -58,17 +223,3 @@ def check_predicted_memory(plan: Plan, cluster: Cluster) -> str:
     fullest = max(plan.predictions.ranks, key=lambda rank: rank.reserved_peak_bytes)
     needed, limit = format_bytes(fullest.reserved_peak_bytes), format_bytes(limits[fullest.rank])
     return f"at most {needed} (rank {fullest.rank}) of {limit}, as the plan says"
-
-
-def usable_bytes(plan: Plan, cluster: Cluster) -> list[int]:
-    """Return the bytes that the allocator of every pipeline rank may reserve; the minimum over replicas on several kinds of
-    devices."""
-    width = plan.num_holders * plan.tp
-    numbers = plan.devices or range(plan.num_ranks)
-    devices_of_rank = [numbers[rank * width : (rank + 1) * width] for rank in range(plan.pp)]
-    kinds = [{cluster.device_of(number) for number in devices} for devices in devices_of_rank]
-    communicators = {rank.rank: rank.communicator_bytes for rank in plan.predictions.ranks}
-    return [
-        min(plan.job.usable_bytes(device, cluster, communicators.get(rank, 0)) for device in kinds_of_rank)
-        for rank, kinds_of_rank in enumerate(kinds)
-    ]

@@ -12,7 +12,6 @@ from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Origin
-from stagewright.planning.checks import usable_bytes
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import body_costs
@@ -81,7 +80,7 @@ def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -
 def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
     """Return the maximum bytes, over ranks and lengths, by which a rank is over what its device may use; negative for
     headroom."""
-    limits = usable_bytes(plan, cluster)
+    limits = plan.usable_bytes(cluster)
     return max(
         rank.reserved_peak_bytes - limits[rank.rank]
         for predictions in plan.by_length.values()

@@ -452,6 +452,39 @@ class Plan(StrictModel):
         """Number of ranks that hold the same parameters: replicas times context parallel ranks."""
         return self.dp * self.cp
 
+    @property
+    def degrees(self) -> str:
+        """The parallel degrees as text: pipeline ranks, replicas, and other kinds above 1."""
+        shared = f" x {self.tp}" if self.tp > 1 else ""
+        return f"{self.pp} x {self.dp}{shared}{self.predicted_degrees}"
+
+    @property
+    def predicted_degrees(self) -> str:
+        """The degrees that are predicted but not run, context and expert parallel, where above 1, as text."""
+        return (f" x cp {self.cp}" if self.cp > 1 else "") + (f", ep {self.ep}" if self.ep > 1 else "")
+
+    @property
+    def batch_text(self) -> str:
+        """The division of the global batch."""
+        return (
+            f"{self.dp} x {self.num_microbatches} microbatches of {self.microbatch_size} are the global batch "
+            f"of {self.job.global_batch}"
+        )
+
+    def usable_bytes(self, cluster: Cluster) -> list[int]:
+        """Return the bytes that the allocator of every pipeline rank may reserve; the minimum over replicas on several kinds
+        of devices."""
+        width = self.num_holders * self.tp
+        numbers = self.devices or range(self.num_ranks)
+        communicators = {rank.rank: rank.communicator_bytes for rank in self.predictions.ranks}
+        return [
+            min(
+                self.job.usable_bytes(device, cluster, communicators.get(rank, 0))
+                for device in {cluster.device_of(n) for n in numbers[rank * width : (rank + 1) * width]}
+            )
+            for rank in range(self.pp)
+        ]
+
     def rank_on(self, device: int) -> int:
         """Return the rank on a device; launchers count devices node after node."""
         return self.devices.index(device) if self.devices else device
@@ -519,3 +552,19 @@ def load_plan(path: str | Path) -> Plan:
         )
     plan = validated(Plan, document, str(path))
     return plan.model_copy(update={"model": plan.model.found_from(Path(path).parent)})
+
+
+def given_plan(plan: Plan | str | Path) -> Plan:
+    """Return the plan, loaded if it is a file. Raises `InputError` if the file is not a plan."""
+    return plan if isinstance(plan, Plan) else load_plan(plan)
+
+
+def cluster_of(plan: Plan, cluster: Cluster | str | Path | None) -> Cluster:
+    """Return the cluster, loaded if it is a name or file; by default the one that the plan was made for.
+
+    Raises:
+        InputError: there is no such cluster, or the plan describes none and its name is not in the catalog.
+    """
+    if cluster is None:
+        return plan.cluster.load()
+    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)

@@ -9,7 +9,6 @@ from typing import Any
 
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.planning.checks import usable_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
@@ -141,7 +140,7 @@ def _bubble(plan: Plan) -> Bubble | None:
 
 def spare_bytes(plan: Plan) -> tuple[int, int]:
     """Return the spare bytes of the rank with least, and its number."""
-    limits = usable_bytes(plan, plan.cluster.load())
+    limits = plan.usable_bytes(plan.cluster.load())
     spare = {rank.rank: limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks}
     fullest = min(spare, key=lambda rank: spare[rank])
     return spare[fullest], fullest
@@ -184,24 +183,6 @@ def _best_s(result: SearchResult) -> float:
     return min(plan.predictions.step_seconds for plan in result.plans)
 
 
-def degrees(plan: Plan) -> str:
-    """Return the parallel degrees: pipeline ranks, replicas, and other kinds above 1."""
-    shared = f" x {plan.tp}" if plan.tp > 1 else ""
-    return f"{plan.pp} x {plan.dp}{shared}{_more_degrees(plan)}"
-
-
-def _more_degrees(plan: Plan) -> str:
-    return (f" x cp {plan.cp}" if plan.cp > 1 else "") + (f", ep {plan.ep}" if plan.ep > 1 else "")
-
-
-def batch_text(plan: Plan) -> str:
-    """Return the division of the global batch."""
-    return (
-        f"{plan.dp} x {plan.num_microbatches} microbatches of {plan.microbatch_size} are the global batch "
-        f"of {plan.job.global_batch}"
-    )
-
-
 def _tokens(predictions: Predictions) -> float:
     return predictions.tokens_per_second
 
@@ -215,7 +196,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            degrees(plan), plan.num_stages, f"{plan.num_microbatches} x {plan.microbatch_size}", described_schedule(plan),
+            plan.degrees, plan.num_stages, f"{plan.num_microbatches} x {plan.microbatch_size}", described_schedule(plan),
             format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
             f"{plan.mean_rate(lambda predictions: predictions.mfu):.1%}",
             f"{plan.mean_rate(lambda predictions: predictions.bubble_fraction):.1%}", _range(counts, size),
@@ -233,7 +214,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 def estimate_heading(plan: Plan) -> str:
     """Return the configuration and its time in one line."""
     predictions = plan.predictions
-    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_degrees(plan)
+    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + plan.predicted_degrees
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
     unit = "samples" if counts_samples(plan) else "tokens"
     under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stagewright.planning.checks import usable_bytes
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.search_result import SearchResult
-from stagewright.report.plans import answer_line, batch_text, degrees, described_schedule
+from stagewright.report.plans import answer_line, described_schedule
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -100,8 +99,8 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
         tables[:0] = _explanation_tables(explain(plan))
     if result is not None:
         tables.insert(0, _alternatives(result))
-    title = f"{plan.model.name} on {plan.cluster.name}: {degrees(plan)}, {described_schedule(plan)}"
-    answer = f"{answer_line(plan)} {batch_text(plan)}." if predictions.ranks else f"{batch_text(plan)}."
+    title = f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}"
+    answer = f"{answer_line(plan)} {plan.batch_text}." if predictions.ranks else f"{plan.batch_text}."
     return Panels(title, answer, figures, tuple(item for item in tables if item.rows))
 
 
@@ -167,7 +166,7 @@ def category_text(name: str) -> str:
 
 def _memory_table(plan: Plan) -> PanelTable:
     ranks = plan.predictions.ranks
-    limits = usable_bytes(plan, plan.cluster.load()) if ranks else []
+    limits = plan.usable_bytes(plan.cluster.load()) if ranks else []
     names = tuple(dict.fromkeys(name for rank in ranks for name, size in rank.categories.items() if size))
     columns = (
         Column("rank"), Column("capacity", "B"), Column("reserved", "B"), Column("allocated", "B"), Column("at"),
@@ -245,7 +244,7 @@ def _others(result: SearchResult) -> Iterator[tuple[Cell, ...]]:
     for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
-            degrees(plan), described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
+            plan.degrees, described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
             step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
     if (near := result.next_best) is not None:

@@ -1,4 +1,4 @@
-"""LoRA options of verbs."""
+"""The model as options of the command line: changes of its configuration, and adapters that are trained in its place."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagewright.cli import options
 from stagewright.cli.refuse import refuse
+from stagewright.errors import InputError
+from stagewright.text import say
 
 if TYPE_CHECKING:
+    from stagewright.export.reading import Reading
     from stagewright.tracing.models.reference import ModelReference
 
 
 # fmt: off
 @dataclass(frozen=True)
-class LoraOptions:
-    """Fine-tuning."""
+class ModelOptions:
+    """The model."""
 
+    settings: options.Settings = None
     lora: Annotated[
         int | None, typer.Option("--lora", metavar="RANK", min=1,
             help="Train only adapters of this rank (LoRA, by peft); the model itself is frozen.")] = None
@@ -35,19 +40,39 @@ class LoraOptions:
         float, typer.Option("--lora-dropout", metavar="P", help="Dropout on the adapters' input.")] = 0.0
 # fmt: on
 
-    def adapted(self, context: typer.Context, reference: ModelReference) -> ModelReference:
-        """Return `reference` with the requested adapters. Raises `InputError` for options that would have no effect or are
-        out of range."""
+    def reference(self, text: str | None, reading: Reading | None = None) -> ModelReference:
+        """Return the named model, by default that of a file, with these changes; print the file's model on stderr.
+
+        Raises:
+            InputError: neither names a model, there is none of that name, or options would have no effect or are out of
+                range.
+        """
+        from stagewright.tracing.models.reference import resolve
+
+        settings = options.parse_settings(self.settings)
+        if text is not None:
+            return self._adapted(resolve(text, settings))
+        if reading is None:
+            raise InputError(
+                "no model was given: name MODEL, a bundled name (`stagewright models`) or a config.json"
+            )
+        read = reading.read_model()
+        say(f"the model is {read}")
+        for note in read.notes:
+            say(f"not taken: {note}")
+        return self._adapted(resolve(read.text, {**read.settings, **settings}))
+
+    def _adapted(self, reference: ModelReference) -> ModelReference:
         from stagewright.tracing.models.lora import Lora
 
         adapter_options = ["lora_alpha", "lora_targets", "lora_dropout"]
         if self.lora_from is not None:
             from stagewright.execution.weight_files import check_adapter_contents
 
-            refuse(context, ["lora", *adapter_options], "the folder of --lora-from sets its adapters", "start new ones")
+            refuse(["lora", *adapter_options], "the folder of --lora-from sets its adapters", "start new ones")
             check_adapter_contents(self.lora_from)
             return reference.adapted(Lora.stored_in(self.lora_from))
         if self.lora is None:
-            refuse(context, adapter_options, "without adapters the whole model is trained", "give their rank with --lora")
+            refuse(adapter_options, "without adapters the whole model is trained", "give their rank with --lora")
             return reference
         return reference.adapted(Lora.of(self.lora, self.lora_alpha, self.lora_targets, self.lora_dropout))

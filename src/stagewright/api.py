@@ -1,23 +1,28 @@
-"""Comparison of a plan's predictions with its run's measurements."""
+"""Python functions that combine several layers, or that import torch only when they are called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.cluster import Cluster
+from stagewright.cluster.profile import OperatorProfile
 from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
-from stagewright.planning.estimate import line_of
-from stagewright.planning.plan import Plan
+from stagewright.planning.checks import Allow
+from stagewright.planning.estimate import Report, line_of
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.step_times import simulated
 from stagewright.report.comparison import comparison_document
 from stagewright.report.runs import as_timed, longest_not_run, on_other_devices
-from stagewright.verbs.given import Allow, Report, given_cluster, given_plan
+from stagewright.tracing.models.reference import ModelReference, resolve
 
 if TYPE_CHECKING:
+    from stagewright.execution.verification import Verification
     from stagewright.simulation import Timeline
 
 
@@ -74,7 +79,7 @@ def compare(
     whole = given_plan(plan)
     timed = as_timed(whole, run)
     measured = timeline_of(run, timed)
-    planned = timed.cluster.load() if cluster is None else given_cluster(cluster)
+    planned = cluster_of(timed, cluster)
     predicted = _predicted(timed, planned, cluster is None, allow, report)
     document = comparison_document(timed, run, predicted, measured, clock_error_seconds(run))
     return Comparison(
@@ -105,3 +110,55 @@ def _warnings(record: Record, planned: Cluster) -> list[str]:
             0, f"the record's times are of a step that also counted memory, which is slow: run {more}"
         )
     return reasons
+
+
+def probe(
+    device: str = "cpu", processes: int = 1, *, time_limit_s: float = 180.0,
+    report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> Cluster:  # fmt: skip
+    """Return this machine as a cluster of `processes` devices, measured in about fifteen seconds while all of them work.
+
+    Raises:
+        InputError: this machine has no such device, or too few.
+        RunError: a process fails, or the time limit is exceeded.
+    """
+    from stagewright.execution.probe import probe as probed
+
+    return probed(device, processes, report, time_limit_s)
+
+
+def profile(
+    model: str | ModelReference, job: Job, microbatches: Sequence[int] = (1,), *, device: str = "cpu",
+    processes: int = 1, seconds: float = 5.0, report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> OperatorProfile:  # fmt: skip
+    """Return measured times of a model's operators on this device, for `seconds` per microbatch size.
+
+    `cluster.with_profile(...)` returns a cluster to plan for with it.
+
+    Raises:
+        InputError: this machine has no such device, or too few.
+        RunError: a process fails or makes no progress.
+        TraceError: the model cannot be traced.
+    """
+    from stagewright.execution.profiling import profile as profiled
+
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    return profiled(reference, job, microbatches, device, processes, seconds, report=report)
+
+
+def verify(
+    model: str, plan: Plan | str | Path, num_layers: int | None = None, *, device: str = "auto",
+    report: Callable[[str], None] = lambda text: None,
+) -> Verification:  # fmt: skip
+    """Verify that a reduced copy of a model, pipelined as `plan` says, trains as it does without pipelining (`holds`).
+
+    `device` is ``cpu``, ``cuda`` (one GPU per rank) or ``auto``: CUDA if the plan is for GPUs and there are enough.
+
+    Raises:
+        InputError: the plan is for another model or predicted only, the number of layers does not fit, or there are fewer
+            GPUs than ranks.
+        RunError: a rank failed, or the model cannot be trained without pipelining.
+    """
+    from stagewright.execution.verification import verify as verified
+
+    return verified(model, given_plan(plan), num_layers, report, device)

@@ -1,1 +1,0 @@
-"""Verbs as Python functions: what the command line does, without printing."""
