@@ -119,6 +119,7 @@ def test_images_of_a_classifier_have_the_size_of_its_vision_part(tmp_path: Path)
         ({"model_type": "bert", **TEXT, "problem_type": "regression"}, "one class per sample.*package.module:factory"),
         ({"model_type": "bert", **TEXT, "num_labels": 1}, "num_labels=1.*package.module:factory"),
         ({"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}, "image_size=224"),
+        ({"model_type": "canine", "architectures": ["CanineForSequenceClassification"]}, "no vocab_size"),
     ],
 )  # fmt: skip
 def test_a_classifier_without_what_its_loss_needs_is_refused(

@@ -78,7 +78,7 @@ def build_from_config(
             microbatch.microbatch_size,
         )
     num_tokens = microbatch.microbatch_size * microbatch.sequence_length
-    tokens = _tokens(config, microbatch)
+    tokens = _tokens(reference, config, microbatch)
     if microbatch.further_inputs and kind in ("masked", "seq2seq", "classification"):
         raise InputError(
             f"'{reference.name}' takes no further {', '.join(microbatch.further_inputs)}: it has its own labels"
@@ -94,8 +94,8 @@ def build_from_config(
     if kind == "seq2seq":
         start = getattr(config, "decoder_start_token_id", None)
         module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
-        return module, {"input_ids": tokens, "labels": _tokens(config, microbatch)}, 2 * num_tokens
-    further = {name: _tokens(config, microbatch) for name in microbatch.further_inputs}
+        return module, {"input_ids": tokens, "labels": _tokens(reference, config, microbatch)}, 2 * num_tokens
+    further = {name: _tokens(reference, config, microbatch) for name in microbatch.further_inputs}
     if "position_ids" in further:
         _check_keeps_apart(reference, net)
         further["position_ids"] = torch.arange(microbatch.sequence_length).repeat(
@@ -225,10 +225,14 @@ def check_positions(net: nn.Module, sequence_length: int) -> None:
             )
 
 
-def _tokens(config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
-    return torch.randint(
-        0, config.get_text_config().vocab_size, (microbatch.microbatch_size, microbatch.sequence_length)
-    )
+def _tokens(reference: ModelReference, config: PretrainedConfig, microbatch: MicrobatchShape) -> Tensor:
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if vocabulary is None:
+        raise InputError(
+            f"the config of '{reference.name}' has no vocab_size, so its tokens are unknown: pass the model as "
+            "package.module:factory with its own inputs"
+        )
+    return torch.randint(0, vocabulary, (microbatch.microbatch_size, microbatch.sequence_length))
 
 
 def _hidden(tokens: Tensor) -> Tensor:
