@@ -29,15 +29,17 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_at(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SIGINT once each of `words` has been told as progress."""
+def interrupt_at(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, number: int = signal.SIGINT
+) -> None:
+    """A signal, SIGINT by default, once each of `words` has been told as progress."""
     left = list(words)
 
     def told(self: Progress, text: str, fraction: float | None = None) -> None:
         if left and left[0] in text:
             left.pop(0)
             if not left:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
     monkeypatch.setattr(Progress, "__call__", told)
 
@@ -54,6 +56,22 @@ def test_ctrl_c_leaves_the_best_plan_so_far(
     best = json.loads(done.stdout)["plans"][0]
     assert load_plan(path).predictions.step_seconds == best["step_seconds"]
     assert (best["schedule"] == "joint") == (words == ("best batch",))
+
+
+def test_sigterm_and_the_end_of_a_time_leave_the_best_plan_so_far(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    timed = CliRunner().invoke(app, [*WORDS, "-o", str(path), "--within", "0"])
+    before = signal.getsignal(signal.SIGTERM)
+    interrupt_at(("1f1b", "gpipe"), monkeypatch, signal.SIGTERM)
+    ended = CliRunner().invoke(app, [*WORDS, "-o", str(path)])
+    assert signal.getsignal(signal.SIGTERM) is before
+    for done, what in ((timed, "ended after 0 s"), (ended, "ended by SIGTERM")):
+        assert done.exit_code == 0, done.output
+        assert f"{what}: these are the best plans so far" in done.stderr
+        document = json.loads(done.stdout)
+        assert document["ended_early"] == what and 0 <= document["gap"] < 1
 
 
 def test_ctrl_c_before_the_first_plan_ends_without_one(

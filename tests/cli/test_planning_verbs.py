@@ -118,6 +118,29 @@ def test_an_estimate_of_a_model_takes_one_configuration(planned: dict) -> None:
     assert "Memory at the peak" in call("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2").stdout
 
 
+def test_configurations_of_a_file_are_estimated_line_by_line(planned: dict, tmp_path: Path) -> None:
+    path = tmp_path / "configurations.jsonl"
+    path.write_text('{"pp": 2}\n\n{"pp": 2, "schedule": "gpipe"}\n{"pq": 2}\n[2]\nnot json\n{"dp": 64}\n')
+    words = ("estimate", *MODEL, *CLUSTER, *JOB, "--microbatch", "1", "--configurations", path)
+    done = call(*words)
+    assert done.exit_code == 1 and not done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["line"] for line in lines] == [1, 3, 4, 5, 6, 7]
+    for line, schedule in zip(lines, ("1f1b", "gpipe"), strict=False):
+        alone = document(
+            "estimate", *MODEL, *CLUSTER, *JOB, "--microbatch", "1", "--pp", "2", "--schedule", schedule
+        )
+        assert {"line": line["line"], **alone} == {
+            **line,
+            "compared_with_model": alone["compared_with_model"],
+        }
+    errors = [line["error"] for line in lines[2:]]
+    assert "no 'pq'" in errors[0] and "no JSON object" in errors[1]
+    assert "line 6 of" in errors[2] and "does not fit" in errors[3]
+    path.write_text('{"pp": 2}\n')
+    assert call(*words).exit_code == 0
+
+
 def test_an_estimate_of_a_model_knows_recomputation_and_sharding() -> None:
     words = ("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "1", "--dp", "2")
     plain, sharded = document(*words)["ranks"][0], document(*words, "--zero", "3")["ranks"][0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -20,7 +23,8 @@ from stagewright.cli.model import ModelOptions
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
-from stagewright.errors import InputError, nearest
+from stagewright.documents import parse_json, read_text
+from stagewright.errors import InputError, StagewrightError, nearest
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
@@ -56,6 +60,10 @@ class ConfigurationOptions:
     shard_size: options.ShardSize = None
     shard_units: options.ShardUnits = "auto"
     loss_pieces: options.LossPieces = "1"
+    configurations: Annotated[
+        Path | None, typer.Option("--configurations", metavar="FILE",
+            help="Estimate a configuration per line of a file (- for stdin): a JSON object of fields such as pp, dp and "
+            "zero, which replace the options. Prints a JSON line for each.")] = None
 
     def configuration(self, reading: Reading | None) -> Configuration:
         """Return the configuration, that of a file overridden by options. Raises `InputError` for an invalid value."""
@@ -68,7 +76,7 @@ class ConfigurationOptions:
             "shard_units": options.checked_shard_units(self.shard_units),
             "loss_pieces": options.parse_pieces(self.loss_pieces),
         }
-        del values["from_file"]
+        del values["from_file"], values["configurations"]
         given = Configuration.of(**values)
         return given if reading is None else overridden(reading.configuration, given)
 # fmt: on
@@ -122,6 +130,17 @@ def estimate(
             on = job.measured(_cluster(cluster))
             per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
             replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
+            if configuration.configurations is not None:
+                refuse(["by"], "--configurations prints estimates alone", "estimate one configuration")
+                training_job = job.read(reading)
+                _print_estimates(
+                    configuration.configurations,
+                    lambda configured: estimating.estimate(
+                        reference, on, training_job, configured, report=progress
+                    ),
+                    chosen,
+                )
+                return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
             shown = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
@@ -143,6 +162,30 @@ def estimate(
     )
     show(*saving_tables(shown), *loss_lines(shown), report.memory_table(shown))
     show(*((report.breakdown_table(shares, by),) if by else ()))
+
+
+def _print_estimates(path: Path, estimate: Callable[[Configuration], Plan], base: Configuration) -> None:
+    """Print a JSON line for each line of a file: its estimate, or its error. Exits with 1 if a line has an error."""
+    from stagewright.planning.configuration import Configuration
+    from stagewright.report.plans import estimate_document
+
+    is_stdin, has_errors = str(path) == "-", False
+    lines = sys.stdin if is_stdin else read_text(path, "configurations").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        origin = f"line {number} of {'stdin' if is_stdin else repr(str(path))}"
+        try:
+            fields = parse_json(line, origin)
+            if not isinstance(fields, dict):
+                raise InputError(f'{origin} is no JSON object: write one such as {{"pp": 4, "dp": 2}}')
+            document = estimate_document(estimate(Configuration.of(base, **fields)))
+        except StagewrightError as error:
+            document, has_errors = {"error": str(error)}, True
+        sys.stdout.write(json.dumps({"line": number, **document}, allow_nan=False) + "\n")
+        sys.stdout.flush()
+    if has_errors:
+        raise typer.Exit(1)
 
 
 def _shows_own_predictions(plan: Plan, with_model: bool, needs_model: bool) -> bool:

@@ -114,6 +114,9 @@ class ObjectiveOptions:
     tokens: Annotated[
         float | None, typer.Option("--tokens", min=1,
             help="Training tokens, for days and dollars; default: 1e12.")] = None
+    within: Annotated[
+        float | None, typer.Option("--within", metavar="SECONDS", min=0,
+            help="End the search then with the best plans so far, or as soon as it has one.")] = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ def plan(
         candidates = offers(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress, interruptible=True,
+            within_s=objective.within,
         )  # fmt: skip
         search_result, on = candidates[0].result, candidates[0].cluster
         compared = (
@@ -347,6 +351,8 @@ def _show_plans(
             "excluded": [dataclasses.asdict(excluded) for excluded in search_result.excluded],
             "num_bounded": search_result.num_bounded,
             "next_best": dataclasses.asdict(search_result.next_best) if search_result.next_best else None,
+            "ended_early": search_result.ended_early,
+            "gap": search_result.gap,
             "compared_with_model": shown[0].is_compared,
         }
         print_document(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.cluster.prices import Price, Terms, list_prices
@@ -14,7 +15,6 @@ from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.search_result import SearchResult
-from stagewright.planning.space import Space
 from stagewright.tracing.models.reference import ModelReference
 
 Objective = Literal["speed", "cost"]
@@ -110,15 +110,16 @@ def offers(
     *,
     price_per_hour: float | None = None,
     terms: Terms = "on-demand",
-    space: Space | None = None,
-    keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
-    interruptible: bool = False,
+    **options: Any,
 ) -> tuple[Offer, ...]:
     """Return the offers, best first: for speed, the whole cluster and each kind of its devices alone; for cost, its halves.
 
-    Ctrl-C ends an `interruptible` search with the plans found so far. Days and dollars are those of training on `tokens`,
-    at `price_per_hour` per device, else at the price of the cluster's description, or of the catalog's list for the `terms`.
+    Days and dollars are those of training on `tokens`, at `price_per_hour` per device, else at the price of the cluster's
+    description, or of the catalog's list for the `terms`.
+
+    Args:
+        options: further arguments of `stagewright.planning.search.plan`; `within_s` is for all offers together.
 
     Raises:
         InputError: cost without a price, or an impossible price or number of tokens.
@@ -134,6 +135,7 @@ def offers(
     check_price(price_per_hour)
     ranked: list[Offer] = []
     failure: PlanError | InputError | None = None
+    within_s, begun_s = options.pop("within_s", None), time.monotonic()
     for part in _parts(cluster, objective):
 
         def report_part(text: str, part: Cluster = part) -> None:
@@ -141,14 +143,15 @@ def offers(
             report(text if is_whole else f"{part.num_devices} devices: {text}")
 
         try:
-            result = plan(model, part, job, space, keep=keep, report=report_part, interruptible=interruptible)
+            left_s = None if within_s is None else max(within_s - (time.monotonic() - begun_s), 0.0)
+            result = plan(model, part, job, report=report_part, within_s=left_s, **options)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
         rate = result.plans[0].predictions.tokens_per_second
         price = price_of(part, terms) if price_per_hour is None else price_per_hour
         ranked.append(Offer(part, result, bill(tokens, job.global_batch, rate, part.num_devices, price)))
-        if result.is_interrupted:
+        if result.ended_early is not None:
             break
     if not ranked:
         raise failure or PlanError("nothing to try: give a larger cluster")

@@ -28,7 +28,7 @@ from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, piec
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.memory.host_optimizer import checked
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search_result import Excluded, NextBest, SearchResult, UntilCtrlC, operator_warnings
+from stagewright.planning.search_result import EarlyEnd, Excluded, NextBest, SearchResult, operator_warnings
 from stagewright.planning.space import (
     Space,
     configurations,
@@ -41,6 +41,7 @@ from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.units import format_seconds
 
 KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
@@ -70,6 +71,7 @@ def plan(
     report: Callable[[str], None] = lambda stage: None,
     trace: Trace = cached_trace,
     interruptible: bool = False,
+    within_s: float | None = None,
     is_improved: bool = True,
     **within: Any,
 ) -> SearchResult:
@@ -85,7 +87,9 @@ def plan(
         report: called with a line of text about the progress.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
         is_improved: whether to refine the best plans of the schedules and to run the joint search.
-        interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one, and a warning.
+        interruptible: whether Ctrl-C and SIGTERM end the search with the plans found so far, once there is one, and a
+            warning.
+        within_s: seconds after which the search ends likewise, or as soon as there is a plan; needs the main thread.
 
     Raises:
         InputError: the model, device or a parallel degree cannot be used as given, or nothing is left to try.
@@ -102,12 +106,12 @@ def plan(
     space.check(cluster, job)
     request = Request(reference, cluster, job, space.of_runtime(job), keep)
     search = Search(request, report, trace)
-    with UntilCtrlC(interruptible, search.fits) as searching:
+    with EarlyEnd(interruptible, search.fits, within_s) as searching:
         search.gather()
         search.work_out()
         if job.runtime == STAGEWRIGHT and (is_improved or not search.fits):
             improve(search)
-    return over_lengths(searching.annotated(search.result()), cluster, report, trace)
+    return over_lengths(searching.annotated(search.result(), search.gap), cluster, report, trace)
 
 
 def over_lengths(
@@ -189,11 +193,14 @@ class Search:
     """Tokens per loss piece from now on; 0: as `pieces_by_share` returns."""
     has_pieces: bool = True
     """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
+    fitted_s: float = math.inf
+    """Lower bound of the entry that is being fitted."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
     def __post_init__(self) -> None:
-        request = self.request
+        request, report = self.request, self.report
+        self.report = lambda text: report(self._so_far() + text)
         self.cluster, self.job, self.space = request.cluster, request.job, request.space
         self.is_own = request.job.runtime == STAGEWRIGHT
         self.coarse = Coarse(request.model, request.cluster, request.job, self.report, self.trace)
@@ -375,7 +382,9 @@ class Search:
                     self._grow(split[1])
             else:
                 self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
+                self.fitted_s = bound_s
                 self._fit(entry)
+                self.fitted_s = math.inf
             while self.fitter.alternatives:
                 self._queue(self.fitter.alternatives.pop(0))
 
@@ -422,6 +431,24 @@ class Search:
     def best(self) -> Fit | None:
         """The fastest plan so far, or None."""
         return min(self.fits, key=lambda fit: fit.step_seconds, default=None)
+
+    @property
+    def gap(self) -> float:
+        """By what share of the best plan's time a configuration that was not fitted could be faster, by the lower bounds."""
+        if self.best is None:
+            return 1.0
+        untraced_s = min((untraced.bound_s for untraced in self.untraced), default=math.inf)
+        least_s = min(self.fitted_s, self.waiting.least_s, untraced_s)
+        return max(0.0, 1 - least_s / self.best.step_seconds)
+
+    def _so_far(self) -> str:
+        """Return the best plan so far, for progress."""
+        if self.best is None:
+            return ""
+        plan, gap = self.best.plan, self.gap
+        degrees = f"pp {plan.pp} x dp {plan.dp}" + (f" x tp {plan.tp}" if plan.tp > 1 else "")
+        others = f", others at most {gap:.0%} faster" if gap >= 0.01 else ""
+        return f"best so far {format_seconds(self.best.step_seconds)} ({degrees}{others}); "
 
     @property
     def longest_s(self) -> float:

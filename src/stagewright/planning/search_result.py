@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from stagewright.errors import InputError
 from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 
     from stagewright.planning.configuration import Configuration
 
-_INTERRUPTED = "interrupted: these are the best plans so far, not all configurations were tried"
+_SO_FAR = "these are the best plans so far, not all configurations were tried"
+_INTERVAL_S, _AGAIN_S = 0.2, 5.0
+"""Seconds between looks for a first plan once the time is up, and between attempts to end the search then."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,10 @@ class SearchResult:
     """Number of configurations that were not evaluated, because they cannot be faster than the last of the plans."""
     next_best: NextBest | None = None
     """The most promising of these."""
+    ended_early: str | None = None
+    """What ended the search before it had tried everything."""
+    gap: float = 0.0
+    """By what share of the best plan's time a configuration that was not tried could be faster, by its lower bound."""
 
     def __repr__(self) -> str:
         """Return the best plan and the number of plans."""
@@ -94,43 +103,75 @@ class SearchResult:
             for plan in self.plans
         ]  # fmt: skip
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether Ctrl-C ended the search."""
-        return _INTERRUPTED in self.warnings
-
-    def interrupted(self) -> SearchResult:
-        """Return this result with the warning that Ctrl-C ended the search."""
-        return replace(self, warnings=[_INTERRUPTED, *self.warnings])
+    def ended(self, what: str, gap: float) -> SearchResult:
+        """Return this result of a search that `what` ended early, with a warning."""
+        shortest = f"; none of the others can be more than {gap:.1%} faster" if gap > 0 else ""
+        warnings = [f"{what}: {_SO_FAR}{shortest}", *self.warnings]
+        return replace(self, warnings=warnings, ended_early=what, gap=gap)
 
 
-class UntilCtrlC:
-    """A context in which Ctrl-C ends a search, if it `may` be ended and `so_far` is not empty; otherwise
-    `KeyboardInterrupt` is raised.
+class EarlyEnd:
+    """A context that Ctrl-C, SIGTERM or the end of a time leaves, if it `may` be left and `so_far` is not empty. Before that
+    Ctrl-C and SIGTERM raise `KeyboardInterrupt`, and a time that is up waits for the first plan.
 
-    >>> with UntilCtrlC(True, ["a plan"]) as searching:
+    >>> with EarlyEnd(True, ["a plan"]) as searching:
     ...     raise KeyboardInterrupt
-    >>> searching.is_ended
-    True
+    >>> searching.what
+    'interrupted'
+
+    Raises:
+        InputError: a time in another thread than the main one, which alone gets signals.
     """
 
-    def __init__(self, may: bool, so_far: Sequence[object]) -> None:
-        self.may = may
+    def __init__(self, may: bool, so_far: Sequence[object], within_s: float | None = None) -> None:
+        self.may = may or within_s is not None
         self.so_far = so_far
-        self.is_ended = False
+        self.within_s = within_s
+        self.what: str | None = None
+        """What ended the search early."""
+        self._why = "interrupted"
+        self._before: dict[int, Any] = {}
+        self._timer = 0.0, 0.0
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            if self.within_s is not None:
+                raise InputError(
+                    "a search within a time needs the main thread: leave the time out, or plan there"
+                )
+            return self
+        if self.may:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._stop)
+        if self.within_s is not None:
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
+            self._timer = signal.setitimer(signal.ITIMER_REAL, max(self.within_s, 0.001), _INTERVAL_S)
         return self
+
+    def _stop(self, number: int, _: object) -> None:
+        if number != signal.SIGALRM:
+            self._why = f"ended by {signal.Signals(number).name}"
+        elif self.so_far:
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
+            self._why = f"ended after {self.within_s:g} s"
+        else:
+            return
+        raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        self.is_ended = isinstance(error, KeyboardInterrupt) and self.may and bool(self.so_far)
-        return self.is_ended
+        if signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if not (isinstance(error, KeyboardInterrupt) and self.may and self.so_far):
+            return False
+        self.what = self._why
+        return True
 
-    def annotated(self, result: SearchResult) -> SearchResult:
-        """Return `result`, with the warning if Ctrl-C has ended its search."""
-        return result.interrupted() if self.is_ended else result
+    def annotated(self, result: SearchResult, gap: float) -> SearchResult:
+        """Return `result`, with a warning if its search was ended early."""
+        return result if self.what is None else result.ended(self.what, gap)
 
 
 def operator_warnings(without_rule: Iterable[str]) -> list[str]:
