@@ -37,6 +37,8 @@ def with_offloads(
 
     At most `ahead` bytes are being copied at once, or one larger parcel alone. `storage` returns the storage of a value.
     """
+    if not parcels:
+        return list(nodes)
     last = {storage(parcel.values[0]): -1 for parcel in parcels}
     for index, node in enumerate(nodes):
         for value in (*node.inputs, *node.outputs):
@@ -71,6 +73,8 @@ def with_fetches(
     At most `ahead` bytes are fetched or being fetched and not used yet; a larger parcel is fetched when it is used. The
     fetches of the storages `begun` have started before.
     """
+    if not parcels:
+        return list(nodes)
     parcel_of = {value: parcel for parcel in parcels for value in parcel.values}
     first: dict[OffloadedStorage, int] = {}
     used: set[int] = set()

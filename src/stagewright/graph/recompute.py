@@ -17,6 +17,8 @@ def interleaved(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int
 
     Nodes that only the values `also` need come last; nodes that nothing needs are left out.
     """
+    if not extra:
+        return list(nodes)
     makers = makers_of(extra)
     merged: list[Node] = []
     done: set[int] = set()

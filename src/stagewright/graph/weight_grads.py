@@ -170,6 +170,8 @@ class _Finisher:
 
 def with_finishing(nodes: Sequence[Node], finishing: Sequence[Node]) -> list[Node]:
     """Return `nodes` in order, each `finishing` node as soon as its inputs exist, so that gradients are freed early."""
+    if not finishing:
+        return list(nodes)
     making = made_by((*nodes, *finishing))
     missing = [len(making.intersection(node.inputs)) for node in finishing]
     users: dict[int, list[int]] = defaultdict(list)

@@ -265,7 +265,7 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
         for flat in trained_flats:
             if flat.level >= OPTIMIZER:
                 gradients |= {
-                    value: size / flat.num_shards for value, size in gradients.items() if value in flat.values
+                    value: gradients[value] / flat.num_shards for value in flat.values if value in gradients
                 }
         gather_s = collectives.gather(flat for flat in trained_flats if OPTIMIZER <= flat.level < PARAMETERS)
         if line.job.profile.overlaps_reduction:
