@@ -23,8 +23,7 @@ from peers.exact.joint import optimum
 from peers.plans.adaptis import tune
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import stages_of
-from stagewright.planning.joint.plan import JointPlan, judged
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, JointPlan, judged
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even

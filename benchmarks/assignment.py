@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, cost, move
 from stagewright.planning.assignment.problem import AssignmentProblem
-from stagewright.planning.assignment.solve import assign
+from stagewright.planning.assignment.solve import assign, best_of_all
 
 LINKS = Path(__file__).parents[1] / "validation" / "data" / "links"
 THEIRS_S = 10.0
@@ -33,13 +32,11 @@ def grid(
     rate: np.ndarray, replicas: int, stages: int, boundary: float = 25e6, gradient: float = 1e9
 ) -> AssignmentProblem:
     """A configuration whose units are whole hosts."""
-    units = len(rate)
     seconds = 1 / rate
     np.fill_diagonal(seconds, 0.0)
     share = 2 * (replicas - 1) / replicas
-    zeros = np.zeros((units, stages))
     hop = 8 * boundary * (seconds + seconds.T)
-    return AssignmentProblem(replicas, stages, hop, share * gradient * seconds, np.ones(stages), zeros, zeros)
+    return AssignmentProblem(replicas, stages, hop, share * gradient * seconds, np.ones(stages))
 
 
 def planted(units: int, seed: int, num_slow: int = 3) -> np.ndarray:

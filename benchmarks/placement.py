@@ -24,7 +24,7 @@ import namespaces  # pyright: ignore[reportMissingImports]
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import line_of
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.prediction.predict import run_timeline, step_seconds
+from stagewright.planning.prediction.predict import step_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,7 +89,7 @@ def judge(folder: Path, made: list[namespaces.Host], dp: int, rounds: int) -> No
 
 def _predicted(plan: Plan, cluster: Path) -> float:
     line = line_of(plan, load_cluster(cluster))
-    return step_seconds(line, run_timeline(line))
+    return step_seconds(line)
 
 
 def on_hosts(made: list[namespaces.Host], *words: str) -> str:

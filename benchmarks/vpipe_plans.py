@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass
 
 from peers.plans.strategies import STRATEGIES
+from peers.plans.units import choice_of, stage_units
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, with_cuts
@@ -21,8 +22,7 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Variants, costing
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
-from stagewright.planning.saving import problem
-from stagewright.planning.saving.problem import stage_units, with_choice
+from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -97,12 +97,13 @@ def recomputed(plain: Candidate, body: RangeCosts, places: list[int]) -> Candida
     """`plain` with what each stage makes from its place on recomputed."""
     units = [unit for stage in plain.line.stages for unit in stage_units(stage)]
     graph = body.graph
-    chosen = frozenset(
+    chosen = [
         index
         for index, unit in enumerate(units)
         if unit.recomputable and graph.position[graph.values[unit.values[0]].node] >= places[unit.stage]
-    )
-    line = with_choice(Variants(plain.line, body), units, problem.Choice(chosen))
+    ]
+    roots = saved_roots(plain.line.stages)
+    line = with_choice(Variants(plain.line, body), roots, choice_of(units, chosen))
     memories = tuple(rank_memories(line))
     return Candidate(
         plain.configuration, line, plain.cuts, memories, line.missing_bytes(memories), plain.memory_policy

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from stagewright.execution.launch import run as run
     from stagewright.execution.trainer import Trainer as Trainer
     from stagewright.planning.checks import check as check
+    from stagewright.planning.checks import simulate as simulate
     from stagewright.planning.estimate import estimate as estimate
     from stagewright.planning.explanation import explain as explain
     from stagewright.planning.job import Job as Job
     from stagewright.planning.plan import load_plan as load_plan
-    from stagewright.planning.prediction.step_times import simulate as simulate
     from stagewright.planning.search import plan as plan
     from stagewright.tracing.cache import trace as trace
 

@@ -26,7 +26,6 @@ SOURCES = (
     "estimation/allocator.py",
     "planning/assignment/kernels.py",
     "planning/joint/anneal.py",
-    "planning/joint/gathers.py",
     "planning/joint/layout.py",
     "planning/joint/load_balancing.py",
     "planning/joint/moves.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 class StagewrightError(Exception):
@@ -81,3 +81,15 @@ def nearest(word: str, names: Iterable[str]) -> str:
         return f" (did you mean {' or '.join(map(repr, longer))}?)"
     match = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def check_names(given: Iterable[str], names: Collection[str], owner: str) -> None:
+    """Raise `InputError` for the first of `given` that is not among `names`, those that `owner` has.
+
+    >>> check_names(["tp", "p"], ["tp", "pp"], "a search")
+    Traceback (most recent call last):
+    stagewright.errors.InputError: a search has no 'p' (did you mean 'pp'?); it has tp, pp
+    """
+    for name in given:
+        if name not in names:
+            raise InputError(f"{owner} has no '{name}'{nearest(name, names)}; it has {', '.join(names)}")

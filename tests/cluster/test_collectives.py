@@ -14,7 +14,6 @@ from stagewright.cluster import (
     all_reduce_seconds,
     all_to_all_seconds,
     arranged,
-    broadcast_seconds,
     load_cluster,
     reduce_scatter_seconds,
     ring_shift_seconds,
@@ -26,7 +25,6 @@ COLLECTIVES = [
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
-    broadcast_seconds,
     reduce_scatter_seconds,
     ring_shift_seconds,
 ]

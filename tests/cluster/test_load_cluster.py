@@ -54,6 +54,16 @@ def test_overrides_reach_every_node_and_are_recorded() -> None:
         assert "datasheet" in (group.device.source_of("peak_flops.fp8") or "")
 
 
+def test_figures_of_hosts_that_earlier_versions_had_are_dropped(tmp_path: Path) -> None:
+    figures = (
+        "[nodes.host.peak_flops]\nbf16 = 1e12\n[nodes.host.sources]\n'matmul_efficiency.bf16' = 'a guess'\n"
+    )
+    host = load_cluster(written(tmp_path, SMALL + figures)).nodes[0].host
+    assert host is not None and host == load_cluster("8x-a100-40").nodes[0].host
+    with pytest.raises(InputError, match="unknown key 'peak_flop'"):
+        load_cluster(written(tmp_path, SMALL + "[nodes.host]\npeak_flop = 1e12\n"))
+
+
 def test_overrides_leave_the_catalog_alone() -> None:
     before = load_cluster("8x-h100")
     load_cluster("8x-h100", {"inter_node.bandwidth": 1.0})

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import Cluster, MeasuredBandwidth, load_cluster
 from stagewright.errors import InputError
-from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, anneal, move
-from stagewright.planning.assignment.problem import AssignmentProblem, assignment_problem
-from stagewright.planning.assignment.solve import _repaired, assign
+from stagewright.planning.assignment.problem import AssignmentProblem, Traffic, assignment_problem
+from stagewright.planning.assignment.solve import _repaired, assign, best_of_all
 
 
 def random_grid(replicas: int, stages: int, seed: int) -> AssignmentProblem:
@@ -22,26 +21,21 @@ def random_grid(replicas: int, stages: int, seed: int) -> AssignmentProblem:
     units = replicas * stages
     return AssignmentProblem(
         replicas, stages, generator.random((units, units)), generator.random((units, units)),
-        generator.random(stages), generator.random((units, stages)), generator.random((units, stages)),
+        generator.random(stages),
     )  # fmt: skip
 
 
 def plainly(grid: AssignmentProblem, order: tuple[int, ...]) -> float:
     """The objective written out in Python."""
     place = np.array(order).reshape(grid.num_replicas, grid.num_stages)
-    through = max(
-        sum(grid.fill[unit, stage] for stage, unit in enumerate(row))
-        + sum(grid.transfer[a, b] for a, b in pairwise(row))
-        for row in place
-    )
-    busy = max(grid.busy[unit, stage] for row in place for stage, unit in enumerate(row))
+    through = max(sum(grid.transfer[a, b] for a, b in pairwise(row)) for row in place)
     edges = [
         grid.ring_share[stage] * grid.ring[a, b]
         for stage, ring in enumerate(place.T)
         for a, b in zip(ring, np.roll(ring, -1), strict=True)
         if grid.num_replicas > 1
     ]
-    return through + busy + max(edges, default=0.0)
+    return through + max(edges, default=0.0)
 
 
 @given(st.sampled_from([(1, 4), (4, 1), (2, 2), (2, 3), (3, 2)]), st.integers(0, 1000))
@@ -89,10 +83,8 @@ def slow_link_cluster(slow: tuple[int, int]) -> Cluster:
 
 def test_a_planted_slow_link_is_left_unused() -> None:
     cluster = slow_link_cluster((2, 3))
-    grid = assignment_problem(
-        cluster, tp=8, num_replicas=4, num_stages=4, boundary_bytes=1e7, gradient_bytes=np.full(4, 1e8),
-        num_exposed=4.0,
-    )  # fmt: skip
+    traffic = Traffic(boundary_bytes=1e7, gradient_bytes=np.full(4, 1e8), num_exposed=4.0)
+    grid = assignment_problem(cluster, traffic, tp=8, num_replicas=4, num_stages=4)
     found = assign(grid, num_steps=40_000, num_starts=2)
     place = np.array(found.units).reshape(4, 4)
     hops = {frozenset(pair) for row in place for pair in pairwise(row)}
@@ -104,27 +96,13 @@ def test_a_planted_slow_link_is_left_unused() -> None:
 
 def test_units_are_single_devices_too() -> None:
     cluster = load_cluster("2x4x-a100-80")
-    grid = assignment_problem(
-        cluster, tp=1, num_replicas=4, num_stages=2, boundary_bytes=1e6, gradient_bytes=np.full(2, 1e9),
-        num_exposed=2.0,
-    )  # fmt: skip
+    traffic = Traffic(boundary_bytes=1e6, gradient_bytes=np.full(2, 1e9), num_exposed=2.0)
+    grid = assignment_problem(cluster, traffic, tp=1, num_replicas=4, num_stages=2)
     place = np.array(assign(grid).units).reshape(4, 2)
     assert all(len({unit // 4 for unit in ring}) == 1 for ring in place.T)  # rings stay inside a node
 
 
-def test_a_slow_device_gets_the_light_stage() -> None:
-    seconds = np.array([[3.0, 1.0], [3.0, 1.0], [6.0, 2.0], [3.0, 1.0]])
-    cluster = load_cluster("4x-a100-80")
-    grid = assignment_problem(
-        cluster, tp=1, num_replicas=2, num_stages=2, boundary_bytes=1.0, gradient_bytes=np.ones(2),
-        num_exposed=1.0, unit_seconds=seconds, num_microbatches=8,
-    )  # fmt: skip
-    assert 2 in np.array(assign(grid).units).reshape(2, 2)[:, 1]
-
-
-def test_widths_that_do_not_fill_the_cluster_are_named() -> None:
+def test_degrees_that_do_not_fill_the_cluster_are_named() -> None:
     with pytest.raises(InputError, match="are 4 devices"):
-        assignment_problem(
-            load_cluster("8x-a100-80"), tp=2, num_replicas=1, num_stages=2, boundary_bytes=1.0,
-            gradient_bytes=np.ones(2), num_exposed=1.0,
-        )  # fmt: skip
+        traffic = Traffic(boundary_bytes=1.0, gradient_bytes=np.ones(2), num_exposed=1.0)
+        assignment_problem(load_cluster("8x-a100-80"), traffic, tp=2, num_replicas=1, num_stages=2)

@@ -9,8 +9,7 @@ from stagewright.errors import PlanError
 from stagewright.planning.joint import bounds
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.packing import pack
-from stagewright.planning.joint.plan import scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 

@@ -8,8 +8,7 @@ import pytest
 from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.bounds import lower_bound
 from stagewright.planning.joint.layout import Layout, stage_costs, transfer_times
-from stagewright.planning.joint.plan import judged, scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, judged, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import build, verify

@@ -17,7 +17,7 @@ from stagewright.planning.assignment.placing import (
     placed,
     unit_width,
 )
-from stagewright.planning.assignment.problem import as_numbered, assignment_problem
+from stagewright.planning.assignment.problem import Traffic, as_numbered, assignment_problem
 from stagewright.planning.assignment.solve import assign
 from stagewright.planning.candidate import make_candidate
 from stagewright.planning.configuration import Configuration
@@ -127,15 +127,8 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
     units = 9
     there = 1 + np.triu(np.full((units, units), 0.5), 1) - np.tril(np.full((units, units), 0.5), -1)
     cluster = with_links((1e9 / there).tolist(), load_cluster("9x1x-a100-80"))
-    grid = assignment_problem(
-        cluster,
-        tp=1,
-        num_replicas=3,
-        num_stages=3,
-        boundary_bytes=1e6,
-        gradient_bytes=np.ones(3) * 1e8,
-        num_exposed=1.0,
-    )
+    traffic = Traffic(boundary_bytes=1e6, gradient_bytes=np.ones(3) * 1e8, num_exposed=1.0)
+    grid = assignment_problem(cluster, traffic, tp=1, num_replicas=3, num_stages=3)
     found = assign(grid, num_steps=1000, num_starts=1)
     assert found.units != as_numbered(3, 3) or not found.is_proved
 
@@ -165,10 +158,8 @@ def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
     cluster, stages = with_slow((1, 2)), 32 // replicas
     one = line(cluster, dp=replicas, pp=stages)
     sizes = 100 * np.array([sum(gradient_bytes(one.stages_of(rank)).values()) for rank in range(stages)])
-    grid = assignment_problem(
-        cluster, tp=1, num_replicas=replicas, num_stages=stages, boundary_bytes=0.0, gradient_bytes=sizes,
-        num_exposed=0.0,
-    )  # fmt: skip
+    traffic = Traffic(boundary_bytes=0.0, gradient_bytes=sizes, num_exposed=0.0)
+    grid = assignment_problem(cluster, traffic, tp=1, num_replicas=replicas, num_stages=stages)
     predicted = [
         all_reduce_seconds(cluster, float(sizes[rank]), one.replicas(rank)) for rank in range(stages)
     ]

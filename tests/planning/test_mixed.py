@@ -26,7 +26,6 @@ from stagewright.planning.partition.solver import partition
 from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.prediction.pipeline import bodies_of, costing
-from stagewright.schedule.in_flight import in_flight
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -181,7 +180,7 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
             body, configuration, partition(bodies_of(body, cluster, 3, 1)) or (), cluster, JOB
         ).line
         ends = [*(stage.start for stage in line.stages), body.size]
-        known = terms_of(line, body, in_flight(line.program))
+        known = terms_of(line, body)
         assert [one.inverse_speed < 0.6 for one in known] == [device == 2 for device in order]
         demands = [StageRanges(ranges, known).demand(rank, *ends[rank : rank + 2]) for rank in range(3)]
         for fast, slow in ((1.0, 1.0), (0.8, 1.5), (1.5, 0.9)):  # what they have of what they would need
@@ -190,7 +189,7 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
                 for demand, device in zip(demands, order, strict=True)
             ]
             terms = known
-            terms = [one.with_capacity(limit) for one, limit in zip(terms, limits, strict=True)]
+            terms = [replace(one, capacity=limit) for one, limit in zip(terms, limits, strict=True)]
             leaves = StageRanges(ranges, terms)
             found = best_partition(leaves)
             wanted = min(bottleneck(leaves, cuts) for cuts in combinations(ranges.legal.tolist(), 2))

@@ -21,15 +21,21 @@ from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.tracing.cache import trace
 
 
+class Body(SimpleNamespace):
+    """A body as the partitioner sees it."""
+
+    __hash__ = object.__hash__
+
+
 def body(
     times: list[int], widths: list[int], state: list[int] | None = None, saved: list[int] | None = None
 ) -> Any:
-    """A body as the partitioner sees it."""
+    """A body of operators of these times."""
 
     def prefix(amounts: list[int] | None) -> Any:
         return np.concatenate([[0.0], np.cumsum(amounts or [0] * len(times))])
 
-    return SimpleNamespace(
+    return Body(
         size=len(times),
         seconds=prefix(times),
         state_bytes=prefix(state),

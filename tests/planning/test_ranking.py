@@ -12,7 +12,7 @@ from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.ranking import AS_FAST, peak_bytes, ranked
+from stagewright.planning.ranking import AS_FAST, ranked
 
 
 @cache
@@ -30,7 +30,8 @@ def _plan(seconds: float, num_bytes: int) -> Plan:
 
 def _order(*plans: tuple[float, int]) -> list[tuple[float, int]]:
     return [
-        (plan.predictions.step_seconds, peak_bytes(plan)) for plan in ranked(_plan(*one) for one in plans)
+        (plan.predictions.step_seconds, plan.predictions.reserved_peak_bytes)
+        for plan in ranked(_plan(*one) for one in plans)
     ]
 
 

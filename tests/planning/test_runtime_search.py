@@ -14,6 +14,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.graph.repeat import REPEATS
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
+from stagewright.planning.best_first import Request, Search
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import make_candidate
 from stagewright.planning.configuration import Configuration, Recompute
@@ -25,7 +26,6 @@ from stagewright.planning.memory.fitting import Entry
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
-from stagewright.planning.search import Request, Search
 from stagewright.planning.search import plan as search
 from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space

@@ -16,15 +16,14 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
-from stagewright.planning.joint.plan import scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.traced import LinkModel
 from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.bubble import bubble
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs, costing
-from stagewright.planning.prediction.predict import run_timeline, step_costs, step_seconds
+from stagewright.planning.prediction.predict import step_costs, step_seconds
 from stagewright.planning.prediction.step_times import simulated
 from stagewright.planning.prediction.transfers import lane_seconds, transfer_seconds, transfers_slow
 from stagewright.planning.predictions import StepCosts, TransferCosts
@@ -96,7 +95,7 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     line = make_candidate(body, configuration, cluster, job).line
     (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
     assert transfer_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
-    per_byte = terms_of(line, body, [4, 4])[0].boundary_s_per_byte
+    per_byte = terms_of(line, body)[0].boundary_s_per_byte
     assert per_byte == cluster.point_to_point_seconds(1e9, 1, 3) / 1e9 / 2
     _, bandwidth = LinkModel(cluster, 2, 2).link()
     assert bandwidth == pytest.approx(cluster.link_between(1, 3).bandwidth)
@@ -213,7 +212,7 @@ def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch)
     graph = trace(MODEL, 1, **JOB.traced("cuda"))
     body = RangeCosts(graph, costing(graph, cluster, JOB))
     line = make_candidate(body, Configuration(1, 8, 1, 8, "gpipe"), cluster, JOB).line
-    timeline, seen = run_timeline(line), Counter[int]()
+    seen = Counter[int]()
     plain = Pipeline.stages_of
 
     def counted(self: Pipeline, rank: int) -> list[Stage]:
@@ -221,7 +220,7 @@ def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch)
         return plain(self, rank)
 
     monkeypatch.setattr(Pipeline, "stages_of", counted)
-    step_seconds(line, timeline)
+    step_seconds(line)
     assert sorted(seen) == list(range(8))
     assert max(seen.values()) < 8
     assert line.stages is line.stages

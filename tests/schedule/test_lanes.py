@@ -12,8 +12,7 @@ import pytest
 from random_programs import random_program
 from stagewright.errors import ScheduleError
 from stagewright.planning.joint.layout import Layout
-from stagewright.planning.joint.plan import scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.schedule import (
     FAMILIES,

@@ -21,8 +21,7 @@ import numpy as np
 from stagewright.arrays import Floats
 from stagewright.errors import PlanError
 from stagewright.planning.joint.layout import Layout
-from stagewright.planning.joint.plan import JointPlan, scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, JointPlan, scheduled
 from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.starts import balanced, even
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED

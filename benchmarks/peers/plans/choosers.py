@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.planning.saving.problem import SavingChoice, SavingProblem
+from peers.plans.units import SavingProblem
 
 _SLOTS = 2000
 """Parts into which memory is divided for the knapsack."""
 
 
-def knapsack(problem: SavingProblem) -> SavingChoice | None:
+def knapsack(problem: SavingProblem) -> list[int] | None:
     """The values whose keeping avoids most recomputation within the memory left, each by the time of its own chain.
 
     Source: AdaPipe (Sun et al., ASPLOS 2024), whose units are recomputed independently. A dynamic program over units and
     memory in parts of 1/2000, rounded up. Ignores: that chains share operators.
 
-    >>> from stagewright.planning.saving.problem import SavingProblem, Unit
+    >>> from peers.plans.units import Unit
     >>> units = tuple(Unit(0, f"op{i}", (i,), size, frozenset({i})) for i, size in enumerate((6, 5, 5)))
-    >>> sorted(knapsack(SavingProblem(units, {0: 3.0, 1: 2.0, 2: 2.0}, 6.0, {0: 1.0})).recomputed)
+    >>> knapsack(SavingProblem(units, {0: 3.0, 1: 2.0, 2: 2.0}, 6.0, {0: 1.0}))
     [0]
     """
     able = [
@@ -33,7 +33,7 @@ def knapsack(problem: SavingProblem) -> SavingChoice | None:
     slots = np.ceil(sizes / max(room, 1.0) * _SLOTS).astype(int)
     values = [sum(problem.seconds[node] for node in problem.units[index].chain) for index in able]
     kept = _most_valuable(slots.tolist(), values, _SLOTS)
-    return SavingChoice(frozenset(index for place, index in enumerate(able) if place not in kept))
+    return [index for place, index in enumerate(able) if place not in kept]
 
 
 def _most_valuable(sizes: Sequence[int], values: Sequence[float], capacity: int) -> set[int]:

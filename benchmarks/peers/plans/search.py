@@ -10,13 +10,14 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.advice import misses_memory
+from stagewright.planning.bounds.coarse import Trace
 from stagewright.planning.candidate import Candidate, make_plan
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search import Trace, over_lengths
+from stagewright.planning.search import over_lengths
 from stagewright.planning.search_result import Excluded, SearchResult
 from stagewright.planning.space import Space, microbatch_sizes, obstacle, parallel_degrees, pipelines
 from stagewright.tracing.cache import trace as cached_trace

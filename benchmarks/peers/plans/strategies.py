@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from peers.exact.cuts import exact
 from peers.plans.blocks import at_blocks, even_cuts, timed_cuts
 from peers.plans.choosers import knapsack
+from peers.plans.units import by_units
 from peers.plans.vpipe import suffix_cuts, with_suffixes
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
@@ -98,7 +99,7 @@ def _vpipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job
 
 def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
     start = _timed(body, configuration, cluster, job)
-    terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
+    terms = terms_of(start.line, body, offload=False)
     leaves = corrected(
         start.line, start.memories, StageRanges(at_blocks(body, known_ranges(body), configuration.pp), terms)
     )
@@ -106,7 +107,7 @@ def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, j
     if found is None:
         return None
     plain = start if found.cuts == start.cuts else with_cuts(body, configuration, found.cuts, cluster, job)
-    fitted = fit(plain.line, body, offload=False, chooser=knapsack)
+    fitted = fit(plain.line, body, propose=lambda proposals, kept: by_units(proposals, kept, knapsack))
     if fitted is None:
         return None
     return replace(

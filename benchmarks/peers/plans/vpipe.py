@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from peers.plans.blocks import block_ends, moved_cuts
+from peers.plans.units import Unit, choice_of, stage_units
 from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
@@ -21,7 +22,7 @@ from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
-from stagewright.planning.saving.problem import SavingChoice, Unit, stage_units, with_choice
+from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.schedule.in_flight import in_flight
 
 
@@ -30,7 +31,7 @@ def suffix_cuts(plain: Candidate, body: RangeCosts) -> tuple[int, ...]:
     it must recompute, faster."""
     line = plain.line
     ends = block_ends(body, len(line.stages))
-    terms = terms_of(line, body, in_flight(line.program), offload=False)
+    terms = terms_of(line, body, offload=False)
     leaves = corrected(line, plain.memories, StageRanges(known_ranges(body), terms))
 
     def cost(cuts: Sequence[int]) -> tuple[float, ...]:
@@ -80,7 +81,7 @@ class _Suffixes:
     def __init__(self, plain: Candidate, body: RangeCosts) -> None:
         self.plain = plain
         line = plain.line
-        self.variants = Variants(line, body)
+        self.variants, self.roots = Variants(line, body), saved_roots(line.stages)
         self.units = [unit for stage in line.stages for unit in stage_units(stage)]
         self.place = [_place(body, unit) for unit in self.units]
         ends = block_ends(body, len(line.stages))
@@ -119,8 +120,8 @@ class _Suffixes:
 
     def _replay(self) -> None:
         chosen = [self._chosen(stage) for stage in range(len(self.grown))]
-        choice = SavingChoice(frozenset(index for one in chosen for index in one))
-        line = with_choice(self.variants, self.units, choice)
+        choice = choice_of(self.units, (index for one in chosen for index in one))
+        line = with_choice(self.variants, self.roots, choice)
         memories = tuple(
             _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))
             for memory in rank_memories(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,8 +199,8 @@ def plan(
     with Progress(f"planning {reference.name}") as progress:
         candidates = offers(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
-            price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress, interruptible=True,
-            within_s=objective.within,
+            price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress,
+            patience_s=math.inf if objective.within is None else objective.within,
         )  # fmt: skip
         search_result, on = candidates[0].result, candidates[0].cluster
         compared = (

@@ -5,7 +5,6 @@ from stagewright.cluster.collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
-    broadcast_seconds,
     reduce_scatter_seconds,
     ring_shift_seconds,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "all_reduce_seconds",
     "all_to_all_seconds",
     "arranged",
-    "broadcast_seconds",
     "dispatch_seconds",
     "load_cluster",
     "load_profile",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
@@ -246,6 +246,11 @@ class Cluster(SourcedModel):
     def device_of(self, rank: int) -> Device:
         """Return the device of `rank`."""
         return self.group_of(rank).device
+
+    def kinds_of(self, ranks: Iterable[int]) -> tuple[Device, ...]:
+        """Return the devices of `ranks`, equal ones once, in the order of the ranks."""
+        nodes = dict.fromkeys(map(self.node_of, ranks))
+        return tuple(dict.fromkeys(self._groups_by_node[node].device for node in nodes))
 
     def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
         """Return the link of a message from rank `src` to rank `dst`.

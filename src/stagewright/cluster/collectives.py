@@ -274,17 +274,6 @@ def _all_reduce_seconds(group: Communicator, num_bytes: float) -> float:
     return 2 * min(ring, tree)
 
 
-def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
-    """Return the seconds until `num_bytes` of one rank have reached all `ranks` (a pipelined chain).
-
-    Source and ignores: the module.
-    """
-    if len(ranks) < 2:
-        return 0.0
-    group = communicator(cluster, ranks)
-    return group.ring_latency_s(num_bytes) + num_bytes / group.ring_bandwidth()
-
-
 def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
     """Return the seconds until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
 

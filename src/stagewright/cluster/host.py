@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from stagewright.cluster.device import ByteCount, ByteRate, Fraction, PerPrecision, PerPrecisionFraction
+from stagewright.cluster.device import ByteCount, ByteRate, Fraction
 from stagewright.cluster.schema import SourcedModel
 from stagewright.limits import MOST_DEVICES
+
+_DROPPED = ("peak_flops", "matmul_efficiency")
+"""Figures of earlier versions, which no prediction used."""
 
 
 class Host(SourcedModel):
@@ -23,12 +27,21 @@ class Host(SourcedModel):
     memory_bandwidth: ByteRate
     memory_efficiency: Fraction
     """Fraction of `memory_bandwidth` that an optimizer attains when it streams its state."""
-    peak_flops: PerPrecision
-    """FLOP/s of all cores; a multiply-add counts as two."""
-    matmul_efficiency: PerPrecisionFraction
-    """Fraction of the peak that a large matrix product reaches."""
     reserve_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Fraction of the memory left to the system and to loading data."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_dropped_figures(cls, document: Any) -> Any:
+        """Drop the figures of earlier versions and their sources, so that files and plans that have them stay valid."""
+        if not isinstance(document, Mapping) or not isinstance(
+            sources := document.get("sources", {}), Mapping
+        ):
+            return document
+        kept = {key: value for key, value in document.items() if key not in _DROPPED}
+        return kept | {
+            "sources": {key: why for key, why in sources.items() if key.split(".")[0] not in _DROPPED}
+        }
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_devices, self.memory_bytes))

@@ -85,8 +85,8 @@ def even(what: str, amount: int, size: int) -> int:
         InputError: it does not divide.
     """
     if amount % size:
-        divisors = [width for width in range(2, amount + 1) if amount % width == 0 and width <= 64]
-        remedy = f"choose a width among {', '.join(map(str, divisors))}" if divisors else "leave --tp out"
+        divisors = [degree for degree in range(2, amount + 1) if amount % degree == 0 and degree <= 64]
+        remedy = f"choose a degree among {', '.join(map(str, divisors))}" if divisors else "leave --tp out"
         raise InputError(f"tensor parallelism of {size} does not divide {what} ({amount}): {remedy}")
     return amount // size
 

@@ -29,8 +29,8 @@ from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, graph_section
-from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, pipeline, reserved_bytes
-from stagewright.planning.prediction.predict import predict, rank_memories, run_timeline, step_seconds
+from stagewright.planning.prediction.pipeline import Pipeline, pipeline, reserved_bytes, stage_bodies
+from stagewright.planning.prediction.predict import predict, rank_memories, step_seconds
 from stagewright.planning.prediction.regions import (
     as_model_says,
     kept_policy,
@@ -88,10 +88,8 @@ class Candidate:
 
     def with_headroom(self, num_bytes: int) -> Candidate:
         """Return this candidate with `num_bytes` left free on every device; a negative number adds memory."""
-        line, configuration = (
-            replace(self.line, headroom=num_bytes),
-            replace(self.configuration, headroom=num_bytes),
-        )
+        line = replace(self.line, headroom=num_bytes)
+        configuration = replace(self.configuration, headroom=num_bytes)
         return replace(
             self, configuration=configuration, line=line, excess_bytes=line.missing_bytes(self.memories)
         )
@@ -175,9 +173,8 @@ def best_partition(
         PlanError: more stages than legal cuts allow.
     """
     program = make_program(configuration)
-    width = configuration.num_holders * configuration.tp
-    rank_bodies = bodies_of(body, cluster, configuration.pp, width)
-    bodies = [rank_bodies[rank] for rank in program.placement.rank_of_stage]
+    width = configuration.ranks_per_stage
+    bodies = stage_bodies(body, cluster, program, width)
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
         cuts = partition(bodies, slack, budget) if budget else _unlimited_partition(tuple(bodies), slack)
@@ -248,10 +245,10 @@ def takes_longer(
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
     line = with_program(body, configuration, cuts, make_program(configuration), cluster, job)
-    if step_seconds(line, run_timeline(line)) < below_s:
+    if step_seconds(line) < below_s:
         return False
     placed_line = placed(line)[0]
-    return placed_line is line or step_seconds(placed_line, run_timeline(placed_line)) >= below_s
+    return placed_line is line or step_seconds(placed_line) >= below_s
 
 
 def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
@@ -371,7 +368,7 @@ def _best_in_units(
     fitting = [candidate for candidate in candidates if candidate.excess_bytes <= 0]
     if len(fitting) == 1:
         return fitting[0]
-    return min(fitting, key=lambda candidate: step_seconds(candidate.line, run_timeline(candidate.line)))
+    return min(fitting, key=lambda candidate: step_seconds(candidate.line))
 
 
 def network_seconds(
@@ -388,9 +385,7 @@ def network_seconds(
     """
     if configuration.level < GRADIENTS or configuration.num_holders == 1:
         return 0.0
-    holders = range(0, configuration.num_holders * configuration.tp, configuration.tp)[
-        : configuration.shard_group
-    ]
+    holders = range(0, configuration.ranks_per_stage, configuration.tp)[: configuration.shard_group]
     times = float(configuration.num_microbatches)
     if configuration.schedule in _ALL_TOGETHER and not in_units:
         times = 1.0
@@ -515,7 +510,7 @@ def fastest_fitted(
     whole = _whole_stages(first, body) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
-            whole, first.memories, body, in_flight(whole.program), () if shrink else by_cuts,
+            whole, first.memories, body, () if shrink else by_cuts,
             state_share=configuration.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
         )  # fmt: skip
         for cuts in tried[:_MOST_FITTED]:

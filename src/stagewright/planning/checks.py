@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, overload
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, StagewrightError
@@ -17,12 +18,14 @@ from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
-from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
+from stagewright.planning.prediction.step_times import simulated, simulated_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Program, insert_communication, verify
 from stagewright.schedule.lanes import check_lanes
 from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
+from stagewright.simulation import StageCosts, Timeline
+from stagewright.simulation import simulate as simulate_program
 from stagewright.units import format_bytes, format_seconds
 
 Allow = Callable[[Plan, str], None]
@@ -186,10 +189,7 @@ def _check_prediction(who: str, needed: int, predicted: int) -> None:
 def check_predicted_time(plan: Plan, costs: StepCosts) -> str:
     """Return a text with the seconds of the program at the plan's costs; raises `PlanError` where the plan predicts another
     time."""
-    simulated_s, predicted_s = (
-        whole_step_seconds(simulated(stage_program(plan), costs), costs),
-        plan.predictions.step_seconds,
-    )
+    simulated_s, predicted_s = simulated_seconds(stage_program(plan), costs), plan.predictions.step_seconds
     if abs(simulated_s - predicted_s) > TOLERANCE * simulated_s:
         raise PlanError(
             f"the plan says {format_seconds(predicted_s)} per step, but its program takes {format_seconds(simulated_s)} at "
@@ -223,3 +223,29 @@ def check_predicted_memory(plan: Plan, cluster: Cluster) -> str:
     fullest = max(plan.predictions.ranks, key=lambda rank: rank.reserved_peak_bytes)
     needed, limit = format_bytes(fullest.reserved_peak_bytes), format_bytes(limits[fullest.rank])
     return f"at most {needed} (rank {fullest.rank}) of {limit}, as the plan says"
+
+
+@overload
+def simulate(subject: Plan) -> Timeline: ...
+@overload
+def simulate(subject: Program, costs: StageCosts, *args: Any, **options: Any) -> Timeline: ...
+def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
+    """Return when every action of a batch runs: for a plan with the costs that it states, for a program with the given
+    ones and the other arguments of `stagewright.simulation.simulate`.
+
+    Raises:
+        InputError: the plan states no costs, or costs of another number of stages are given.
+        ScheduleError: the program deadlocks.
+    """
+    if not isinstance(subject, Plan):
+        return simulate_program(subject, *args, **options)
+    if args or options:
+        raise InputError(
+            "a plan states its own costs: give no other argument, or pass its program, `stage_program(plan)`"
+        )
+    costs = subject.predictions.costs
+    if costs is None:
+        raise InputError(
+            "the plan does not state its costs: `stagewright.estimate(plan, cluster)` returns one that does"
+        )
+    return simulated(stage_program(subject), costs)

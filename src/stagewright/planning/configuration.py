@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, check_names
 from stagewright.estimation.precision import Precision
 from stagewright.planning.job import Job
 from stagewright.schedule import Program
@@ -87,12 +87,7 @@ class Configuration:
         >>> Configuration.of(pp=4, chunks=None, loss_pieces="auto").loss_pieces
         0
         """
-        names = requested_fields()
-        for name in values:
-            if name not in names:
-                raise InputError(
-                    f"a configuration has no '{name}'{nearest(name, names)}; it has {', '.join(names)}"
-                )
+        check_names(values, requested_fields(), "a configuration")
         given = {name: _checked(name, value) for name, value in values.items() if value is not None}
         return replace(base or cls(), **given)
 
@@ -111,7 +106,7 @@ class Configuration:
             )
             raise InputError(
                 f"dp {dp}{shared} x pp {pp} does not fit the {cluster.num_devices} devices of cluster '{cluster.name}': "
-                "choose widths whose product is at most that"
+                "choose parallel degrees whose product is at most that"
             )
         if self.microbatch < 1 or job.global_batch % (dp * self.microbatch):
             raise InputError(
@@ -164,6 +159,11 @@ class Configuration:
     def num_holders(self) -> int:
         """Ranks that hold the same parameters: replicas, and context parallel ranks."""
         return self.dp * self.cp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold a stage."""
+        return self.num_holders * self.tp
 
     @property
     def level(self) -> int:

@@ -119,7 +119,7 @@ def offers(
     description, or of the catalog's list for the `terms`.
 
     Args:
-        options: further arguments of `stagewright.planning.search.plan`; `within_s` is for all offers together.
+        options: further arguments of `stagewright.planning.search.plan`; `patience_s` is for all offers together.
 
     Raises:
         InputError: cost without a price, or an impossible price or number of tokens.
@@ -135,7 +135,7 @@ def offers(
     check_price(price_per_hour)
     ranked: list[Offer] = []
     failure: PlanError | InputError | None = None
-    within_s, begun_s = options.pop("within_s", None), time.monotonic()
+    patience_s, begun_s = options.pop("patience_s", None), time.monotonic()
     for part in _parts(cluster, objective):
 
         def report_part(text: str, part: Cluster = part) -> None:
@@ -143,8 +143,8 @@ def offers(
             report(text if is_whole else f"{part.num_devices} devices: {text}")
 
         try:
-            left_s = None if within_s is None else max(within_s - (time.monotonic() - begun_s), 0.0)
-            result = plan(model, part, job, report=report_part, within_s=left_s, **options)
+            left_s = None if patience_s is None else max(patience_s - (time.monotonic() - begun_s), 0.0)
+            result = plan(model, part, job, report=report_part, patience_s=left_s, **options)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue

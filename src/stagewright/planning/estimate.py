@@ -21,7 +21,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
 from stagewright.planning.plan import ClusterSection, Plan
-from stagewright.planning.planned_line import planned_line
+from stagewright.planning.plan_stages import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
@@ -89,7 +89,7 @@ def estimate(
         raise InputError(f"{fault}: choose another --ep")
     configuration = replace(configuration, loss_pieces=_pieces(reference, job, configuration, cluster))
     traced = job.traced(cluster.nodes[0].device.kind) | configuration.trace_arguments | {"expand": False}
-    graph = _trace(reference, configuration.microbatch, traced, report, trace)
+    graph = trace(reference, configuration.microbatch, report=report, **traced)
     body = body_costs(graph, cluster, job)
     configuration = replace(configuration, recompute=_recomputed(request.recompute, body.graph, job))
     plan = make_plan(make_candidate(body, configuration, cluster, job), body, reference)
@@ -97,11 +97,7 @@ def estimate(
 
 
 def estimate_breakdown(
-    plan: Plan,
-    cluster: Cluster,
-    by: str,
-    report: Report = lambda stage: None,
-    trace: Trace = cached_trace,
+    plan: Plan, cluster: Cluster, by: str, report: Report = lambda stage: None
 ) -> tuple[Share, ...]:
     """Return the time of one microbatch of `plan` on `cluster`, by ``operator``, ``layer`` or ``category``.
 
@@ -109,7 +105,7 @@ def estimate_breakdown(
         InputError: an unknown breakdown.
         PlanError: the model has changed since.
     """
-    return breakdown(body_costs(graph_of(plan, report, trace), cluster, plan.job).costing, by)
+    return breakdown(body_costs(graph_of(plan, report), cluster, plan.job).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
@@ -125,19 +121,17 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
         raise PlanError(
             f"model '{plan.model.text}' has changed since the plan was made ({change}): plan again"
         )
-    return _trace(reference, plan.microbatch_size, plan.traced(), report, trace)
+    return trace(reference, plan.microbatch_size, report=report, **plan.traced())
 
 
-def line_of(
-    plan: Plan, cluster: Cluster, report: Report = lambda stage: None, trace: Trace = cached_trace
-) -> Pipeline:
+def line_of(plan: Plan, cluster: Cluster, report: Report = lambda stage: None) -> Pipeline:
     """Return the split model of `plan` with its program on `cluster`, ready to be simulated and checked.
 
     Raises:
         PlanError: the model has changed, or does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    return planned_line(plan, body_costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
+    return planned_line(plan, body_costs(graph_of(plan, report), cluster, plan.job), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -210,12 +204,6 @@ def _of_calls(loop: Loop, plan: Plan, cluster: Cluster, report: Report, trace: T
         }
     )
     return plan.predictions.model_copy(update={"ranks": (changed,)})
-
-
-def _trace(
-    reference: ModelReference, size: int, traced: dict[str, Any], report: Report, trace: Trace
-) -> OperatorGraph:
-    return trace(reference, size, report=report, **traced)
 
 
 def _recomputed(recompute: Recompute | None, graph: OperatorGraph, job: Job) -> Recompute:

@@ -15,7 +15,7 @@ from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import COMPUTING, with_equal_stages, with_transfers
-from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
+from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
 from stagewright.schedule.families import FAMILIES, build, options_of
@@ -170,20 +170,18 @@ def _parts(
 # -- changes that would shorten it --------------------------------------------------------------------------
 
 
-def _seconds(program: Program, costs: StepCosts) -> float:
-    return whole_step_seconds(simulated(program, costs), costs)
-
-
 def _changes(program: Program, costs: StepCosts) -> Iterator[Change]:
     """Yield changes of the devices, links and cuts, one at a time."""
-    yield Change("devices compute 10 % faster", _seconds(program, _scaled(costs, COMPUTING, 1 / 1.1)))
-    yield Change("links between stages twice as fast", _seconds(program, with_transfers(costs, 0.5)))
-    yield Change("collectives twice as fast", _seconds(program, _with_collectives(costs, 0.5)))
     yield Change(
-        "optimizer twice as fast", _seconds(program, _scaled(costs, ("optimizer_seconds", "update_seconds"), 0.5))
+        "devices compute 10 % faster", simulated_seconds(program, _scaled(costs, COMPUTING, 1 / 1.1))
+    )
+    yield Change("links between stages twice as fast", simulated_seconds(program, with_transfers(costs, 0.5)))
+    yield Change("collectives twice as fast", simulated_seconds(program, _with_collectives(costs, 0.5)))
+    yield Change(
+        "optimizer twice as fast", simulated_seconds(program, _scaled(costs, ("optimizer_seconds", "update_seconds"), 0.5))
     )  # fmt: skip
     if program.num_stages > 1:
-        yield Change("stages of equal length", _seconds(program, with_equal_stages(costs)))
+        yield Change("stages of equal length", simulated_seconds(program, with_equal_stages(costs)))
 
 
 def _without_recomputing(plan: Plan, program: Program) -> Iterator[Change]:
@@ -208,7 +206,7 @@ def _without_recomputing(plan: Plan, program: Program) -> Iterator[Change]:
     for stage, (rank, count) in enumerate(zip(plan.placement, held, strict=True)):
         needed[rank] += stages[stage].recomputed_bytes * count
     note = f"needs {format_bytes(max(needed))} more on rank {needed.index(max(needed))}"
-    yield Change("nothing recomputed", _seconds(program, changed), note)
+    yield Change("nothing recomputed", simulated_seconds(program, changed), note)
 
 
 def _recompute_seconds(plan: Plan, costs: StepCosts) -> tuple[float, ...]:
@@ -238,7 +236,7 @@ def _schedules(plan: Plan, program: Program) -> Iterator[Change]:
         note = f"rank {rank} holds {max(more)} more microbatches" if max(more) > 0 else "holds no more"
         is_split = any(action.kind is Kind.W for action in candidate)
         after = costs.model_copy(update={"checks_after": plan.job.profile.checks_after and is_split})
-        yield Change(f"schedule {name}", _seconds(candidate, after), note)
+        yield Change(f"schedule {name}", simulated_seconds(candidate, after), note)
 
 
 def _built(name: str, program: Program) -> Program | None:
@@ -264,14 +262,14 @@ def _built(name: str, program: Program) -> Program | None:
 
 def _errors(program: Program, costs: StepCosts) -> Iterator[Change]:
     """Yield errors of the estimated costs, one kind at a time."""
-    yield Change("computations 10 % longer", _seconds(program, _scaled(costs, COMPUTING, 1.1)))
+    yield Change("computations 10 % longer", simulated_seconds(program, _scaled(costs, COMPUTING, 1.1)))
     slow = [_one_rank_slower(program, costs, rank) for rank in range(program.num_ranks)]
     if len(slow) > 1:
         worst, best = slow.index(max(slow)), slow.index(min(slow))
         yield Change(f"rank {worst} 10 % slower", slow[worst], "the rank that matters most")
         yield Change(f"rank {best} 10 % slower", slow[best], "the rank that matters least")
-    yield Change("transfers twice as long", _seconds(program, with_transfers(costs, 2.0)))
-    yield Change("collectives twice as long", _seconds(program, _with_collectives(costs, 2.0)))
+    yield Change("transfers twice as long", simulated_seconds(program, with_transfers(costs, 2.0)))
+    yield Change("collectives twice as long", simulated_seconds(program, _with_collectives(costs, 2.0)))
 
 
 def _one_rank_slower(program: Program, costs: StepCosts, rank: int) -> float:
@@ -282,7 +280,7 @@ def _one_rank_slower(program: Program, costs: StepCosts, rank: int) -> float:
         for name in COMPUTING
         if (column := getattr(costs, name))
     }
-    return _seconds(program, costs.model_copy(update=update))
+    return simulated_seconds(program, costs.model_copy(update=update))
 
 
 # -- changed costs ------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from stagewright.errors import PlanError
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import cluster_for
-from stagewright.planning.assignment.device_order import has_equal_nodes
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
@@ -31,7 +30,7 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
 from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
 from stagewright.planning.partition.line import Within, partition_within
-from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of
+from stagewright.planning.prediction.pipeline import allocatable_bytes, stage_bodies
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import Space
 from stagewright.schedule.in_flight import in_flight
@@ -193,7 +192,7 @@ class LayerFitter(Fitter):
         fastest = faster_candidate(body, configuration, cluster, self.job, longest_s)
         if fastest is None or fastest.excess_bytes <= 0:
             return fastest
-        if has_equal_nodes(cluster) or configuration.layers_per_stage is None:
+        if len(cluster.nodes) == 1 or configuration.layers_per_stage is None:
             return fastest
         counts = configuration.layers_per_stage
         most, candidate = [sum(counts)] * len(counts), fastest
@@ -275,7 +274,7 @@ class OperatorFitter(Fitter):
         body = self.coarse.body(key)
         try:
             cluster = entry.cluster
-            if has_equal_nodes(cluster):
+            if len(cluster.nodes) == 1:
                 cluster = cluster_for(configuration, body, cluster, self.job)
             cuts, compute_s = fastest_partition(body, configuration, cluster)
         except PlanError as error:  # too few legal cuts
@@ -310,9 +309,8 @@ class OperatorFitter(Fitter):
         body = self.coarse.body(configuration.traced)
         program = make_program(configuration)
         placed = program.placement
-        width = configuration.num_holders * configuration.tp
-        of_rank = bodies_of(body, cluster, configuration.pp, width)
-        bodies = [of_rank[rank] for rank in placed.rank_of_stage]
+        width = configuration.ranks_per_stage
+        bodies = stage_bodies(body, cluster, program, width)
         capacities = [
             allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
             / len(placed.stages_of(rank))

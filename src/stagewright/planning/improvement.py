@@ -6,9 +6,9 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from stagewright.errors import InputError, TraceError
+from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
 from stagewright.planning.joint.finalists import NUM_FINALISTS, finalists, joint_plans
@@ -16,9 +16,6 @@ from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.plan import Plan
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import JOINT
-
-if TYPE_CHECKING:
-    from stagewright.planning.search import Search
 
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
@@ -66,7 +63,7 @@ def _try_pieces(search: Search) -> None:
                 for key in search.coarse.graphs
                 if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
             ]
-            _try_degrees(search, same, set(shape.widths))
+            _try_degrees(search, same, set(shape.degrees))
 
 
 def _try_whole_sequences(search: Search) -> None:
@@ -123,7 +120,7 @@ def _saving_share(plan: Plan) -> float:
 
 def _unused_share(plan: Plan, usable_bytes: int) -> float:
     """Of memory, what the fullest rank does not reserve: too much was left free for fragmentation."""
-    return 1 - max(rank.reserved_peak_bytes for rank in plan.predictions.ranks) / usable_bytes
+    return 1 - plan.predictions.reserved_peak_bytes / usable_bytes
 
 
 def _may_be_refined(plan: Plan) -> bool:

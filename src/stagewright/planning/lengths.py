@@ -12,8 +12,9 @@ from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Origin
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.plan import Plan
-from stagewright.planning.planned_line import planned_line
+from stagewright.planning.plan_stages import planned_line
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.predictions import LengthPrediction, Predictions
@@ -94,7 +95,7 @@ class _Judge:
     def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
         self.cluster = cluster
         self.graphs = graphs
-        self.bodies: dict[tuple[int, int, bool, int, int], RangeCosts] = {}
+        self.bodies: dict[tuple[Configuration, int], RangeCosts] = {}
 
     def judged(self, plan: Plan) -> Plan:
         shorter = tuple(
@@ -110,13 +111,7 @@ class _Judge:
 
     def _body(self, at_length: Plan, plan: Plan) -> RangeCosts:
         length = at_length.job.sequence_length
-        key = (
-            at_length.microbatch_size,
-            at_length.tp,
-            at_length.sequence_parallel,
-            at_length.loss_pieces,
-            length,
-        )
+        key = at_length.graph_key, length
         if key not in self.bodies:
             graph = self.graphs(at_length)
             check_same_operators(self.graphs(plan), graph, length)

@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
     tp: int
     microbatch_size: int
-    widths: tuple[tuple[int, int], ...]
+    degrees: tuple[tuple[int, int], ...]
     """Pairs (dp, pp)."""
 
 
@@ -90,7 +90,7 @@ def short_of_memory(
             size = exclusion.microbatch_size
             if size and 0 < (exclusion.missing_bytes or 0) <= _LOGITS_ALIVE * logits(size, exclusion.tp):
                 shapes.setdefault((exclusion.tp, size), {})[exclusion.dp, exclusion.pp] = None
-    return [Shape(*shape, tuple(widths)) for shape, widths in shapes.items()][:_MOST_SHAPES]
+    return [Shape(*shape, tuple(degrees)) for shape, degrees in shapes.items()][:_MOST_SHAPES]
 
 
 def _is_short(plan: Plan, usable_bytes: int) -> bool:

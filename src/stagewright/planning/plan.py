@@ -493,12 +493,17 @@ class Plan(StrictModel):
         """Return the global rank: tensor parallel ranks are neighbours, then replicas of one stage."""
         return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
 
+    @property
+    def graph_key(self) -> Configuration:
+        """The fields that the graph of one rank depends on, as `Configuration.traced`."""
+        return Configuration(
+            tp=self.tp, cp=self.cp, ep=self.ep, microbatch=self.microbatch_size,
+            sequence_parallel=self.sequence_parallel, loss_pieces=self.loss_pieces,
+        )  # fmt: skip
+
     def traced(self) -> dict[str, Any]:
         """Return the arguments of `stagewright.tracing.cache.trace` for the graph of one rank's share of the model."""
-        degrees = Configuration(
-            tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, ep=self.ep, loss_pieces=self.loss_pieces
-        )  # fmt: skip
-        return self.job.traced(self.cluster.kind) | degrees.trace_arguments
+        return self.job.traced(self.cluster.kind) | self.graph_key.trace_arguments
 
     def traced_whole(self) -> dict[str, Any]:
         """Return its arguments for the graph that is compared with the model: of all layers, as the model computes them."""

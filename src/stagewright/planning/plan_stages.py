@@ -1,19 +1,24 @@
-"""The stages of a plan: cuts and memory policies in a traced model, program, and layers per stage."""
+"""The stages of a plan: cuts and memory policies in a traced model, program, pipeline, and layers per stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
+from stagewright.cluster import Cluster
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.document import graph_digest
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layer_begins, layer_end, layer_of
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
+from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.plan import GraphSection, Plan, StagePolicy
+from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 from stagewright.schedule.placement import loop, v
@@ -257,3 +262,24 @@ def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], boo
     ]
     moves = any(places[index] != cut for index, cut in zip(near, schedule_cuts, strict=True))
     return tuple(after - before for before, after in pairwise([0, *near, len(places) - 1])), moves
+
+
+def planned_line(plan: Plan, body: RangeCosts, cluster: Cluster) -> Pipeline:
+    """Return `body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
+
+    Raises:
+        PlanError: the model does not have the plan's cuts.
+        ScheduleError: the program does not run.
+    """
+    policies = stage_policies(plan, body.graph)
+    cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
+    line = pipeline(
+        body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.num_holders, policies
+    )
+    return replace(
+        line,
+        sharding=plan.sharding,
+        shard_size=plan.shard_size,
+        reduce_dtype=plan.reduce_torch_name,
+        host_optimizer=frozenset(plan.host_optimizer),
+    )

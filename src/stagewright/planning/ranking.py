@@ -19,19 +19,14 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
 
     Plans of equal time and memory keep their order.
     """
-    remaining = sorted(plans, key=lambda plan: (plan.mean_step_seconds, peak_bytes(plan)))
+    remaining = sorted(plans, key=lambda plan: (plan.mean_step_seconds, plan.predictions.reserved_peak_bytes))
     ranked_plans: list[Plan] = []
     while remaining:
         longest = remaining[0].mean_step_seconds * (1 + AS_FAST)
         best = min(
             (plan for plan in remaining if plan.mean_step_seconds <= longest),
-            key=lambda plan: (peak_bytes(plan), plan.mean_step_seconds),
+            key=lambda plan: (plan.predictions.reserved_peak_bytes, plan.mean_step_seconds),
         )
         remaining.remove(best)
         ranked_plans.append(best)
     return ranked_plans
-
-
-def peak_bytes(plan: Plan) -> int:
-    """Return the bytes that the fullest rank reserves."""
-    return max(rank.reserved_peak_bytes for rank in plan.predictions.ranks)

@@ -20,8 +20,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import configuration_of, cut_names, stage_cuts
-from stagewright.planning.planned_line import planned_line
+from stagewright.planning.plan_stages import configuration_of, cut_names, planned_line, stage_cuts
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
 from stagewright.planning.prediction.step_times import with_receiving
@@ -186,8 +185,7 @@ def _cuts(plan: Plan, line: Pipeline, body: RangeCosts) -> list[tuple[int, ...]]
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
     share = configuration_of(plan).state_share(plan.job.precision)
-    counts = in_flight(line.program)
-    candidates = cuts_to_try(line, rank_memories(line), body, counts, (), state_share=share, offload=False)
+    candidates = cuts_to_try(line, rank_memories(line), body, (), state_share=share, offload=False)
     return candidates[:_MOST_CUTS]
 
 

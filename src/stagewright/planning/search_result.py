@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterable, Sequence
@@ -111,22 +112,21 @@ class SearchResult:
 
 
 class EarlyEnd:
-    """A context that Ctrl-C, SIGTERM or the end of a time leaves, if it `may` be left and `so_far` is not empty. Before that
-    Ctrl-C and SIGTERM raise `KeyboardInterrupt`, and a time that is up waits for the first plan.
+    """A context that Ctrl-C, SIGTERM, or the end of a finite time leaves once `so_far` is not empty. Before that Ctrl-C and
+    SIGTERM raise `KeyboardInterrupt`, as they always do where `patience_s` is None.
 
-    >>> with EarlyEnd(True, ["a plan"]) as searching:
+    >>> with EarlyEnd(math.inf, ["a plan"]) as searching:
     ...     raise KeyboardInterrupt
     >>> searching.what
     'interrupted'
 
     Raises:
-        InputError: a time in another thread than the main one, which alone gets signals.
+        InputError: a finite time in another thread than the main one, which alone gets signals.
     """
 
-    def __init__(self, may: bool, so_far: Sequence[object], within_s: float | None = None) -> None:
-        self.may = may or within_s is not None
+    def __init__(self, patience_s: float | None, so_far: Sequence[object]) -> None:
+        self.patience_s = patience_s
         self.so_far = so_far
-        self.within_s = within_s
         self.what: str | None = None
         """What ended the search early."""
         self._why = "interrupted"
@@ -135,16 +135,16 @@ class EarlyEnd:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            if self.within_s is not None:
+            if self.patience_s is not None and self.patience_s < math.inf:
                 raise InputError(
                     "a search within a time needs the main thread: leave the time out, or plan there"
                 )
             return self
-        if self.may:
+        if self.patience_s is not None:
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._stop)
-        if self.within_s is not None:
+        if self.patience_s is not None and self.patience_s < math.inf:
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
-            self._timer = signal.setitimer(signal.ITIMER_REAL, max(self.within_s, 0.001), _INTERVAL_S)
+            self._timer = signal.setitimer(signal.ITIMER_REAL, max(self.patience_s, 0.001), _INTERVAL_S)
         return self
 
     def _stop(self, number: int, _: object) -> None:
@@ -152,7 +152,7 @@ class EarlyEnd:
             self._why = f"ended by {signal.Signals(number).name}"
         elif self.so_far:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
-            self._why = f"ended after {self.within_s:g} s"
+            self._why = f"ended after {self.patience_s:g} s"
         else:
             return
         raise KeyboardInterrupt
@@ -164,7 +164,7 @@ class EarlyEnd:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if not (isinstance(error, KeyboardInterrupt) and self.may and self.so_far):
+        if not (isinstance(error, KeyboardInterrupt) and self.patience_s is not None and self.so_far):
             return False
         self.what = self._why
         return True

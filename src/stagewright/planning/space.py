@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, check_names, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
@@ -59,7 +59,8 @@ class Space:
     * `host_optimizer`: whether optimizer state and step are on the host's processors: ``never``, ``always``, or ``auto``, on
       ranks that lack memory, where that is faster than the alternatives;
     * `loss_pieces`: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
-      several where the logits take a large part of a device, or where memory is short on the rank that computes them.
+      several where the logits take a large part of a device, or where memory is short on the rank that computes them;
+    * `is_improved`: whether the best plans of the schedules are refined, and the joint search runs.
     """
 
     tp: int | None = None
@@ -79,14 +80,16 @@ class Space:
     shard_units: int | None = None
     host_optimizer: HostOptimizer = "auto"
     loss_pieces: LossPieces = "auto"
+    is_improved: bool = True
     largest_tp: int = 8
     largest_cp: int = 8
     largest_ep: int = 64
     largest_microbatch: int | None = None
 
     @classmethod
-    def of(cls, **given: Any) -> Space:
-        """Return a space; a single schedule, ZeRO stage, recompute setting or number of chunks need not be in a list.
+    def of(cls, base: Space | None = None, **given: Any) -> Space:
+        """Return `base` with fields by name; a single schedule, ZeRO stage, recompute setting or number of chunks need not
+        be in a list.
 
         Raises:
             InputError: there is no such field.
@@ -94,13 +97,11 @@ class Space:
         >>> Space.of(tp=2, zero=3, schedules=["1f1b"]).zero
         (3,)
         """
-        names = [field.name for field in fields(cls)]
-        for name, value in given.items():
-            if name not in names:
-                raise InputError(f"a search has no '{name}'{nearest(name, names)}; it has {', '.join(names)}")
-            if name in ("schedules", "chunks", "recompute", "zero") and value is not None:
+        check_names(given, [field.name for field in fields(cls)], "a search")
+        for name in ("schedules", "chunks", "recompute", "zero"):
+            if (value := given.get(name)) is not None:
                 given[name] = tuple(value) if isinstance(value, list | tuple) else (value,)
-        return cls(**given)
+        return replace(base or cls(), **given)
 
     def check(self, cluster: Cluster, job: Job) -> None:
         """Raise `InputError` for settings that contradict each other, or that the job's runtime does not support."""
@@ -174,7 +175,7 @@ def parallel_degrees(cluster: Cluster, job: Job, space: Space) -> Iterator[Confi
     """Yield the tensor, context and expert parallel degrees to try; no tensor parallel group spans two nodes."""
     devices = cluster.num_devices
     node = math.gcd(*(group.devices_per_node for group in cluster.nodes))
-    tps = [space.tp] if space.tp else [width for width in divisors(node) if width <= space.largest_tp]
+    tps = [space.tp] if space.tp else [degree for degree in divisors(node) if degree <= space.largest_tp]
     cps = [space.cp] if space.cp else powers(min(space.largest_cp, devices))
     eps = [space.ep] if space.ep else powers(min(space.largest_ep, devices))
     for tp in tps:
@@ -324,14 +325,14 @@ def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> 
     named = ("tp", tp), ("cp", cp), ("pp", pp), ("dp", space.dp or 1)
     is_given = {name: getattr(space, name) is not None for name, _ in named}
     given = " x ".join(
-        f"{name} {width}" for name, width in named if is_given[name] and (width > 1 or name == "dp")
+        f"{name} {degree}" for name, degree in named if is_given[name] and (degree > 1 or name == "dp")
     )
     where = f"the {devices} devices of cluster '{cluster.name}'"
     if cp > 1 and job.sequence_length % (2 * cp):
         return f"cp {cp} cuts samples into {2 * cp} parts, which do not divide {job.sequence_length} tokens: change --cp"
-    for name, width in named:
-        if width > 1 and devices % width:
-            return f"{name} = {width} does not divide {where}: use one of {', '.join(map(str, divisors(devices)))}"
+    for name, degree in named:
+        if degree > 1 and devices % degree:
+            return f"{name} = {degree} does not divide {where}: use one of {', '.join(map(str, divisors(devices)))}"
     if most_stages and pp > most_stages:
         return f"pp {pp} is more than the {most_stages} stages into which the model can be cut: give a smaller --pp"
     if devices % (tp * cp * pp):

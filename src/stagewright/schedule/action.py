@@ -30,6 +30,8 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+BACKWARDS = frozenset({Kind.I, Kind.B})
+"""Kinds with which a backward begins."""
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES

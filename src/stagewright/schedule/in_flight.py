@@ -19,7 +19,7 @@ def in_flight(program: Program) -> tuple[int, ...]:
     (4, 3, 2, 1)
     """
     now, most = [0] * program.num_stages, [0] * program.num_stages
-    for stage, change in changes(program.without_pairs()):
+    for stage, change in changes(program):
         now[stage] += change
         most[stage] = max(most[stage], now[stage])
     return tuple(most)

@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, RECEIVE_OF, SENDS, Action, Kind, transfer
+from stagewright.schedule.action import BACKWARDS, COMPUTE, RECEIVE_OF, SENDS, Action, Kind
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, TokenRules, What
 
 _SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
-_BACKWARD = frozenset({Kind.I, Kind.B})
 _RECEIVE_THAT_POSTS = {What.VALUE_POSTED: Kind.RECV_F, What.GRADIENT_POSTED: Kind.RECV_B}
 
 
@@ -92,9 +91,8 @@ def _receives_before(
     for rank in range(program.num_ranks):
         limits: dict[tuple[int, Kind], int] = {}
         for send in reversed([send for group in sends[rank] for send in group]):
-            assert send.peer is not None and send.microbatch is not None
-            receive = transfer(RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
-            target = program.placement.rank_of_stage[send.peer]
+            receive = _receive_of(send)
+            target = program.placement.rank_of_stage[receive.stage]
             wanted = _step_back(program.ranks[target], user_index[receive], ahead)
             index = min(wanted, limits.get((target, send.kind), wanted))
             limits[target, send.kind] = index
@@ -146,11 +144,12 @@ def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
         if not sends:
             blocked = "\n".join(f"  {rank}" for rank in replay.run())
             raise ScheduleError(f"{program.name} deadlocks:\n{blocked}")
-        replay.go_on([_move_up(_awaited_receive(send), replay) for send in sends])
+        replay.go_on([_move_up(_receive_of(send), replay) for send in sends])
     return program.with_ranks(replay.ranks)
 
 
-def _awaited_receive(send: Action) -> Action:
+def _receive_of(send: Action) -> Action:
+    """Return the other end of a send."""
     assert send.peer is not None
     return Action(RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
 
@@ -176,7 +175,7 @@ def insert_recomputation(program: Program, stages: Collection[int]) -> Program:
     def with_recomputation(actions: Sequence[Action]) -> Iterator[Action]:
         for action in actions:
             for part in action.parts:
-                if part.kind in _BACKWARD and part.stage in stages:
+                if part.kind in BACKWARDS and part.stage in stages:
                     yield Action(Kind.R, part.stage, part.microbatch)
             yield action
 

@@ -77,12 +77,6 @@ class Program:
             (action for action in actions if action.kind in COMPUTE) for actions in self.ranks
         )
 
-    def without_pairs(self) -> Program:
-        """Return the program with each overlapped pair as its forward and then its backward."""
-        return self.with_ranks(
-            (part for action in actions for part in action.parts) for actions in self.ranks
-        )
-
     def to_text(self) -> str:
         """Return lines with the name, microbatches, placement, then one line of actions per rank."""
         placement = " ".join(map(str, self.placement.rank_of_stage))

@@ -7,11 +7,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, Action, Kind, pair
+from stagewright.schedule.action import BACKWARDS, COMPUTE, Action, Kind, pair
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
-
-_BACKWARD = frozenset({Kind.I, Kind.B})
 
 
 def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
@@ -72,7 +70,7 @@ def _divided(actions: Sequence[Action], parts: Sequence[range]) -> Iterator[Acti
 def _follows(backward: Action, recomputing: Action) -> bool:
     """Whether a backward uses the recomputation right before it."""
     same = (backward.stage, backward.microbatch) == (recomputing.stage, recomputing.microbatch)
-    return same and backward.kind in _BACKWARD
+    return same and backward.kind in BACKWARDS
 
 
 def _pieces(action: Action, recomputing: Action | None, parts: Sequence[range]) -> Iterator[Action]:

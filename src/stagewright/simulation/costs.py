@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stagewright.arrays import Floats
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, check_names
 from stagewright.limits import MOST_PREDICTED
 from stagewright.schedule.action import Kind
 
@@ -71,9 +71,7 @@ class StageCosts:
         num_stages = len(np.atleast_1d(np.asarray(forward_s)))
         given = {"forward_s": forward_s, "input_grad_s": input_grad_s, "weight_grad_s": weight_grad_s, **more}
         names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise InputError(f"stage costs have no field '{name}'{nearest(name, names)}")
+        check_names(given, names, "a table of stage costs")
         arrays = {name: _per_stage(name, value, num_stages) for name, value in given.items()}
         return cls(**_with_defaults(arrays, names, num_stages))
 

@@ -19,6 +19,8 @@ from stagewright.simulation.timeline import Timeline
 Seconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED)]
 Bytes = Annotated[float, Field(ge=0, le=MOST_PREDICTED)]
 Positive = Annotated[float, Field(gt=0, le=MOST_PREDICTED)]
+Provenance = Literal["given", "assumed", "none"]
+"""Origin of a bandwidth; "none": the layers do not say what they send."""
 
 
 class ProgramCosts(StrictModel):
@@ -45,8 +47,7 @@ class Assumptions(StrictModel):
     num_layers: int = Field(ge=1, le=MOST_ROWS)
     bytes_per_second: Positive | None
     """Bandwidth between ranks; None: transfers take no time."""
-    bandwidth: Literal["given", "assumed", "none"]
-    """Origin of the bandwidth; "none": the layers do not say what they send."""
+    bandwidth: Provenance
     latency_seconds: Seconds = 0.0
     speeds: tuple[Positive, ...]
     """Relative speed of every rank; 1 is that of the costs per layer."""

@@ -30,8 +30,6 @@ class AssignmentArrays(NamedTuple):
     transfer: Floats
     ring: Floats
     share: Floats
-    fill: Floats
-    busy: Floats
     tie: Floats
     tied_first: int
     tied_last: int
@@ -81,20 +79,17 @@ def _through_nodes(order: Ints, terms: AssignmentArrays) -> tuple[float, float]:
 
 @compiled
 def _weighed(order: Ints, terms: AssignmentArrays) -> tuple[float, float]:
-    """Return seconds (the slowest pipeline, busiest unit, slowest ring and slowest tied pair), and the means of pipelines,
-    pairs and rings."""
+    """Return seconds (the slowest pipeline, ring and tied pair), and the means of pipelines, pairs and rings."""
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
-    through = longest = slowest = tying = 0.0
+    through = slowest = tying = 0.0
     sum_through = sum_ring = sum_tying = 0.0
     for replica in range(num_replicas):
         total = 0.0
         first = replica * num_stages
         for stage in range(num_stages):
             unit = order[first + stage]
-            total += terms.fill[unit, stage]
-            longest = max(longest, terms.busy[unit, stage])
             if stage + 1 < num_stages:
-                total += terms.transfer[unit, order[first + stage + 1]]
+                total += float(terms.transfer[unit, order[first + stage + 1]])
             if num_replicas > 1 and not terms.shares_nodes:
                 follower = order[((replica + 1) % num_replicas) * num_stages + stage]
                 edge = terms.share[stage] * terms.ring[unit, follower]
@@ -108,12 +103,12 @@ def _weighed(order: Ints, terms: AssignmentArrays) -> tuple[float, float]:
     if num_replicas > 1 and terms.shares_nodes:
         slowest, sum_ring = _through_nodes(order, terms)
     mean = (sum_through + sum_tying) / num_replicas + sum_ring / (num_replicas * num_stages)
-    return through + longest + slowest + tying, mean
+    return through + slowest + tying, mean
 
 
 @compiled
 def cost(order: Ints, terms: AssignmentArrays) -> float:
-    """Return seconds: the slowest pipeline, the busiest unit, the slowest ring and the slowest tied pair."""
+    """Return seconds: the slowest pipeline, the slowest ring and the slowest tied pair."""
     return _weighed(order, terms)[0]
 
 

@@ -13,10 +13,10 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.variants import ArrangedCluster, order_of
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
-from stagewright.planning.assignment.problem import AssignmentProblem, assignment_problem
+from stagewright.planning.assignment.problem import AssignmentProblem, Traffic, assignment_problem
 from stagewright.planning.assignment.solve import assign
 from stagewright.planning.prediction.pipeline import Pipeline
-from stagewright.planning.prediction.predict import gradient_bytes, holders_of, run_timeline, step_seconds
+from stagewright.planning.prediction.predict import gradient_bytes, step_seconds
 
 MOST_UNITS = 512
 """Maximum number of units to assign; larger clusters keep the order of their devices."""
@@ -36,7 +36,7 @@ def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
     Where the links are not measured, or no faster order was found, `line` is unchanged and there are no devices.
     """
     width = unit_width(line)
-    num_units = line.pp * line.num_holders * line.tp // width
+    num_units = line.pp * line.ranks_per_stage // width
     if isinstance(line.cluster, ArrangedCluster):
         return line, ()  # the device order is fixed already
     if line.cluster.measured is None or num_units < 2 or num_units > MOST_UNITS:
@@ -46,7 +46,7 @@ def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
     num_replicas = num_units // line.pp
     order = devices_of(assign(line_assignment_problem(line)).units, width, num_replicas, line.pp)
     rearranged = replace(line, cluster=arranged(line.cluster, order))
-    if _step(rearranged) >= _step(line):
+    if step_seconds(rearranged) >= step_seconds(line):
         return line, ()
     return rearranged, order
 
@@ -71,34 +71,22 @@ def line_assignment_problem(line: Pipeline) -> AssignmentProblem:
     """Return the assignment problem of a split model, from its largest boundary, each pipeline rank's gradients, and those
     of tied parameters, which the first and the last of their ranks are taken to reduce."""
     width = unit_width(line)
-    boundary = max((*_sent(line), 0))
-    gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
-    tied = {value: ranks for value, ranks in holders_of(line).items() if len(ranks) > 1}
-    sizes = {
-        value: size for rank in range(line.pp) for value, size in gradient_bytes(line.stages_of(rank)).items()
-    }
+    sent = [size for summary in line.summaries for size in summary.sent_bytes.values()]
+    gradients = [gradient_bytes(line.stages_of(rank)) for rank in range(line.pp)]
+    sizes = {value: size for of_rank in gradients for value, size in of_rank.items()}
+    tied = {value: ranks for value, ranks in line.holders.items() if len(ranks) > 1}
     microbatches = line.program.num_microbatches
     stages_per_rank = line.program.num_stages / line.pp
-    return assignment_problem(
-        line.cluster,
-        tp=width,
-        num_replicas=line.num_holders * line.tp // width,
-        num_sharing=line.num_holders,
-        num_stages=line.pp,
-        boundary_bytes=float(boundary),
-        gradient_bytes=np.array(gradients),
+    traffic = Traffic(
+        boundary_bytes=float(max(sent, default=0)),
+        gradient_bytes=np.array([float(sum(of_rank.values())) for of_rank in gradients]),
         num_exposed=stages_per_rank * max(1.0, microbatches / line.pp),
+        num_sharing=line.num_holders,
         tied_bytes=sum(sizes[value] for value in tied),
         tied=(min(map(min, tied.values())), max(map(max, tied.values()))) if tied else (0, 0),
     )
-
-
-def _sent(line: Pipeline) -> list[int]:
-    return [size for summary in line.summaries for size in summary.sent_bytes.values()]
-
-
-def _step(line: Pipeline) -> float:
-    return step_seconds(line, run_timeline(line))
+    num_replicas = line.ranks_per_stage // width
+    return assignment_problem(line.cluster, traffic, tp=width, num_replicas=num_replicas, num_stages=line.pp)
 
 
 def on_devices(cluster: Cluster, devices: Sequence[int]) -> Cluster:

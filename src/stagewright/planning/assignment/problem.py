@@ -20,8 +20,6 @@ class AssignmentProblem:
         transfer: [unit, unit] seconds per step that a pipeline waits for transfers between two of its units, both ways.
         ring: [unit, unit] seconds per step to pass a stage's gradients from one unit to the next in its ring.
         ring_share: [stage] gradients of a stage as a fraction of those assumed in `ring`.
-        fill: [unit, stage] seconds of one microbatch, forward and backward.
-        busy: [unit, stage] seconds of all other microbatches.
         tie: [unit, unit] seconds to reduce gradients of parameters that both stages `tied` hold; None: nothing is tied.
         node: [unit] the node of a unit; None: each has its own.
         by_default: the unit at each place by default; empty: units in their own order.
@@ -32,8 +30,6 @@ class AssignmentProblem:
     transfer: Floats
     ring: Floats
     ring_share: Floats
-    fill: Floats
-    busy: Floats
     by_default: tuple[int, ...] = ()
     tie: Floats | None = None
     tied: tuple[int, int] = (0, 0)
@@ -41,10 +37,7 @@ class AssignmentProblem:
 
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
-        wanted = {
-            "transfer": (units, units), "ring": (units, units), "ring_share": (stages,),
-            "fill": (units, stages), "busy": (units, stages),
-        }  # fmt: skip
+        wanted = {"transfer": (units, units), "ring": (units, units), "ring_share": (stages,)}
         for name, shape in wanted.items():
             if getattr(self, name).shape != shape:
                 raise InputError(f"{name} has shape {getattr(self, name).shape}: give {shape}")
@@ -61,10 +54,11 @@ class AssignmentProblem:
     def seconds(self, order: Ints) -> float:
         """Return the seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
 
-        The slowest pipeline runs one microbatch, its slowest unit the others, then the slowest ring reduces gradients, and
-        the slowest pair of units those of tied parameters.
-        Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link, tied
-        parameters and the units' own times. Ignores: several rings and pipelines on one link at a time.
+        The slowest pipeline waits for its transfers, then the slowest ring reduces gradients, and the slowest pair of units
+        those of tied parameters.
+        Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link and tied
+        parameters, without computations, which do not depend on the order. Ignores: several rings and pipelines on one link
+        at a time.
         """
         return float(cost(order, self.terms))
 
@@ -73,8 +67,8 @@ class AssignmentProblem:
         """The arguments of the kernels."""
         tie = np.zeros((self.num_units, self.num_units)) if self.tie is None else self.tie
         return AssignmentArrays(
-            self.num_replicas, self.num_stages, self.transfer, self.ring, self.ring_share, self.fill, self.busy,
-            tie, *self.tied, *self._nodes,
+            self.num_replicas, self.num_stages, self.transfer, self.ring, self.ring_share, tie, *self.tied,
+            *self._nodes,
         )  # fmt: skip
 
     @property
@@ -104,35 +98,34 @@ class Assignment:
     """Seconds with the default order."""
     is_proved: bool
     """Whether no assignment is better."""
-    num_tried: int
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Bytes that a device of every unit sends in a step, and how often pipelines wait for them."""
+
+    boundary_bytes: float
+    """Bytes to the next stage per microbatch."""
+    gradient_bytes: Floats
+    """[stage] bytes reduced over replicas."""
+    num_exposed: float
+    """Number of times per step that a pipeline waits for its transfers."""
+    num_sharing: int | None = None
+    """Devices that reduce the same gradients, where a unit has several; None: one per replica."""
+    tied_bytes: float = 0.0
+    """Bytes of gradients that two stages of every pipeline reduce."""
+    tied: tuple[int, int] = (0, 0)
+    """These stages."""
 
 
 def assignment_problem(
-    cluster: Cluster,
-    *,
-    tp: int,
-    num_replicas: int,
-    num_stages: int,
-    boundary_bytes: float,
-    gradient_bytes: Floats,
-    num_exposed: float,
-    unit_seconds: Floats | None = None,
-    num_microbatches: int = 1,
-    num_sharing: int | None = None,
-    tied_bytes: float = 0.0,
-    tied: tuple[int, int] = (0, 0),
+    cluster: Cluster, traffic: Traffic, *, tp: int, num_replicas: int, num_stages: int
 ) -> AssignmentProblem:
     """Return the assignment problem of a configuration on `cluster`, whose units are `tp` consecutive ranks; by default the
     replicas of a stage are next to each other, as Megatron numbers them.
 
     Args:
         tp: devices of a unit; with context and expert parallelism, those of all groups that stay together.
-        boundary_bytes: bytes that a device sends to the next stage per microbatch.
-        gradient_bytes: [stage] bytes that a device reduces over its replicas.
-        num_exposed: number of times per step that a pipeline waits for its transfers.
-        unit_seconds: [unit, stage] forward and backward of a microbatch; None: equal everywhere.
-        num_sharing: devices that reduce the same gradients, where a unit has several; by default `num_replicas`.
-        tied_bytes, tied: bytes of gradients per device that two stages of every pipeline reduce, and these stages.
 
     Raises:
         InputError: the degrees do not fill the cluster, or a unit would span nodes of several kinds.
@@ -144,26 +137,24 @@ def assignment_problem(
             f"'{cluster.name}' has {cluster.num_devices}: choose degrees with that product"
         )
     latency, rate = _unit_links(cluster, tp, num_units)
-    one_way = latency + boundary_bytes / rate
-    sharing = num_sharing or num_replicas
+    one_way = latency + traffic.boundary_bytes / rate
+    sharing = traffic.num_sharing or num_replicas
     share = 2 * (sharing - 1) / sharing
     both_ways = np.maximum(latency, latency.T), np.minimum(rate, rate.T)
-    heaviest = float(np.max(gradient_bytes)) or 1.0
+    heaviest = float(np.max(traffic.gradient_bytes)) or 1.0
     nodes = np.array([cluster.node_of(unit * tp) for unit in range(num_units)])
     ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
     for a, b in zip(*np.nonzero(np.equal.outer(nodes, nodes)), strict=True):
         inside = cluster.link_between(int(a) * tp, int(b) * tp).collectives if a != b else None
-        if inside is not None and sharing <= _devices(
-            cluster, int(nodes[a])
-        ):  # such a ring stays inside its node
+        is_inside = sharing <= _devices(cluster, int(nodes[a]))  # such a ring stays inside its node
+        if inside is not None and is_inside:
             ring[a, b] = inside.seconds("all-reduce", sharing, heaviest)
-    seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
     return AssignmentProblem(
-        num_replicas, num_stages, num_exposed * (one_way + one_way.T), ring, np.asarray(gradient_bytes) / heaviest,
-        seconds, (num_microbatches - 1) * seconds,
+        num_replicas, num_stages, traffic.num_exposed * (one_way + one_way.T), ring,
+        np.asarray(traffic.gradient_bytes) / heaviest,
         as_numbered(num_replicas, num_stages),
-        2 * both_ways[0] + tied_bytes / both_ways[1] if tied_bytes else None,
-        tied,
+        2 * both_ways[0] + traffic.tied_bytes / both_ways[1] if traffic.tied_bytes else None,
+        traffic.tied,
         nodes,
     )  # fmt: skip
 

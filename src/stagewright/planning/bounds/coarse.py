@@ -54,7 +54,6 @@ class Coarse:
     _bodies: dict[Configuration, RangeCosts] = field(default_factory=dict)
     _layers: dict[Configuration, Layers] = field(default_factory=dict)
     _splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
-    _shares: dict[Configuration, float] = field(default_factory=dict)
 
     def trace_arguments(self, key: Configuration) -> dict[str, Any]:
         """Return the arguments of the tracer."""
@@ -82,16 +81,16 @@ class Coarse:
         self, key: Configuration, device: Device | None = None, recompute: Recompute = "none"
     ) -> LayerCosts:
         """Return the costs of every layer on one kind of device, by default the first of the cluster."""
+        return self._layers_of(key).costs(device or self.cluster.nodes[0].device, recompute)
+
+    def _layers_of(self, key: Configuration) -> Layers:
         if key not in self._layers:
             self._layers[key] = Layers(self.graph(key), self.cluster, self.job)
-        return self._layers[key].costs(device or self.cluster.nodes[0].device, recompute)
+        return self._layers[key]
 
     def growing_share(self, key: Configuration) -> float:
         """Return a lower bound on the time of a sample in larger microbatches, as a fraction of its time in these."""
-        if key not in self._shares:
-            self.costs(key)
-            self._shares[key] = self._layers[key].growing_share
-        return self._shares[key]
+        return self._layers_of(key).growing_share
 
     def narrower(self, key: Configuration, others: Iterable[Configuration] = ()) -> Configuration | None:
         """Return the largest degrees, of the traced graphs and `others`, whose graph gives a lower bound for `key`, or None,
@@ -109,8 +108,7 @@ class Coarse:
     def wider_s(self, key: Configuration, narrower: Configuration) -> float:
         """Return a lower bound on a step with the degrees of `key`, for any number of stages and replicas, from the graph of
         the smaller degrees `narrower`."""
-        self.costs(narrower)
-        seconds = self._layers[narrower].wider_seconds(key.tp / narrower.tp, key.cp / narrower.cp)
+        seconds = self._layers_of(narrower).wider_seconds(key.tp / narrower.tp, key.cp / narrower.cp)
         num_ranks = self.cluster.num_devices / (key.tp * key.cp)
         return (1 - _FILLED) * self.job.global_batch * seconds / narrower.microbatch / num_ranks
 
@@ -118,7 +116,7 @@ class Coarse:
 
     def first_bound_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
         """Return the step seconds if ranks could divide the layers of every microbatch evenly, on the fastest devices."""
-        first, *others = {id(costs): costs for costs in self.columns(configuration, key, cluster)}.values()
+        first, *others = dict.fromkeys(self.columns(configuration, key, cluster))
         whole_s = first.total_seconds
         if others:
             whole_s = float(np.min([costs.seconds for costs in (first, *others)], axis=0).sum())
@@ -194,7 +192,7 @@ class Coarse:
             seconds = host_step_seconds(self.job, gradients / shards, fastest, host_of(cluster, 0))
         else:
             seconds = optimizer_step_seconds(self.job, gradients / shards, fastest)
-        holders = range(0, configuration.num_holders * configuration.tp, configuration.tp)
+        holders = range(0, configuration.ranks_per_stage, configuration.tp)
         if configuration.zero is None and len(holders) > 1:
             seconds += all_reduce_seconds(cluster, gradients, holders)
         if OPTIMIZER <= configuration.level < PARAMETERS:
@@ -248,14 +246,10 @@ class Coarse:
             lacking.append(needed - usable[rank])
         return int(max(lacking))
 
-    def missing_anywhere(
-        self, configuration: Configuration, key: Configuration, cluster: Cluster, num_saved: float = 0.0
-    ) -> int:
-        """Return the average bytes by which ranks are over, regardless of cuts, from state and the saved values of
-        `num_saved` microbatches."""
-        costs = self.costs(key)
+    def missing_anywhere(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
+        """Return the average bytes by which ranks are over, regardless of cuts, from their state alone."""
         share = configuration.state_share(self.job.precision)
-        needed = share * float(costs.state_bytes.sum()) + num_saved * float(costs.saved_bytes.sum())
+        needed = share * float(self.costs(key).state_bytes.sum())
         return int(
             (needed - sum(usable_bytes_of_ranks(self.job, cluster, configuration.pp))) / configuration.pp
         )
@@ -278,7 +272,7 @@ def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank:
     program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
     now: Counter[int] = Counter()
     rows: list[list[int]] = []
-    for stage, change in changes(program.without_pairs().actions(rank)):
+    for stage, change in changes(program.actions(rank)):
         now[stage // pp] += change
         if change > 0:
             rows.append([now[chunk] for chunk in range(num_chunks)])

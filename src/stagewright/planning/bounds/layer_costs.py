@@ -25,7 +25,7 @@ from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCosts:
     """Costs of one microbatch per numbered layer, with one entry before and one after them for the rest of the model.
 
@@ -112,7 +112,7 @@ class Layers:
         self.costs = cache(self._costs)
         """Costs of every layer, by the kind of device and what is recomputed."""
 
-    def _costs(self, device: Device, recompute: Recompute = "none") -> LayerCosts:
+    def _costs(self, device: Device, recompute: Recompute) -> LayerCosts:
         body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
         backward = *stage.rebuild.nodes, *stage.backward.nodes
         state = np.diff(body.state_bytes[ends])

@@ -1,4 +1,5 @@
-"""Compiled annealing over layouts and rules: small moves, each evaluated by a list schedule.
+"""Compiled annealing over layouts and rules: small moves, each evaluated by a list schedule; and reduction of transfers to
+as few as a makespan allows, since hidden transfers still use links.
 
 A layout is the rank of every layer and where further stages start, so that one kind of move changes
 partition, placement and the number of stages alike.
@@ -6,8 +7,11 @@ partition, placement and the number of stages alike.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from stagewright.arrays import Bools, Floats, Ints
 from stagewright.compiled import compiled
 from stagewright.planning.joint.layout import build_stages
 from stagewright.schedule.list_scheduler.kernels import list_schedule
@@ -16,68 +20,88 @@ from stagewright.schedule.list_scheduler.terms import Rule
 
 NUM_MOVES = 11
 
+MARGIN = 1e-9
+"""Relative difference by which equal makespans may differ, as floating-point sums depend on their order."""
+
+_MOVES_PER_STEP = 20
+"""Moves per list schedule: most moves add transfers, which is found out in a fraction of the time of a schedule."""
+
+
+class State(NamedTuple):
+    """A layout and the policy of its list schedule; see `Layout` and `DeadlinePolicy`."""
+
+    rank_of_layer: Ints
+    is_cut: Bools
+    table_of_rank: Ints
+    rule: Rule
+    shifts: Floats
+
 
 @compiled
-def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, give_up_s):
+def makespan_of(state, costs, batch, give_up_s):
     """Return the makespan of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
 
     `batch` is the number of microbatches scheduled and of those left out, each of which is taken to need the seconds of the
     busiest rank.
     """
-    sums, moves, speed, memory_bytes, overhead_s = tables
-    stages = build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s)
-    for rank in range(len(speed)):
+    rule = state.rule
+    stages = build_stages(state.rank_of_layer, state.is_cut, state.table_of_rank, costs)
+    for rank in range(len(costs.speed)):
         needed = 0.0
         for n in range(stages.offsets[rank], stages.offsets[rank + 1]):
             needed += stages.saved[stages.members[n]]
         if stages.offsets[rank] == stages.offsets[rank + 1] or needed > stages.limit[rank] * (1 + 1e-9):
             return np.inf
     window = window_of(stages, rule.depth)
-    deadlines = deadlines_of(stages, rule, shifts)
+    deadlines = deadlines_of(stages, rule, state.shifts)
     skipped_s = batch[1] * deadlines.cycle
     return skipped_s + list_schedule(stages, batch[0], rule, window, deadlines, give_up_s - skipped_s)[0]
 
 
 @compiled
-def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, num_steps, start_share, seed):
-    """Return the best layout and rule found in `num_steps` moves, and its makespan.
+def anneal(state, costs, batch, num_steps, start_share, seed):
+    """Return the least makespan found in `num_steps` moves, and its state.
 
     A move that makes the schedule longer is accepted with a probability that falls with the loss and with
     time; `start_share` is the loss, as a share of the makespan, accepted one time in e at the start.
     """
     np.random.seed(seed)
-    num_ranks, num_tables = len(tables[2]), len(tables[0])
-    current = makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, np.inf)
-    best, best_ranks, best_cuts, best_rule = current, rank_of_layer.copy(), is_cut.copy(), rule
-    best_shifts, best_recompute = shifts.copy(), table_of_rank.copy()
-    cycle = tables[0][0, :3, -1].sum() / num_ranks
-    ranks, cuts, recompute = rank_of_layer.copy(), is_cut.copy(), table_of_rank.copy()
+    num_ranks, num_tables = len(costs.speed), len(costs.sums)
+    current = makespan_of(state, costs, batch, np.inf)
+    best, best_state = current, _copied(state)
+    cycle = costs.sums[0, :3, -1].sum() / num_ranks
     for step in range(num_steps):
         share = start_share * (0.01 ** (step / num_steps))
-        new_ranks, new_cuts, new_rule, new_shifts = ranks.copy(), cuts.copy(), rule, shifts.copy()
-        new_recompute = recompute.copy()
+        ranks, cuts, recompute, rule, shifts = _copied(state)
         if num_tables > 1 and np.random.random() < 0.3:
-            _change_recompute(new_recompute, num_tables)
+            _change_recompute(recompute, num_tables)
         choice = np.random.random()
         if choice < 0.1:
-            new_rule = _other_rule(rule)
+            rule = _other_rule(rule)
         elif choice < 0.4 and rule.deadline_scale > 0.0:
-            _shift(new_shifts, ranks, cycle)
+            _shift(shifts, ranks, cycle)
         else:
-            move_layers(new_ranks, new_cuts, num_ranks, tables[0][0])
+            move_layers(ranks, cuts, num_ranks, costs.sums[0])
             if np.random.random() < 0.3:
-                move_layers(new_ranks, new_cuts, num_ranks, tables[0][0])
+                move_layers(ranks, cuts, num_ranks, costs.sums[0])
+        changed = State(ranks, cuts, recompute, rule, shifts)
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
-        makespan = makespan_of(new_ranks, new_cuts, new_recompute, new_rule, new_shifts, tables, batch, limit)
+        makespan = makespan_of(changed, costs, batch, limit)
         if makespan <= limit and makespan < np.inf:
-            current, ranks, cuts, rule, shifts = makespan, new_ranks, new_cuts, new_rule, new_shifts
-            recompute = new_recompute
+            current, state = makespan, changed
             if makespan < best:
-                best, best_ranks, best_cuts, best_rule = makespan, ranks.copy(), cuts.copy(), rule
-                best_shifts, best_recompute = shifts.copy(), recompute.copy()
-    return best, best_ranks, best_cuts, best_recompute, best_rule, best_shifts
+                best, best_state = makespan, changed
+    return best, best_state
+
+
+@compiled
+def _copied(state):
+    """Return the state with arrays of its own."""
+    return State(
+        state.rank_of_layer.copy(), state.is_cut.copy(), state.table_of_rank.copy(), state.rule, state.shifts.copy()
+    )  # fmt: skip
 
 
 @compiled
@@ -212,3 +236,55 @@ def _recolour(ranks, layer, rank):
     while high + 1 < len(ranks) and ranks[high + 1] == old_rank:
         high += 1
     ranks[low : high + 1] = rank
+
+
+@compiled
+def gather(state, costs, batch, limit_s, num_steps, seed):
+    """Return makespan, ranks and cuts with the fewest transfers found in `num_steps` list schedules.
+
+    Of equals those with the fewest stages are taken; the makespan is at most `limit_s`.
+
+    Moves are those of `anneal`. One that adds transfers costs no schedule, one that does not change their number is
+    accepted.
+    """
+    np.random.seed(seed)
+    ranks, cuts = state.rank_of_layer.copy(), state.is_cut.copy()
+    num_ranks = len(costs.speed)
+    makespan = makespan_of(state, costs, batch, np.inf)
+    transfers, stages = count(ranks, cuts)
+    best = makespan, ranks, cuts, transfers, stages
+    for _ in range(_MOVES_PER_STEP * num_steps):
+        if num_steps == 0:
+            break
+        new_ranks, new_cuts = ranks.copy(), cuts.copy()
+        move_layers(new_ranks, new_cuts, num_ranks, costs.sums[0])
+        if np.random.random() < 0.3:
+            move_layers(new_ranks, new_cuts, num_ranks, costs.sums[0])
+        new_transfers, new_stages = count(new_ranks, new_cuts)
+        if new_transfers > transfers or (new_transfers == transfers and new_stages > stages):
+            continue
+        if (new_ranks == ranks).all() and (new_cuts == cuts).all():
+            continue
+        num_steps -= 1
+        changed = State(new_ranks, new_cuts, state.table_of_rank, state.rule, state.shifts)
+        new_makespan = makespan_of(changed, costs, batch, limit_s)
+        if new_makespan > limit_s:
+            continue
+        makespan, ranks, cuts = new_makespan, new_ranks, new_cuts
+        transfers, stages = new_transfers, new_stages
+        if transfers < best[3] or (transfers == best[3] and stages < best[4]):
+            best = makespan, ranks.copy(), cuts.copy(), transfers, stages
+    return best[0], best[1], best[2]
+
+
+@compiled
+def count(ranks, cuts):
+    """Return the number of transfers of a microbatch between ranks, and the number of stages."""
+    transfers, stages = 0, 1
+    for layer in range(1, len(ranks)):
+        if ranks[layer] != ranks[layer - 1]:
+            transfers += 1
+            stages += 1
+        elif cuts[layer]:
+            stages += 1
+    return transfers, stages

@@ -64,7 +64,7 @@ def baselines(problem: JointProblem) -> Iterator[JointPlan]:
             num_actions = 3 * placement.num_stages * problem.num_microbatches
             if family.searches and num_actions > _MOST_ACTIONS_SEARCHED:
                 continue
-            program = _built(family, problem, num_chunks)
+            program = _built(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
             if program is None:
                 continue
             layouts: dict[str, Layout | None] = {
@@ -88,14 +88,10 @@ def _chunks(family: Family, problem: JointProblem) -> list[int | None]:
     return chunks
 
 
-def _built(family: Family, problem: JointProblem, num_chunks: int | None) -> Program | None:
-    """Return the program, or None for sizes that the schedule does not support."""
-    return _program(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
-
-
 @lru_cache(maxsize=64)
-def _program(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Program | None:
-    """Return the program, or None; cached, because the searches for one model share a few sizes."""
+def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Program | None:
+    """Return the program, or None for sizes that the schedule does not support; cached, because the searches for one model
+    share a few sizes."""
     try:
         return build(name, num_ranks, num_microbatches, num_chunks)
     except ScheduleError:

@@ -72,9 +72,9 @@ _SAVED = 1
 """Number of these that are made to fit by recomputation and offload, which takes long."""
 
 
-def finalists(fits: Iterable[Fit], count: int = NUM_FINALISTS) -> list[Fit]:
+def finalists(fits: Iterable[Fit]) -> list[Fit]:
     """Return the fastest pipeline of each configuration that could still become the fastest plan: those with the lowest
-    bounds, at most `count`."""
+    bounds, at most `NUM_FINALISTS`."""
     fastest_first = sorted(fits, key=lambda fit: fit.step_seconds)
     shapes: dict[tuple[object, ...], Fit] = {}
     for fit in fastest_first:
@@ -83,7 +83,7 @@ def finalists(fits: Iterable[Fit], count: int = NUM_FINALISTS) -> list[Fit]:
         if plan.pp > 1 and is_near and plan.predictions.lower_bound_seconds < best_s:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, fit)
-    return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:count]
+    return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_FINALISTS]
 
 
 def joint_plans(

@@ -95,12 +95,8 @@ class Layout:
 
 def stages_of(problem: JointProblem, layout: Layout) -> Stages:
     """Return the costs of the stages of `layout` on their ranks, for the kernels."""
-    return build_stages(
-        layout.rank_of_layer(),
-        layout.is_cut(),
-        layout.table_of_rank(problem.num_ranks),
-        *problem.tables,
-    )
+    tables = layout.table_of_rank(problem.num_ranks)
+    return build_stages(layout.rank_of_layer(), layout.is_cut(), tables, problem.costs)
 
 
 def stage_costs(problem: JointProblem, layout: Layout) -> StageCosts:
@@ -130,9 +126,9 @@ def transfer_times(problem: JointProblem, layout: Layout) -> dict[tuple[int, int
 
 
 @compiled
-def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memory_bytes, overhead_s):
+def build_stages(rank_of_layer, is_cut, table_of_rank, costs):
     """Return the `Stages` of layers on ranks; a stage ends where the rank changes or before a layer that `is_cut`."""
-    num_layers, num_ranks = len(rank_of_layer), len(speed)
+    num_layers, num_ranks, moves = len(rank_of_layer), len(costs.speed), costs.moves
     starts = np.empty(num_layers + 1, np.int64)
     num_stages = 0
     for layer in range(num_layers):
@@ -143,11 +139,11 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memor
     rank = np.empty(num_stages, np.int64)
     columns = np.empty((6, num_stages))
     transfer = np.zeros(num_stages)
-    limit = memory_bytes.copy()
+    limit = costs.memory_bytes.copy()
     counts = np.zeros(num_ranks + 1, np.int64)
     for stage in range(num_stages):
         rank[stage] = rank_of_layer[starts[stage]]
-        table_sums = sums[table_of_rank[rank[stage]]]
+        table_sums = costs.sums[table_of_rank[rank[stage]]]
         for row in range(6):
             columns[row, stage] = table_sums[row, starts[stage + 1]] - table_sums[row, starts[stage]]
         if stage > 0 and rank[stage] != rank[stage - 1]:
@@ -155,7 +151,7 @@ def build_stages(rank_of_layer, is_cut, table_of_rank, sums, moves, speed, memor
         limit[rank[stage]] -= columns[3, stage]
         counts[rank[stage] + 1] += 1
         for row in range(3):
-            columns[row, stage] = columns[row, stage] / speed[rank[stage]] + overhead_s
+            columns[row, stage] = columns[row, stage] / costs.speed[rank[stage]] + costs.overhead_s
     for stage in range(1, num_stages):
         if rank[stage] != rank[stage - 1]:
             columns[0, stage] += moves[1, starts[stage]]

@@ -8,8 +8,10 @@ from stagewright.arrays import Ints
 from stagewright.compiled import compiled
 from stagewright.planning.joint.problem import JointProblem
 
+_NUM_STEPS = 20_000
 
-def load_balanced(problem: JointProblem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
+
+def load_balanced(problem: JointProblem, rank_of_layer: Ints, seed: int = 0) -> Ints:
     """Return the ranks of layers with a smaller maximum time over the ranks, changed in few places.
 
     The time of a rank is a lower bound on its end: see `bounds.layer_bound`, applied to all its layers.
@@ -22,7 +24,7 @@ def load_balanced(problem: JointProblem, rank_of_layer: Ints, seed: int = 0, num
         before,
         problem.speed,
         problem.num_microbatches,
-        num_steps,
+        _NUM_STEPS,
         seed,
     )
 

@@ -7,17 +7,30 @@ from functools import cached_property
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, transfer_times
-from stagewright.planning.joint.policy import DeadlinePolicy
 from stagewright.planning.joint.problem import JointProblem
-from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.action import Action
 from stagewright.schedule.list_scheduler.kernels import list_schedule
 from stagewright.schedule.list_scheduler.priorities import deadlines_of, window_of
-from stagewright.schedule.list_scheduler.terms import Order, Stages
+from stagewright.schedule.list_scheduler.stage_times import KINDS
+from stagewright.schedule.list_scheduler.terms import Order, Rule, Stages
 from stagewright.schedule.program import Program
 from stagewright.simulation import EncodedProgram, Timeline, encode, simulate
 
-_KINDS = (Kind.F, Kind.I, Kind.W)
+
+@dataclass(frozen=True, eq=False)
+class DeadlinePolicy:
+    """A rule and shifts of deadlines: seconds by which those of each layer's forwards (row 0) and input gradients (row 1)
+    are shifted, and fractions of a cycle by which those of consecutive microbatches are further apart (rows 2 and 3)."""
+
+    rule: Rule
+    shifts: Floats
+
+    @classmethod
+    def of(cls, rule: Rule, num_layers: int) -> DeadlinePolicy:
+        """Return the policy of a rule with no deadline shifted."""
+        return cls(rule, np.zeros((4, num_layers)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +105,7 @@ def encode_order(name: str, layout: Layout, stages: Stages, order: Order) -> Enc
     microbatch[np.argsort(pattern, kind="stable")] = np.tile(
         np.arange(num_microbatches, dtype=np.int32), 3 * layout.num_stages
     )
-    patterns = tuple(Action(kind, stage, 0) for stage in range(layout.num_stages) for kind in _KINDS)
+    patterns = tuple(Action(kind, stage, 0) for stage in range(layout.num_stages) for kind in KINDS)
     offsets = 3 * num_microbatches * stages.offsets
     return EncodedProgram(
         name, layout.placement, num_microbatches, patterns, pattern.astype(np.int32), microbatch, offsets

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from stagewright.planning.joint.layout import stage_costs, transfer_times
 from stagewright.planning.joint.plan import JointPlan
-from stagewright.simulation.prediction import Assumptions, ProgramCosts, ProgramPrediction
-
-Provenance = Literal["given", "assumed", "none"]
+from stagewright.simulation.prediction import Assumptions, ProgramCosts, ProgramPrediction, Provenance
 
 
 def prediction_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> ProgramPrediction:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -96,6 +97,17 @@ class LayerTable:
         return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in rows])
 
 
+class ProblemCosts(NamedTuple):
+    """The costs of a problem: prefix sums by table and column, both rows of `JointProblem.moves`, speed and memory per rank,
+    and the overhead of a computation."""
+
+    sums: Floats
+    moves: Floats
+    speed: Floats
+    memory_bytes: Floats
+    overhead_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class JointProblem:
     """The problem of placing layers on ranks.
@@ -109,8 +121,8 @@ class JointProblem:
     layers: LayerTable
     num_ranks: int
     num_microbatches: int
-    speed: Floats = field(default_factory=lambda: np.ones(0))
-    memory_bytes: Floats = field(default_factory=lambda: np.ones(0))
+    speed: Floats
+    memory_bytes: Floats
     latency_s: float = 0.0
     bytes_per_s: float = np.inf
     overhead_s: float = 0.0
@@ -127,13 +139,9 @@ class JointProblem:
         *,
         speed: float | Sequence[float] | Floats = 1.0,
         memory_bytes: float | Sequence[float] | Floats = np.inf,
-        latency_s: float = 0.0,
-        bytes_per_s: float = np.inf,
-        overhead_s: float = 0.0,
-        recomputing: Sequence[LayerTable] = (),
-        receivers_wait: bool = False,
+        **more: Any,
     ) -> JointProblem:
-        """Return a problem with one speed and memory for all ranks or one for each.
+        """Return a problem with one speed and memory for all ranks or one for each; `more` are other fields by name.
 
         Raises:
             PlanError: more ranks than layers, or figures that make no sense, such as recomputation that takes less time or
@@ -154,19 +162,19 @@ class JointProblem:
             )
         speeds = per_rank("speed", speed, num_ranks)
         memory = per_rank("memory_bytes", memory_bytes, num_ranks)
-        if not (np.isfinite(speeds).all() and (speeds > 0).all()) or not (memory > 0).all():
+        return cls(layers, num_ranks, num_microbatches, speeds, memory, **more)
+
+    def __post_init__(self) -> None:
+        speed, tables = self.speed, self.recomputing
+        if not (np.isfinite(speed).all() and (speed > 0).all()) or not (self.memory_bytes > 0).all():
             raise PlanError("speeds and memory of ranks must be positive")
-        if min(latency_s, overhead_s) < 0 or not bytes_per_s > 0:
+        if min(self.latency_s, self.overhead_s) < 0 or not self.bytes_per_s > 0:
             raise PlanError("latency and overhead cannot be negative, and a bandwidth must be positive")
-        if not all(map(_recomputes_more, (layers, *recomputing), recomputing)):
+        if not all(map(_recomputes_more, (self.layers, *tables), tables)):
             raise PlanError(
                 "each recomputing table must take no fewer seconds and save no more bytes than the one before, on every "
                 "layer, with parameters of the same size"
             )
-        return cls(
-            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(recomputing),
-            receivers_wait,
-        )  # fmt: skip
 
     @cached_property
     def transfer_s(self) -> Floats:
@@ -182,10 +190,9 @@ class JointProblem:
         return moves
 
     @cached_property
-    def tables(self) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """The arguments of the kernels: sums per table and layer column, both rows of `moves`, speed and memory per rank,
-        overhead."""
-        return self.sums, self.moves, self.speed, self.memory_bytes, self.overhead_s
+    def costs(self) -> ProblemCosts:
+        """The costs for the kernels."""
+        return ProblemCosts(self.sums, self.moves, self.speed, self.memory_bytes, self.overhead_s)
 
     @cached_property
     def sums(self) -> Floats:

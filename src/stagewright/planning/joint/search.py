@@ -8,22 +8,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import ceil
 
 import numpy as np
 
 from stagewright.arrays import Ints
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import anneal, makespan_of
+from stagewright.planning.joint.anneal import MARGIN, State, anneal, gather, makespan_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
-from stagewright.planning.joint.gathers import MARGIN, gather
 from stagewright.planning.joint.layout import Layout, build_stages
 from stagewright.planning.joint.moves import improve_order
 from stagewright.planning.joint.packing import pack
-from stagewright.planning.joint.plan import JointPlan, encode_order, judged, scheduled
-from stagewright.planning.joint.policy import DeadlinePolicy
+from stagewright.planning.joint.plan import DeadlinePolicy, JointPlan, encode_order, judged, scheduled
 from stagewright.planning.joint.problem import JointProblem
 from stagewright.planning.joint.starts import starts
 from stagewright.schedule.list_scheduler.kernels import list_schedule
@@ -92,47 +89,22 @@ class JointResult:
 
 
 @dataclass(frozen=True, eq=False)
-class SearchState:
-    """A layout and the policy of its ranks, with the (estimated) makespan of their list schedule."""
+class Timed:
+    """A state, with the (estimated) makespan of its list schedule or of a complete `order` of every rank's actions."""
 
     makespan_s: float
-    ranks: np.ndarray
-    cuts: np.ndarray
-    recompute: np.ndarray
-    rule: Rule
-    shifts: np.ndarray
+    state: State
+    order: Order | None = None
 
     @property
     def layout(self) -> Layout:
-        return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist(), self.recompute)
+        cuts = np.flatnonzero(self.state.is_cut).tolist()
+        return Layout.of_layers(self.state.rank_of_layer, cuts, self.state.table_of_rank)
 
     @property
     def num_transfers(self) -> int:
         """Transfers between ranks, as in `Layout.num_transfers`."""
-        return int(np.count_nonzero(np.diff(self.ranks)))
-
-    @property
-    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rule, np.ndarray]:
-        """The arguments of the kernels."""
-        return self.ranks, self.cuts, self.recompute, self.rule, self.shifts
-
-    @property
-    def policy(self) -> DeadlinePolicy:
-        return DeadlinePolicy(self.rule, self.shifts)
-
-
-@dataclass(frozen=True, eq=False)
-class Ordered:
-    """A layout with a complete order of every rank's actions and its makespan."""
-
-    makespan_s: float
-    state: SearchState
-    order: Order
-
-    @property
-    def num_transfers(self) -> int:
-        """Transfers between ranks, as in `Layout.num_transfers`."""
-        return self.state.num_transfers
+        return int(np.count_nonzero(np.diff(self.state.rank_of_layer)))
 
 
 def search(
@@ -163,8 +135,8 @@ class _Search:
         self.problem, self.effort, self.report, self.stop = problem, effort, report, stop
         self.began = time.monotonic()
         self.rng = np.random.default_rng(seed)
-        self.pool: list[SearchState] = []
-        self.ordered: list[Ordered] = []
+        self.pool: list[Timed] = []
+        self.ordered: list[Timed] = []
         self.num_rounds = 0
         full = problem.num_microbatches
         short = min(full, max(4 * problem.num_ranks, 16))
@@ -184,7 +156,7 @@ class _Search:
                 self.stop.set()
             self._use_whole_batch(workers)
             for _ in range(_GATHERINGS):
-                shortest = [state for state in self.pool if state.makespan_s <= self._best_s() * (1 + MARGIN)]
+                shortest = [timed for timed in self.pool if timed.makespan_s <= self._best_s() * (1 + MARGIN)]
                 self._gather(shortest[:_TASKS_PER_ROUND], workers)
         return self._result()
 
@@ -206,30 +178,30 @@ class _Search:
         ]
         self._keep(self._timed(states, workers))
 
-    def _state(self, layout: Layout, policy: DeadlinePolicy, recompute: Ints | None = None) -> SearchState:
-        """Return an untimed state; `recompute` has the tables of the ranks in the order of their first layers."""
+    def _state(self, layout: Layout, policy: DeadlinePolicy, recompute: Ints | None = None) -> State:
+        """Return the state of a layout; `recompute` has the tables of the ranks in the order of their first layers."""
         ranks = layout.rank_of_layer()
         tables = layout.table_of_rank(self.problem.num_ranks)
         if recompute is not None:
             tables[list(dict.fromkeys(ranks.tolist()))] = recompute
-        return SearchState(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
+        return State(ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
-    def _timed(self, states: Iterable[SearchState], workers: ThreadPoolExecutor) -> list[SearchState]:
+    def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[Timed]:
         """Return the states with their makespans, infinite where far from the best.
 
         The best is taken over the states up to `_AHEAD` places before, which are waited for, not over those that other
         threads happen to have timed.
         """
         best = self.pool[0].makespan_s if self.pool else np.inf
-        tasks: list[Future[SearchState]] = []
+        tasks: list[Future[Timed]] = []
         for index, state in enumerate(states):
             if index >= _AHEAD:
                 best = min(best, tasks[index - _AHEAD].result().makespan_s)
             tasks.append(workers.submit(self._timed_within, state, 1.2 * best))
         return [task.result() for task in tasks]
 
-    def _timed_within(self, state: SearchState, limit_s: float) -> SearchState:
-        return SearchState(makespan_of(*state.parts, self.problem.tables, self.batch, limit_s), *state.parts)
+    def _timed_within(self, state: State, limit_s: float) -> Timed:
+        return Timed(makespan_of(state, self.problem.costs, self.batch, limit_s), state)
 
     def _is_over(self) -> bool:
         if self.stop.is_set() or not self.pool:
@@ -265,28 +237,27 @@ class _Search:
         tasks = []
         for number in range(_TASKS_PER_ROUND):
             turn = self.num_rounds * _TASKS_PER_ROUND + number
-            state = self.pool[turn % len(self.pool)]
+            state = self.pool[turn % len(self.pool)].state
             share = _SHARES[turn // len(self.pool) % len(_SHARES)]
             seed = int(self.rng.integers(1 << 31))
-            task = partial(anneal, *state.parts, self.problem.tables)
-            tasks.append(workers.submit(task, self.batch, steps, share, seed))
-        self._keep([SearchState(*task.result()) for task in tasks])
+            tasks.append(workers.submit(anneal, state, self.problem.costs, self.batch, steps, share, seed))
+        self._keep([Timed(*task.result()) for task in tasks])
 
-    def _gather(self, states: Sequence[SearchState], workers: ThreadPoolExecutor) -> None:
-        """Add layouts with fewer transfers and no longer makespan than the given states to the pool."""
+    def _gather(self, candidates: Sequence[Timed], workers: ThreadPoolExecutor) -> None:
+        """Add layouts with fewer transfers and no longer makespan than the candidates to the pool."""
         if self.stop.is_set():
             return
         actions = 3 * self.problem.layers.num_layers * self.batch[0]
         steps = max(100, _WORK_PER_ROUND // (_CALL + actions))
         tasks = []
-        for state in states:
-            limit, seed = state.makespan_s * (1 + MARGIN), int(self.rng.integers(1 << 31))
-            task = partial(gather, *state.parts, self.problem.tables, self.batch, limit)
-            tasks.append((state, workers.submit(task, steps, seed)))
+        for timed in candidates:
+            limit, seed = timed.makespan_s * (1 + MARGIN), int(self.rng.integers(1 << 31))
+            task = workers.submit(gather, timed.state, self.problem.costs, self.batch, limit, steps, seed)
+            tasks.append((timed.state, task))
         gathered = []
         for state, task in tasks:
             makespan, ranks, cuts = task.result()
-            gathered.append(replace(state, makespan_s=makespan, ranks=ranks, cuts=cuts))
+            gathered.append(Timed(makespan, state._replace(rank_of_layer=ranks, is_cut=cuts)))
         self._keep(gathered)
 
     def _polish(self, workers: ThreadPoolExecutor) -> None:
@@ -301,55 +272,45 @@ class _Search:
             place = (self.num_rounds * _TASKS_PER_ROUND + number) % len(self.ordered)
             share = _SHARES[int(self.rng.integers(len(_SHARES)))]
             seed = int(self.rng.integers(1 << 31))
-            ordered = self.ordered[place]
-            task = partial(
-                improve_order, self._stages(ordered.state), self.problem.num_microbatches,
-                ordered.order,
+            ordered, bound = self.ordered[place], self.bound.seconds * (1 + _EXACT)
+            task = workers.submit(
+                improve_order, self._stages(ordered.state), self.problem.num_microbatches, ordered.order, steps,
+                share, bound, seed,
             )  # fmt: skip
-            bound = self.bound.seconds * (1 + _EXACT)
-            tasks.append((place, workers.submit(task, steps, share, bound, seed)))
+            tasks.append((place, task))
         for place, task in tasks:
             makespan, order = task.result()
             if makespan < self.ordered[place].makespan_s:
-                self.ordered[place] = Ordered(makespan, self.ordered[place].state, order)
+                self.ordered[place] = Timed(makespan, self.ordered[place].state, order)
 
-    def _order_of(self, state: SearchState) -> Ordered:
-        stages = self._stages(state)
-        window = window_of(stages, state.rule.depth)
-        deadlines = deadlines_of(stages, state.rule, state.shifts)
-        M = self.problem.num_microbatches
-        return Ordered(
-            state.makespan_s, state, list_schedule(stages, M, state.rule, window, deadlines, np.inf)[1]
-        )
+    def _order_of(self, timed: Timed) -> Timed:
+        """Return the state with the order of its list schedule."""
+        stages, rule = self._stages(timed.state), timed.state.rule
+        window, deadlines = window_of(stages, rule.depth), deadlines_of(stages, rule, timed.state.shifts)
+        order = list_schedule(stages, self.problem.num_microbatches, rule, window, deadlines, np.inf)[1]
+        return replace(timed, order=order)
 
-    def _stages(self, state: SearchState) -> Stages:
-        return build_stages(state.ranks, state.cuts, state.recompute, *self.problem.tables)
+    def _stages(self, state: State) -> Stages:
+        return build_stages(state.rank_of_layer, state.is_cut, state.table_of_rank, self.problem.costs)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
         """Time all microbatches from now on."""
         if self.batch[1]:
             self.batch = (self.problem.num_microbatches, 0)
-            states, self.pool = self.pool, []
+            states, self.pool = [timed.state for timed in self.pool], []
             self._keep(self._timed(states, workers))
 
-    def _keep(self, states: list[SearchState]) -> None:
-        """Keep the best of the pool and `states`, each makespan and layout once."""
-        distinct: dict[tuple[float, bytes], SearchState] = {}
-        candidates = [*self.pool, *states]
-        equal_s = min((state.makespan_s for state in candidates), default=np.inf) * (1 + MARGIN)
-        for state in sorted(
-            candidates, key=lambda state: (max(state.makespan_s, equal_s), state.num_transfers)
-        ):
-            if np.isfinite(state.makespan_s):
-                distinct.setdefault((round(state.makespan_s, 9), state.ranks.tobytes()), state)
+    def _keep(self, candidates: list[Timed]) -> None:
+        """Keep the best of the pool and the candidates, each makespan and layout once."""
+        distinct: dict[tuple[float, bytes], Timed] = {}
+        for timed in _shortest_first([*self.pool, *candidates]):
+            if np.isfinite(timed.makespan_s):
+                distinct.setdefault((round(timed.makespan_s, 9), timed.state.rank_of_layer.tobytes()), timed)
         self.pool = list(distinct.values())[: self.effort.pool]
 
     def _result(self) -> JointResult:
         fitting = [plan for plan in self.baselines if plan.fits]
-        candidates: list[SearchState | Ordered] = [*self.ordered, *self.pool]
-        equal_s = self._best_s() * (1 + MARGIN)
-        candidates.sort(key=lambda candidate: (max(candidate.makespan_s, equal_s), candidate.num_transfers))
-        judged_plans = [self._judged(candidate) for candidate in candidates[:_JUDGED]]
+        judged_plans = map(self._judged, _shortest_first([*self.ordered, *self.pool])[:_JUDGED])
         plans = [*(plan for plan in judged_plans if plan is not None and plan.fits), *fitting]
         if not plans:
             raise PlanError(
@@ -362,12 +323,19 @@ class _Search:
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
 
-    def _judged(self, candidate: SearchState | Ordered) -> JointPlan | None:
-        state = candidate if isinstance(candidate, SearchState) else candidate.state
-        if isinstance(candidate, SearchState):
-            return scheduled("joint search", self.problem, state.layout, state.policy)
-        program = encode_order("joint search", state.layout, self._stages(state), candidate.order)
-        return judged("joint search", self.problem, state.layout, program, state.policy)
+    def _judged(self, timed: Timed) -> JointPlan | None:
+        policy = DeadlinePolicy(timed.state.rule, timed.state.shifts)
+        if timed.order is None:
+            return scheduled("joint search", self.problem, timed.layout, policy)
+        program = encode_order("joint search", timed.layout, self._stages(timed.state), timed.order)
+        return judged("joint search", self.problem, timed.layout, program, policy)
+
+
+def _shortest_first(candidates: Iterable[Timed]) -> list[Timed]:
+    """Return the candidates by makespan, and those as short as the shortest by their transfers."""
+    candidates = list(candidates)
+    equal_s = min((timed.makespan_s for timed in candidates), default=np.inf) * (1 + MARGIN)
+    return sorted(candidates, key=lambda timed: (max(timed.makespan_s, equal_s), timed.num_transfers))
 
 
 def _with_fewest_transfers(plans: Sequence[JointPlan]) -> JointPlan:

@@ -24,10 +24,9 @@ from stagewright.planning.candidate import (
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, saving_with_hosts, ways_on_hosts
-from stagewright.planning.memory.least_memory import tightest
 from stagewright.planning.partition.solver import MemoryBudget, has_partition
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import bodies_of
+from stagewright.planning.prediction.pipeline import stage_bodies
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import ModelReference
@@ -35,6 +34,9 @@ from stagewright.units import format_bytes
 
 _MOST_FRAGMENTS = 0.3
 """A configuration that loses more than this share of its memory to fragmentation is given up."""
+
+_HALVINGS = 5
+"""Number of amounts tried between the mean excess of the ranks and an amount that suffices."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Fitting:
             was_short |= start.excess_bytes > 0
             candidate = self._best_that_fits(start, body, below_s)
             if tight:
-                candidate = tightest(candidate, body)
+                candidate = _tightest(candidate, body)
             # Less is not to be had; it may be little enough with what is lost.
             is_last = candidate.excess_bytes > 0
             if is_last and expected:
@@ -224,10 +226,9 @@ class Fitting:
         share = configuration.state_share(self.job.precision)
         limits = usable_bytes_of_ranks(self.job, entry.cluster, configuration.pp)
         ranks = program.placement.rank_of_stage
-        width = configuration.num_holders * configuration.tp
-        bodies = bodies_of(body, entry.cluster, configuration.pp, width)
+        bodies = stage_bodies(body, entry.cluster, program, configuration.ranks_per_stage)
         budget = MemoryBudget([limits[rank] for rank in ranks], counts, share)
-        if has_partition([bodies[rank] for rank in ranks], budget):
+        if has_partition(bodies, budget):
             return None
         limit, least = min(limits), _least_bytes(body, counts, share, configuration.pp)
         if least <= limit:
@@ -256,6 +257,25 @@ class Fitting:
             candidate for candidate in (kept, saving) if candidate is not None and candidate.excess_bytes <= 0
         ]
         return min(fitting, key=lambda candidate: run_timeline(candidate.line).makespan_s, default=kept)
+
+
+def _tightest(candidate: Candidate, body: RangeCosts) -> Candidate:
+    """Return the configuration of `candidate`, which does not fit, with the cuts that are over by least: those that fit with
+    the smallest addition to the memory of every device."""
+    line = candidate.line
+    if candidate.excess_bytes <= 0:
+        return candidate  # only fragmentation exceeds the memory, which cuts cannot predict
+    best, most = candidate, candidate.excess_bytes
+    lacking = [line.missing_bytes([memory]) for memory in candidate.memories]
+    least = sum(lacking) // len(lacking)  # as if all were over equally
+    for _ in range(_HALVINGS):
+        more = (least + most) // 2
+        tried = within_memory(candidate.with_headroom(candidate.configuration.headroom - more), body)
+        if more + tried.excess_bytes < most:
+            best, most = tried.with_headroom(candidate.configuration.headroom), more + tried.excess_bytes
+        if tried.excess_bytes > 0:
+            least = more
+    return best
 
 
 def lacking_bytes(plan: Plan, candidate: Candidate) -> int:

@@ -71,7 +71,7 @@ def host_excess_bytes(line: Pipeline) -> int:
     for rank in range(line.pp):
         state = line.resident(rank).host_bytes if rank in line.host_optimizer else 0
         saved = line.offloaded_bytes(rank)
-        for member in range(line.first_rank(rank), line.first_rank(rank) + line.num_holders * line.tp):
+        for member in range(line.first_rank(rank), line.first_rank(rank + 1)):
             if state or (saved and line.cluster.group_of(member).host is not None):
                 on_node[line.cluster.node_of(member)] += state + saved
     return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)

@@ -60,14 +60,14 @@ def _stage_costs(seconds: Sequence[Floats], least: Sequence[int], most: Sequence
     num_layers = len(seconds[0]) - 2
     places = np.arange(num_layers + 1)
     counts = places - places[:, None]
-    sums: dict[int, Floats] = {}
+    sums: dict[bytes, Floats] = {}
     for stage, layer_seconds in enumerate(seconds):
-        if id(layer_seconds) not in sums:
+        if (alike := layer_seconds.tobytes()) not in sums:
             column = np.concatenate([[0.0], np.cumsum(layer_seconds[1:-1])])
-            sums[id(layer_seconds)] = column - column[:, None]
+            sums[alike] = column - column[:, None]
         around = layer_seconds[0] * (stage == 0) + layer_seconds[-1] * (stage == len(seconds) - 1)
         allowed = (counts >= least[stage]) & (counts <= most[stage])
-        yield np.where(allowed, sums[id(layer_seconds)] + around, np.inf)
+        yield np.where(allowed, sums[alike] + around, np.inf)
 
 
 def _best(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:

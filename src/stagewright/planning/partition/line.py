@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stagewright.cluster import Device
@@ -14,10 +14,11 @@ from stagewright.planning.partition.bisection import bisect, bottleneck
 from stagewright.planning.partition.ranges import Ranges, ranges_of
 from stagewright.planning.partition.refine import best_partition, narrowed
 from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
-from stagewright.planning.prediction.pipeline import Pipeline, bodies_of
+from stagewright.planning.prediction.pipeline import Pipeline, stage_bodies
 from stagewright.planning.prediction.transfers import message_seconds
 from stagewright.schedule import Program
 from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.in_flight import in_flight
 from stagewright.simulation import StageCosts, simulate
 
 _SLACKS = (0.01, 0.03, 0.1)
@@ -31,7 +32,6 @@ def cuts_to_try(
     line: Pipeline,
     memories: Sequence[RankMemory],
     body: RangeCosts,
-    counts: Sequence[int],
     others: Iterable[tuple[int, ...]],
     *,
     state_share: float = 1.0,
@@ -45,12 +45,11 @@ def cuts_to_try(
 
     Args:
         line: any partition that keeps everything; the error of the ranges for its `memories` is corrected everywhere.
-        counts: per stage, the maximum number of sets of saved values in flight.
         state_share: fraction of the state of a stage that one replica keeps.
         shrink: fraction of the memory to leave free.
         below_s: partitions whose batches take as long or longer are left out.
     """
-    terms = terms_of(line, body, counts, state_share=state_share, offload=offload)
+    terms = terms_of(line, body, state_share=state_share, offload=offload)
     stage_ranges = corrected(line, memories, StageRanges(known_ranges(body), terms), shrink)
     fastest = best_partition(stage_ranges)
     tried = set(others)
@@ -136,24 +135,24 @@ def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]
 
 
 def terms_of(
-    line: Pipeline, body: RangeCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
+    line: Pipeline, body: RangeCosts, *, state_share: float = 1.0, offload: bool = True
 ) -> list[StageTerms]:
     """Return the terms of every stage of `line`, a partition of `body`; stages of one rank share its memory evenly.
 
     Ignores: that a device may be slower at some operators than at others.
     """
     program = line.program
-    versions = weight_versions(program)
+    versions, counts = weight_versions(program), in_flight(program)
     placed = program.placement
     devices = [line.device_of(rank) for rank in range(line.pp)]
-    bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
+    bodies = stage_bodies(body, line.cluster, program, line.ranks_per_stage)
     sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
     return [
         StageTerms(
             copies=counts[stage],
             capacity=line.allocatable_bytes(rank) / sharing[stage],
             versions=versions[rank],
-            inverse_speed=float(bodies[rank].seconds[-1] / body.seconds[-1]),
+            inverse_speed=float(bodies[stage].seconds[-1] / body.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
             boundary_s_per_byte=_boundary_seconds(line, stage),
             state_share=state_share,
@@ -187,7 +186,7 @@ def corrected(
         unseen = (memory.peak_bytes - seen) / len(stages)
         for stage in stages:
             capacity = terms[stage].capacity * (1 - shrink) - unseen
-            terms[stage] = terms[stage].with_capacity(capacity)
+            terms[stage] = replace(terms[stage], capacity=capacity)
     return StageRanges(stage_ranges.ranges, terms)
 
 

@@ -89,8 +89,9 @@ class _Stages:
         whole = costs[0]
         self.ends = np.concatenate([[0], positions, [whole.size]]).astype(np.int64)
         self.num_stages = len(costs)
-        by_device = {id(body): body.seconds[self.ends] for body in costs}
-        self.times = [by_device[id(body)] for body in costs]
+        self.costs = costs
+        by_device = {body: body.seconds[self.ends] for body in dict.fromkeys(costs)}
+        self.times = [by_device[body] for body in costs]
         self.longest_s = max(float(time[-1]) for time in by_device.values())
         self.tolerance = 1e-12 * self.longest_s
         self.width = whole.boundary_bytes[self.ends]
@@ -159,11 +160,11 @@ class _Stages:
 
     def _all_farthest(self, bottleneck: float) -> Iterator[Ints]:
         """Yield, for each stage, `_farthest` of every start."""
-        cached: dict[int, Ints] = {}
-        for stage, time in enumerate(self.times):
-            if id(time) not in cached:
-                cached[id(time)] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
-            by_time = cached[id(time)]
+        reach: dict[RangeCosts, Ints] = {}
+        for stage, (body, time) in enumerate(zip(self.costs, self.times, strict=True)):
+            if body not in reach:
+                reach[body] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
+            by_time = reach[body]
             if self.load is None or self.budget is None:
                 yield by_time
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,9 +31,6 @@ class StageTerms:
     link_s_per_byte: float = math.inf
     boundary_s_per_byte: float = 0.0
     state_share: float = 1.0
-
-    def with_capacity(self, capacity: float) -> StageTerms:
-        return replace(self, capacity=capacity)
 
 
 class StageRanges:

@@ -121,24 +121,28 @@ class Pipeline:
     def pp(self) -> int:
         return self.program.num_ranks
 
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of global ranks that hold a stage: each of the replicas is divided among tensor parallel ranks."""
+        return self.num_holders * self.tp
+
     def replicas(self, pipeline_rank: int) -> range:
         """Return the global ranks that hold the same parameters."""
         first = self.first_rank(pipeline_rank)
-        return range(first, first + self.num_holders * self.tp, self.tp)
+        return range(first, first + self.ranks_per_stage, self.tp)
 
     def first_rank(self, pipeline_rank: int) -> int:
         """Return the first of the global ranks that hold the stages of a pipeline rank."""
-        return pipeline_rank * self.num_holders * self.tp
+        return pipeline_rank * self.ranks_per_stage
 
     def device_of(self, pipeline_rank: int) -> Device:
         """Return the device of a pipeline rank; of several kinds the one with the least memory, of equals the one slowest at
         matmuls, then at memory, then the first."""
         if self.cluster.is_homogeneous:
             return self.cluster.device
-        kinds = dict.fromkeys(self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank))
         dtype = self.job.computed_in
         return min(
-            kinds,
+            self.cluster.kinds_of(self.replicas(pipeline_rank)),
             key=lambda kind: (kind.usable_bytes, kind.peak_flops.get(dtype) or 0.0, kind.memory_bandwidth),
         )
 
@@ -161,21 +165,14 @@ class Pipeline:
         if not self.uses_lanes:
             return (0,) * self.pp
         firsts = [self.first_rank(rank) for rank in range(self.pp)]
-        everyone = range(self.pp * self.num_holders * self.tp)
-        lanes, tied = self.lanes, self._tied_holders
+        everyone = range(self.pp * self.ranks_per_stage)
+        model = [begin + part for begin in firsts for part in range(self.tp)]
+        lanes, tied = self.lanes, {tuple(ranks) for ranks in self.holders.values() if len(ranks) > 1}
         sizes = []
         for rank, first in enumerate(firsts):
-            replicas, model = (
-                self.replicas(rank),
-                [begin + part for begin in firsts for part in range(self.tp)],
-            )
+            replicas = self.replicas(rank)
             shards = replicas[: self.num_shards]
-            groups = [
-                shards,
-                shards,
-                replicas[:: self.num_shards],
-                range(first, first + self.tp),
-            ]
+            groups = [shards, shards, replicas[:: self.num_shards], range(first, first + self.tp)]
             groups += [[firsts[holder] for holder in holders] for holders in tied if rank in holders]
             collectives = sum(group_bytes(group, self.cluster) for group in groups)
             collectives += sum(group_bytes(group, self.cluster, is_small=True) for group in (everyone, model))
@@ -190,15 +187,15 @@ class Pipeline:
         forward = {Lane(Kind.F, source, target) for source, target in ends if source != target}
         return sorted(forward | {Lane(Kind.B, lane.target, lane.source) for lane in forward})
 
-    @property
-    def _tied_holders(self) -> set[tuple[int, ...]]:
-        """Sets of pipeline ranks that hold the same trained parameter."""
-        placed = self.program.placement.rank_of_stage
-        holders: dict[int, set[int]] = {}
-        for stage in self.stages:
-            for value, _ in stage.gradients:
-                holders.setdefault(value, set()).add(placed[stage.index])
-        return {tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}
+    @cached_property
+    def holders(self) -> dict[int, list[int]]:
+        """Trained parameter -> the pipeline ranks that hold it, in order."""
+        holders: dict[int, list[int]] = {}
+        for rank in range(self.pp):
+            trained = dict.fromkeys(value for stage in self.stages_of(rank) for value, _ in stage.gradients)
+            for value in trained:
+                holders.setdefault(value, []).append(rank)
+        return holders
 
     def allocatable_bytes(self, pipeline_rank: int) -> int:
         """Return the maximum bytes that a rank may have alive so that its `reserved_bytes` stay within its memory."""
@@ -232,7 +229,8 @@ def pipeline(
     if cluster.is_homogeneous:
         summaries = _summaries(body, tuple(cuts), tuple(policies), hands_over)
     else:
-        summaries = tuple(map(summarise, memories, _costings(body, cluster, program, num_holders * tp)))
+        bodies = stage_bodies(body, cluster, program, num_holders * tp)
+        summaries = tuple(map(summarise, memories, (costs.costing for costs in bodies)))
     return Pipeline(memories, summaries, program, cluster, job, num_holders, split, tp=tp)
 
 
@@ -262,7 +260,7 @@ class Variants:
 
     def __init__(self, line: Pipeline, body: RangeCosts) -> None:
         self.line = line
-        self._costings = _costings(body, line.cluster, line.program, line.num_holders * line.tp)
+        self._bodies = stage_bodies(body, line.cluster, line.program, line.ranks_per_stage)
         stages = zip(line.memories, line.summaries, strict=True)
         self._by_policy = {(index, KEEP): stage for index, stage in enumerate(stages)}
 
@@ -276,24 +274,21 @@ class Variants:
         if stage is None:
             hands_over = self.line.memories[index].hands_over
             memory = StageMemory(self.line.split.stage(index, policy), hands_over)
-            stage = self._by_policy[index, policy] = memory, summarise(memory, self._costings[index])
+            stage = self._by_policy[index, policy] = memory, summarise(memory, self._bodies[index].costing)
         return stage
 
 
-def _costings(body: RangeCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
-    """Return the costing of every stage on the rank that holds it."""
+def stage_bodies(body: RangeCosts, cluster: Cluster, program: Program, width: int) -> list[RangeCosts]:
+    """Return the costs of the model on the rank of every stage, as `bodies_of` does."""
     bodies = bodies_of(body, cluster, program.num_ranks, width)
-    return [bodies[rank].costing for rank in program.placement.rank_of_stage]
+    return [bodies[rank] for rank in program.placement.rank_of_stage]
 
 
 def bodies_of(body: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
     """Return the costs of the model on every pipeline rank of `width` devices: those of its slowest device."""
     if cluster.is_homogeneous:
         return [body] * num_ranks
-    kinds = [
-        dict.fromkeys(cluster.device_of(device) for device in range(rank * width, (rank + 1) * width))
-        for rank in range(num_ranks)
-    ]
+    kinds = (cluster.kinds_of(range(rank * width, (rank + 1) * width)) for rank in range(num_ranks))
     return [max(map(body.on, rank_kinds), key=lambda costs: float(costs.seconds[-1])) for rank_kinds in kinds]
 
 

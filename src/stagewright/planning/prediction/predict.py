@@ -24,7 +24,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserved_bytes
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
+from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
 from stagewright.planning.prediction.transfers import (
     Floats,
     posting_seconds,
@@ -135,9 +135,9 @@ def run_timeline(line: Pipeline, *, steps: bool = True) -> Timeline:
     return simulated(line.program, action_costs(line, steps=steps))
 
 
-def step_seconds(line: Pipeline, timeline: Timeline) -> float:
-    """Return the seconds of a whole optimizer step whose batch has this `timeline`."""
-    return whole_step_seconds(timeline, step_costs(line))
+def step_seconds(line: Pipeline) -> float:
+    """Return the seconds of a whole optimizer step."""
+    return simulated_seconds(line.program, step_costs(line))
 
 
 def step_costs(line: Pipeline) -> StepCosts:
@@ -250,7 +250,6 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
     The first are over replicas, except for stages in `reduced`, and over ranks that hold a tied parameter; the second are
     AdamW and the all-gather of parameters that other replicas updated.
     """
-    holders = holders_of(line)
     updates = []
     for rank in range(line.pp):
         stages = line.stages_of(rank)
@@ -275,7 +274,7 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
             gather_s = _exposed(gather_s, sum(summary.forward_s for summary in summaries), num_layers)
         updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + gather_s
         updating += _matmul_seconds(line, rank)
-        updates.append((reduce_s + _tied_seconds(line, gradients, holders), updating))
+        updates.append((reduce_s + _tied_seconds(line, gradients), updating))
     return updates
 
 
@@ -308,22 +307,12 @@ def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     return num_bytes
 
 
-def holders_of(line: Pipeline) -> dict[int, list[int]]:
-    """Return trained parameter -> the pipeline ranks that hold it, in order."""
-    ranks_of: dict[int, list[int]] = {}
-    for rank in range(line.pp):
-        held = dict.fromkeys(value for stage in line.stages_of(rank) for value, _ in stage.gradients)
-        for value in held:
-            ranks_of.setdefault(value, []).append(rank)
-    return ranks_of
-
-
-def _tied_seconds(line: Pipeline, gradients: dict[int, float], holders: dict[int, list[int]]) -> float:
+def _tied_seconds(line: Pipeline, gradients: dict[int, float]) -> float:
     """Return the seconds to all-reduce those `gradients` of a rank whose parameters other pipeline ranks hold too."""
     return sum(
-        all_reduce_seconds(line.cluster, num_bytes, [line.first_rank(rank) for rank in holders[value]])
+        all_reduce_seconds(line.cluster, num_bytes, [line.first_rank(rank) for rank in line.holders[value]])
         for value, num_bytes in gradients.items()
-        if len(holders[value]) > 1
+        if len(line.holders[value]) > 1
     )
 
 
@@ -389,7 +378,7 @@ def _lower_bound(line: Pipeline, body: RangeCosts) -> float:
     if line.cluster.is_homogeneous:
         shards = line.num_shards if any(line.sharding) else 1
         return lower_bound_seconds(body, num_microbatches, line.pp, line.job, shards)
-    bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
+    bodies = bodies_of(body, line.cluster, line.pp, line.ranks_per_stage)
     return num_microbatches / sum(1 / float(costs.seconds[-1]) for costs in bodies)
 
 

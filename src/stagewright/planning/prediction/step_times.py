@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, overload
 
 import numpy as np
 
-from stagewright.errors import InputError
-from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.action import RECEIVED_BY
 from stagewright.simulation import StageCosts, Timeline
 from stagewright.simulation import simulate as simulate_program
-
-
-@overload
-def simulate(subject: Plan) -> Timeline: ...
-@overload
-def simulate(subject: Program, costs: StageCosts, *args: Any, **options: Any) -> Timeline: ...
-def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
-    """Return when every action of a batch runs: for a plan with the costs that it states, for a program with the given
-    ones and the other arguments of `stagewright.simulation.simulate`.
-
-    Raises:
-        InputError: the plan states no costs, or costs of another number of stages are given.
-        ScheduleError: the program deadlocks.
-    """
-    if not isinstance(subject, Plan):
-        return simulate_program(subject, *args, **options)
-    if args or options:
-        raise InputError(
-            "a plan states its own costs: give no other argument, or pass its program, `stage_program(plan)`"
-        )
-    costs = subject.predictions.costs
-    if costs is None:
-        raise InputError(
-            "the plan does not state its costs: `stagewright.estimate(plan, cluster)` returns one that does"
-        )
-    return simulated(stage_program(subject), costs)
 
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
@@ -57,10 +26,10 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         costs.input_grad_seconds,
         costs.weight_grad_seconds,
         backward_s=costs.backward_seconds,
-        recompute_s=_or_zero(costs.recompute_seconds),
-        gather_s=_or_zero(costs.gather_seconds),
-        reduce_s=_or_zero(costs.reduce_seconds),
-        step_s=_or_zero(costs.update_seconds),
+        recompute_s=costs.recompute_seconds or 0.0,
+        gather_s=costs.gather_seconds or 0.0,
+        reduce_s=costs.reduce_seconds or 0.0,
+        step_s=costs.update_seconds or 0.0,
     )
     timeline = simulate_program(program, stages, transfer_s, edges=edges)
     return _with_gaps(timeline, whole) if whole.receivers_wait else timeline
@@ -128,5 +97,6 @@ def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:
     return max(ends) + costs.norm_seconds + max(costs.optimizer_seconds)
 
 
-def _or_zero(column: Sequence[float]) -> Sequence[float] | float:
-    return column or 0.0
+def simulated_seconds(program: Program, costs: StepCosts) -> float:
+    """Return the seconds of a whole optimizer step of `program`."""
+    return whole_step_seconds(simulated(program, costs), costs)

@@ -138,9 +138,8 @@ def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) 
     """Return the seconds of one message from a stage to another, in the replica where it takes longest."""
     placed = line.program.placement.rank_of_stage
     ends = line.first_rank(placed[source]), line.first_rank(placed[target])
-    width = line.num_holders * line.tp
     seconds = lane_seconds if line.uses_lanes else Cluster.blocks_seconds
-    return seconds(line.cluster, num_bytes, *ends, width)
+    return seconds(line.cluster, num_bytes, *ends, line.ranks_per_stage)
 
 
 def lane_seconds(cluster: Cluster, num_bytes: float, source: int, target: int, width: int) -> float:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Floats
+from stagewright.arrays import Floats, Ints
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node
 from stagewright.graph.stage import Stage
-from stagewright.planning.saving.checkpoint_boundaries import narrow_places
-from stagewright.planning.saving.problem import operator_seconds, operators_of
+from stagewright.planning.saving.choice import operator_seconds, operators_of
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)
 """Operators on either side among which a boundary must be the narrowest; windows grow until there are few enough."""
@@ -161,6 +161,20 @@ def _boundaries(widths: Floats) -> tuple[int, ...]:
         if len(inside) <= _MOST_BOUNDARIES:
             break
     return (0, *inside, len(widths) - 1)
+
+
+def narrow_places(widths: Sequence[float] | NDArray[np.number], window: int) -> Ints:
+    """Return the cuts with no narrower cut within `window` positions; ends do not count.
+
+    >>> narrow_places([0, 5, 3, 5, 5, 2, 4, 0], 2).tolist()
+    [2, 5]
+    """
+    inside = np.asarray(widths, np.float64)[1:-1]
+    if not len(inside):
+        return np.array([], np.int64)
+    padded = np.pad(inside, window, constant_values=np.inf)
+    least = np.lib.stride_tricks.sliding_window_view(padded, 2 * window + 1).min(axis=1)
+    return np.flatnonzero(inside <= least) + 1
 
 
 def _results(memory: StageMemory, storages: dict[int, Storage], index: dict[int, int], count: int) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +14,14 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Pipeline, Variants
 from stagewright.planning.prediction.predict import lowered, rank_memories
 from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.saving.problem import SavingChoice, Unit, fetch_ahead, stage_units, with_choice
-from stagewright.planning.saving.proposals import Chooser, Proposals, Propose
+from stagewright.planning.saving.choice import (
+    SavingChoice,
+    StageOperator,
+    fetch_ahead,
+    saved_roots,
+    with_choice,
+)
+from stagewright.planning.saving.proposals import Proposals, Propose
 from stagewright.planning.saving.rank_search import RankSearch
 
 _ROUNDS = 12
@@ -32,11 +38,10 @@ _WORTH_ANNEALING = 0.001
 
 @dataclass(frozen=True)
 class Fitted:
-    """A pipeline whose ranks are within the limit, with the units of all stages and the choice among them."""
+    """A pipeline whose ranks are within the limit, and the choice that makes it fit."""
 
     line: Pipeline
     memories: tuple[RankMemory, ...]
-    units: tuple[Unit, ...]
     choice: SavingChoice
 
     @property
@@ -45,22 +50,20 @@ class Fitted:
         return tuple(self._of_stage(stage) for stage in range(len(self.line.stages)))
 
     def _of_stage(self, stage: int) -> Literal["keep"] | StagePolicy:
-        indices = sorted(index for index in self.choice.recomputed if self.units[index].stage == stage)
-        recompute = tuple(self.units[index].operator for index in indices)
-        nodes = self.line.stages[stage].graph.nodes
-        checkpoints, moved = (
-            tuple(nodes[operator].name for at, operator in sorted(pairs) if at == stage)
-            for pairs in (self.choice.checkpoints, self.choice.moved)
+        nodes, choice = self.line.stages[stage].graph.nodes, self.choice
+        recompute, checkpoints, moved = (
+            tuple(nodes[operator].name for at, operator in sorted(keys) if at == stage)
+            for keys in (choice.recomputed, choice.checkpoints, choice.moved)
         )
         reruns = tuple(
             (nodes[target].name, tuple(nodes[other].name for other in rerun))
-            for target, rerun in dict(self.choice.reruns).get(stage, ())
+            for target, rerun in dict(choice.reruns).get(stage, ())
         )
         if reruns:
             recompute = tuple(dict.fromkeys(name for _, rerun in reruns for name in rerun))
         if not recompute and not moved:
             return "keep"
-        ahead = fetch_ahead(self.choice, self.line.stages[stage])
+        ahead = fetch_ahead(choice, self.line.stages[stage])
         return StagePolicy(
             recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead, reruns=reruns
         )
@@ -71,19 +74,18 @@ def fit(
     body: RangeCosts,
     *,
     offload: bool = True,
-    chooser: Chooser | None = None,
     thorough: bool = False,
+    propose: Callable[[Proposals, RankMemory], Propose] | None = None,
 ) -> Fitted | None:
     """Return `line`, which keeps everything, with as much recomputed and offloaded as its limit requires, or None if no
     choice stays within the limit when replayed.
 
-    `chooser` chooses only among saved values, as other planners do. By default recomputation may start at any value of the
-    forward; if `thorough`, operators of stages that are not too large may be recomputed several times.
+    Recomputation may start at any value of the forward; if `thorough`, operators of stages that are not too large may be
+    recomputed several times. `propose` makes the proposals for a rank instead, given its memory if everything is kept.
     """
     memories = rank_memories(line)
-    units = tuple(unit for stage in line.stages for unit in stage_units(stage))
-    variants = Variants(line, body)
-    proposals = Proposals(variants, body, units)
+    variants, roots = Variants(line, body), saved_roots(line.stages)
+    proposals = Proposals(variants, body, roots)
 
     def searches(
         make: Callable[[RankMemory], Propose | None],
@@ -95,7 +97,7 @@ def fit(
             limit = line.allocatable_bytes(memory.rank)
             propose = make(memory) if memory.peak_bytes > limit else None
             rank_searches.append(RankSearch(memory, limit, propose, below(memory.rank)))
-        _search(variants, units, rank_searches, rounds)
+        _search(variants, roots, rank_searches, rounds)
         return rank_searches
 
     def anew(
@@ -123,8 +125,8 @@ def fit(
             for pair in zip(rank_searches, alternatives, strict=True)
         ]
 
-    if chooser is not None:
-        rank_searches = searches(lambda memory: proposals.by_units(memory, chooser))
+    if propose is not None:
+        rank_searches = searches(lambda memory: propose(proposals, memory))
     else:
         rank_searches = searches(proposals.by_chain)
         if offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
@@ -144,9 +146,7 @@ def fit(
     if len(proved) < len(rank_searches):
         return None
     choice = _joined(proof.choice for proof in proved)
-    return Fitted(
-        with_choice(variants, units, choice), tuple(proof.memory for proof in proved), units, choice
-    )
+    return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
 
 
 def _busy_seconds(line: Pipeline, rank: int) -> float:
@@ -155,30 +155,37 @@ def _busy_seconds(line: Pipeline, rank: int) -> float:
     return sum(summary.forward_s + summary.backward_s for summary in summaries)
 
 
-def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSearch], rounds: int) -> None:
+def _search(
+    variants: Variants,
+    roots: Mapping[StageOperator, Sequence[int]],
+    searches: Sequence[RankSearch],
+    rounds: int,
+) -> None:
     active = [search for search in searches if search.excess > 0]
     for _ in range(rounds):
         active = [search for search in active if search.propose()]
         if not active:
             break
-        _replay(variants, units, active)
+        _replay(variants, roots, active)
 
 
 def _joined(choices: Iterable[SavingChoice]) -> SavingChoice:
     all_choices = list(choices)
     return SavingChoice(
-        frozenset[int]().union(*(choice.recomputed for choice in all_choices)),
-        frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in all_choices)),
-        frozenset[tuple[int, int]]().union(*(choice.moved for choice in all_choices)),
+        frozenset[StageOperator]().union(*(choice.recomputed for choice in all_choices)),
+        frozenset[StageOperator]().union(*(choice.checkpoints for choice in all_choices)),
+        frozenset[StageOperator]().union(*(choice.moved for choice in all_choices)),
         frozenset[tuple[int, Reruns]]().union(*(choice.reruns for choice in all_choices)),
     )
 
 
-def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[RankSearch]) -> None:
+def _replay(
+    variants: Variants, roots: Mapping[StageOperator, Sequence[int]], searches: Sequence[RankSearch]
+) -> None:
     """Replay the latest choice of every search, and tell the searches the results."""
     whole = variants.line.program
     latest = _joined(search.latest.choice for search in searches)
-    tried = with_choice(variants, units, latest, shortened(whole))
+    tried = with_choice(variants, roots, latest, shortened(whole))
     program = lowered(tried.program, stage_edges(tried.stages), tried.receives_ahead)
     num_dropped = whole.num_microbatches - program.num_microbatches
     for search in searches:

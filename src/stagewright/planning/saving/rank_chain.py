@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,8 +50,7 @@ class ChainChoice:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Pieces:
+class _Pieces(NamedTuple):
     """The pieces of one chain, sorted by their ends: one row or entry per piece."""
 
     ends: Ints
@@ -64,8 +64,7 @@ class _Pieces:
     """Rows of seconds, kept bytes and work bytes."""
 
 
-@dataclass(frozen=True)
-class _Labels:
+class _Labels(NamedTuple):
     """Partial choices up to every boundary of a chain, one row per boundary: their number, weighted bytes kept, seconds and
     predecessors."""
 
@@ -231,12 +230,7 @@ class RankChain:
         for index in range(len(self.chains)):
             pieces = self.pieces.of_chain(self.chains[index], self.link_s_per_byte)
             weight = float(self.copies[index])
-            table = _Labels(
-                *_partial_choices(
-                    pieces.ends, pieces.starts, pieces.transient, pieces.first_point, pieces.points,
-                    kept, seconds, weight, limit - reserved, kept_limit, alone,
-                )
-            )  # fmt: skip
+            table = _partial_choices(pieces, kept, seconds, weight, limit - reserved, kept_limit, alone)
             number = int(table.numbers[-1])
             if not number:
                 return None
@@ -286,19 +280,16 @@ def _moved(chain: Chain, start: int, stop: int, point: Point) -> list[int]:
 
 @compiled
 def _partial_choices(
-    ends: Ints,
-    starts: Ints,
-    transient: Floats,
-    first_point: Ints,
-    points: Floats,
+    pieces: _Pieces,
     first_kept: Floats,
     first_seconds: Floats,
     weight: float,
     headroom: float,
     kept_limit: float,
     alone: bool,
-) -> tuple[Ints, Floats, Floats, Ints]:
-    """Return the fields of `_Labels`, starting from the labels of the first boundary."""
+) -> _Labels:
+    """Return the labels of every boundary, starting from those of the first."""
+    ends, starts, first_point, points = pieces.ends, pieces.starts, pieces.first_point, pieces.points
     num_ends = len(ends) - 1
     numbers = np.zeros(num_ends, np.int64)
     kept, seconds = np.zeros((num_ends, _MOST_LABELS)), np.zeros((num_ends, _MOST_LABELS))
@@ -317,7 +308,10 @@ def _partial_choices(
                 for point in range(first_point[piece], first_point[piece + 1]):
                     total = kept[start, label] + weight * points[1, point]
                     in_use = total / weight if alone else 0.0
-                    if total <= kept_limit and in_use + points[2, point] + transient[piece] <= headroom:
+                    if (
+                        total <= kept_limit
+                        and in_use + points[2, point] + pieces.transient[piece] <= headroom
+                    ):
                         new_kept[count] = total
                         new_seconds[count] = seconds[start, label] + points[0, point]
                         origin[count, 0], origin[count, 1] = start, label
@@ -334,7 +328,7 @@ def _partial_choices(
                 new_seconds[source],
                 origin[source],
             )
-    return numbers, kept, seconds, before
+    return _Labels(numbers, kept, seconds, before)
 
 
 @compiled

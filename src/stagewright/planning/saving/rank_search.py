@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from stagewright.estimation.memory import RankMemory
-from stagewright.planning.saving.problem import SavingChoice
+from stagewright.planning.saving.choice import SavingChoice
 from stagewright.planning.saving.proposals import Proposal, Propose
 
 _CLOSE = 0.01

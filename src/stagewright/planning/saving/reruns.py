@@ -26,7 +26,7 @@ from stagewright.graph import Node, Part
 from stagewright.graph.policy import Reruns
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving import rerun_kernels as kernels
-from stagewright.planning.saving.problem import operator_seconds, operators_of
+from stagewright.planning.saving.choice import operator_seconds, operators_of
 from stagewright.planning.saving.rerun_kernels import Arrays
 
 _STARTS = (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stagewright.schedule.placement import linear, v
+from stagewright.schedule.placement import Placement, linear, v
 from stagewright.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -30,17 +30,9 @@ def zb_auto(
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    from stagewright.schedule.automatic import (  # numba takes half a second to import
-        SearchSettings,
-        StageTimes,
-        automatic,
-    )
-
-    times = times or StageTimes.uniform(num_ranks)
     limit = float(num_ranks) if memory_limit is None else memory_limit
-    placement = linear(num_ranks)
-    settings = SearchSettings(by_span=by_span, num_moves=num_moves)
-    return automatic(placement, num_microbatches, times, limit, settings, name="zb-auto")
+    settings = {"by_span": by_span, "num_moves": num_moves}
+    return _searched("zb-auto", linear(num_ranks), num_microbatches, times, limit, **settings)
 
 
 def v_half(
@@ -78,14 +70,24 @@ def _v_limited(
     times: StageTimes | None,
     num_moves: int,
 ) -> Program:
-    from stagewright.schedule.automatic import (  # numba takes half a second to import
+    limit = num_stage_activations * (1.0 if times is None else float(times.saved.mean()))
+    return _searched(name, v(num_ranks), num_microbatches, times, limit, num_moves=num_moves)
+
+
+def _searched(
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    times: StageTimes | None,
+    memory_limit: float,
+    **settings: Any,
+) -> Program:
+    """Return the result of `automatic.automatic`, by default for equal passes."""
+    from stagewright.schedule.automatic import (  # numba takes half a second
         SearchSettings,
         StageTimes,
         automatic,
     )
 
-    times = times or StageTimes.uniform(2 * num_ranks)
-    limit = num_stage_activations * float(times.saved.mean())
-    return automatic(
-        v(num_ranks), num_microbatches, times, limit, SearchSettings(num_moves=num_moves), name=name
-    )
+    times = times or StageTimes.uniform(placement.num_stages)
+    return automatic(placement, num_microbatches, times, memory_limit, SearchSettings(**settings), name=name)

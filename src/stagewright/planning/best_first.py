@@ -1,0 +1,451 @@
+"""Best-first search: bound all configurations, partition and fit the most promising, and judge them by predictions."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+from stagewright.cluster import Cluster
+from stagewright.errors import ContractError, InputError, StagewrightError, TraceError
+from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.graph.graph import short_name
+from stagewright.planning.arranging import on_devices_of
+from stagewright.planning.assignment.device_order import orders, usable_bytes_of_ranks
+from stagewright.planning.bounds.coarse import Coarse, Trace
+from stagewright.planning.configuration import Configuration
+from stagewright.planning.fitters import fitter_of
+from stagewright.planning.job import Job
+from stagewright.planning.joint.finalists import MOST_FILLED
+from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
+from stagewright.planning.memory.fitting import Entry, Fit
+from stagewright.planning.ranking import ranked
+from stagewright.planning.search_result import Excluded, NextBest, SearchResult, operator_warnings
+from stagewright.planning.space import (
+    Space,
+    configurations,
+    microbatch_sizes,
+    most_stages,
+    obstacle,
+    parallel_degrees,
+)
+from stagewright.tracing.ahead import Ahead
+from stagewright.tracing.cache import to_trace
+from stagewright.tracing.cache import trace as cached_trace
+from stagewright.tracing.models.reference import ModelReference
+from stagewright.units import format_seconds
+
+KEPT = 5
+"""Maximum number of plans that a search returns unless asked for more."""
+
+_NEAR = 0.05
+"""Bounds of microbatch sizes that differ by less than this share do not say which is better."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for plans: model, cluster, job and search space."""
+
+    model: ModelReference
+    cluster: Cluster
+    job: Job
+    space: Space
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
+class _Untraced:
+    """Parallel degrees not traced yet; `bound_s` is a lower bound from the graph of the smaller degrees `narrower`."""
+
+    bound_s: float
+    degrees: Configuration
+    microbatch_sizes: Sequence[int]
+    narrower: Configuration
+
+
+class _Queue:
+    """A priority queue of entries by a lower bound on their seconds; equal bounds keep their order of arrival."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[float, int, Entry]] = []
+        self.numbers = count()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for _, _, entry in self.entries)
+
+    @property
+    def least_s(self) -> float:
+        return self.entries[0][0] if self.entries else math.inf
+
+    def push(self, bound_s: float, entry: Entry) -> None:
+        heapq.heappush(self.entries, (bound_s, next(self.numbers), entry))
+
+    def keep(self, is_wanted: Callable[[Entry], bool]) -> None:
+        """Drop all entries but those that `is_wanted`."""
+        self.entries = [item for item in self.entries if is_wanted(item[2])]
+        heapq.heapify(self.entries)
+
+    def pop(self) -> tuple[float, Entry]:
+        bound_s, _, entry = heapq.heappop(self.entries)
+        return bound_s, entry
+
+
+@dataclass
+class Search:
+    """A search in progress; its `fitter` bounds, partitions and fits configurations."""
+
+    request: Request
+    report: Callable[[str], None]
+    trace: Trace
+    fits: list[Fit] = field(default_factory=list)
+    waiting: _Queue = field(default_factory=_Queue)
+    untraced: list[_Untraced] = field(default_factory=list)
+    refused: list[StagewrightError] = field(default_factory=list)
+    num_bounded: int = 0
+    """Number of configurations that cannot be faster than the last of the plans."""
+    next_best: NextBest | None = None
+    """The most promising of these."""
+    slower: list[Entry] = field(default_factory=list)
+    """Partitioned pipelines whose bound is slightly above the best plan, the most promising first."""
+    piece_tokens: int = 0
+    """Tokens per loss piece from now on; 0: as `pieces_by_share` returns."""
+    has_pieces: bool = True
+    """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
+    fitted_s: float = math.inf
+    """Lower bound of the entry that is being fitted."""
+    _whole_s: dict[Configuration, float] = field(default_factory=dict)
+    """Step seconds with the loss evaluated in one piece."""
+
+    def __post_init__(self) -> None:
+        request, report = self.request, self.report
+        self.report = lambda text: report(self._so_far() + text)
+        self.cluster, self.job, self.space = request.cluster, request.job, request.space
+        self.is_own = request.job.runtime == STAGEWRIGHT
+        self.coarse = Coarse(request.model, request.cluster, request.job, self.report, self.trace)
+        self.fitter = fitter_of(self.coarse, self.space)
+        (self.usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
+
+    # -- bound -------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Trace the smallest microbatch of all degrees that no smaller degrees bound, and queue their configurations with a
+        first bound."""
+        space = self.space
+        every = {
+            degrees: microbatch_sizes(degrees, self.cluster, self.job, space)
+            for degrees in parallel_degrees(self.cluster, self.job, space)
+        }
+        sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
+        if not sizes_of:
+            raise InputError(obstacle(self.cluster, self.job, space))  # for any model
+        arguments = {
+            degrees: self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=sizes[0])))
+            for degrees, sizes in sizes_of.items()
+        }
+        has_experts, is_ahead = space.ep is not None, False
+
+        def to_trace_ahead() -> list[dict[str, Any]]:
+            traceable = (degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
+            return [arguments[degrees] for degrees in self._unbounded(traceable)]
+
+        with Ahead(self.request.model, list(arguments.values()), self.report) as ahead:
+            if self._is_kept():
+                ahead.start(to_trace_ahead())
+            for degrees, sizes in sizes_of.items():
+                if degrees.ep > 1 and not has_experts:
+                    continue
+                if (narrower := self.coarse.narrower(degrees)) is not None:
+                    bound_s = self.coarse.wider_s(degrees, narrower)
+                    self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
+                else:
+                    self._gather_degrees(degrees, sizes)
+                if self.coarse.graphs and not is_ahead:
+                    is_ahead = True
+                    graph = next(iter(self.coarse.graphs.values()))
+                    has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
+                    if self._is_kept():
+                        ahead.finish(to_trace_ahead())
+        self.untraced.sort(key=lambda untraced: untraced.bound_s)
+        while self.untraced and not self.waiting:
+            self._gather_untraced()
+        if not self.waiting:
+            self._refuse_nothing_to_try()
+
+    def _refuse_nothing_to_try(self) -> None:
+        lacks = self.fitter.nearest_bound is not None
+        if self.refused and not lacks:
+            raise self.refused[0]
+        most = 0
+        if self.coarse.graphs:
+            num_layers = self.coarse.costs(next(iter(self.coarse.graphs))).num_layers
+            most = most_stages(num_layers, self.cluster, self.job)
+        if not lacks or not self.fitter.excluded:
+            raise InputError(obstacle(self.cluster, self.job, self.space, most))
+
+    def _gather_degrees(self, degrees: Configuration, sizes: Sequence[int]) -> None:
+        """Queue the configurations as `gather_sizes`; where the model does not support the degrees, note the reason."""
+        try:
+            self.gather_sizes(degrees, sizes)
+        except (InputError, TraceError, ContractError) as error:
+            self.refused.append(error)
+            self.fitter.excluded.append(Excluded(str(error), 1, 1, tp=degrees.tp))
+
+    def _gather_untraced(self) -> None:
+        """Trace the most promising of the untraced degrees, and queue their configurations."""
+        first = self.untraced.pop(0)
+        self._gather_degrees(first.degrees, first.microbatch_sizes)
+
+    def gather_sizes(self, degrees: Configuration, sizes: Sequence[int], *, strictly: bool = False) -> None:
+        """Queue all configurations of these degrees, each with the smallest microbatch first; raises what the tracer raises.
+
+        Unless `strictly`, our own runtime drops loss pieces or sequence parallelism where the model cannot be traced with
+        them and the request does not fix them.
+        """
+        keys = [self.with_pieces(replace(degrees, microbatch=size)) for size in sizes]
+        self.report(f"degrees {keys[0]}")
+        try:
+            num_layers = self.coarse.costs(keys[0]).num_layers
+            graph = self.coarse.graph(keys[0])
+            by_kind: dict[Configuration, list[Configuration]] = {}
+            for key in keys:
+                for configuration in configurations(
+                    key, graph, num_layers, self.cluster, self.job, self.space
+                ):
+                    kind = replace(configuration, microbatch=0, num_microbatches=0, loss_pieces=1)
+                    by_kind.setdefault(kind, []).append(configuration)
+        except (InputError, TraceError):
+            if strictly or not self.is_own:
+                raise
+            if self._goes_without_pieces(keys[0]):
+                self.gather_sizes(degrees, sizes)
+            elif degrees.sequence_parallel and self.space.sequence_parallel is None:
+                self.gather_sizes(replace(degrees, sequence_parallel=False), sizes)
+            else:
+                raise
+            return
+        for smallest, *larger in by_kind.values():
+            bounded_by = None if smallest.traced == keys[0] else keys[0]
+            for cluster in self._orders:
+                self._queue(Entry(smallest, cluster, tuple(larger), bounded_by=bounded_by))
+
+    def _queue(self, entry: Entry) -> None:
+        """Queue an entry with the smallest bound over its microbatch sizes, at all of which compute takes `entry.compute_s`
+        or more. Where the bound of larger microbatches is much lower, they are queued separately, and first."""
+        bound_s = self.fitter.bound_s(entry)
+        larger, larger_s = entry, math.inf
+        while larger.larger:
+            larger = replace(larger.grown(), compute_s=entry.compute_s)
+            larger_s = min(larger_s, self.fitter.bound_s(larger))
+        if larger_s * (1 + _NEAR) < bound_s:
+            self.waiting.push(bound_s, replace(entry, larger=()))
+            self._queue(replace(entry.grown(), compute_s=entry.compute_s))
+        else:
+            self.waiting.push(min(bound_s, larger_s), entry)
+
+    def _num_configurations(self, untraced: _Untraced) -> int:
+        """Return how many configurations were left out with their degrees."""
+        num_layers = self.coarse.costs(untraced.narrower).num_layers
+        graph = self.coarse.graph(untraced.narrower)
+        keys = [replace(untraced.degrees, microbatch=size) for size in untraced.microbatch_sizes]
+        return sum(
+            sum(1 for _ in configurations(key, graph, num_layers, self.cluster, self.job, self.space))
+            for key in keys
+        )
+
+    @cached_property
+    def _orders(self) -> tuple[Cluster, ...]:
+        return orders(self.cluster, self.job.computed_in)
+
+    def _unbounded(self, tried: Iterable[Configuration]) -> list[Configuration]:
+        """Return the degrees that no smaller degrees bound."""
+        unbounded: list[Configuration] = []
+        for degrees in tried:
+            if self.coarse.narrower(degrees, unbounded) is None:
+                unbounded.append(degrees)
+        return unbounded
+
+    def _is_kept(self) -> bool:
+        """Return whether the graphs traced so far are in the cache."""
+        coarse = self.coarse
+        if self.trace is not cached_trace:
+            return False
+        return not to_trace(self.request.model, list(map(coarse.trace_arguments, coarse.graphs)))
+
+    # -- partition, memory, judge ------------------------------------------------------------------------------------
+
+    def work_out(self) -> None:
+        """Evaluate the queued entries, the most promising first, until no other can be among the best."""
+        total = len(self.waiting)
+        while self.waiting or self._may_be_fast():
+            if self._may_be_fast() and not self.untraced[0].bound_s > self.waiting.least_s:
+                self._gather_untraced()
+                continue
+            bound_s, entry = self.waiting.pop()
+            if bound_s >= self.longest_s:
+                self._leave_out_slower(bound_s, entry)
+                self.waiting = _Queue()
+            elif entry.bounded_by is not None:
+                if not self.fitter.fits_in_smaller(entry):
+                    self._leave_out_larger(entry)
+                elif (traced := self._with_own_graph(entry)) is not None:
+                    self._queue(traced)
+            elif not entry.is_split:
+                split = self.fitter.split(entry)
+                if split is None:
+                    self._leave_out_larger(entry)
+                else:
+                    self.waiting.push(max(bound_s, split[0]), split[1])
+                    self._grow(split[1])
+            else:
+                self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
+                self.fitted_s = bound_s
+                self._fit(entry)
+                self.fitted_s = math.inf
+            while self.fitter.alternatives:
+                self._queue(self.fitter.alternatives.pop(0))
+
+    def _may_be_fast(self) -> bool:
+        """Return whether untraced degrees may be fast enough."""
+        return bool(self.untraced) and self.untraced[0].bound_s < self.longest_s
+
+    def _leave_out_slower(self, bound_s: float, first: Entry) -> None:
+        """Leave out `first` and all queued entries as too slow."""
+        self.num_bounded += sum(1 + len(entry.larger) for entry in (first, *self.waiting))
+        if self.next_best is None or bound_s < self.next_best.seconds:
+            self.next_best = NextBest(str(first.configuration), bound_s)
+        near_s = (1 + MOST_FILLED) * self.longest_s
+        for slower_s, _, entry in sorted([(bound_s, -1, first), *self.waiting.entries]):
+            if entry.is_split and entry.configuration.pp > 1 and slower_s < near_s:
+                self.slower.append(entry)
+
+    def _with_own_graph(self, entry: Entry) -> Entry | None:
+        """Return `entry` once its graph is traced; None, with the reason noted, where that fails."""
+        key = self.with_pieces(entry.configuration.traced)
+        configuration = replace(entry.configuration, loss_pieces=key.loss_pieces)
+        self.report(f"degrees {key}")
+        try:
+            self.coarse.costs(key)
+        except (InputError, TraceError, ContractError) as error:
+            self.fitter.exclude(configuration, str(error))
+            return self._with_own_graph(entry) if self._goes_without_pieces(key) else None
+        return replace(entry, configuration=configuration, bounded_by=None)
+
+    def _grow(self, split: Entry) -> None:
+        """Queue a partitioned configuration with larger microbatches; per sample they save no more than the fixed cost of
+        every operator."""
+        if split.larger:
+            share = self.coarse.growing_share(split.configuration.traced)
+            self._queue(replace(split.grown(), compute_s=share * split.compute_s))
+
+    def _leave_out_larger(self, entry: Entry) -> None:
+        """Exclude the larger microbatches of an entry that does not fit."""
+        while entry.larger:
+            entry = entry.grown()
+            self.fitter.exclude(entry.configuration, "does not fit in smaller microbatches")
+
+    @property
+    def best(self) -> Fit | None:
+        """The fastest plan so far, or None."""
+        return min(self.fits, key=lambda fit: fit.step_seconds, default=None)
+
+    @property
+    def gap(self) -> float:
+        """By what share of the best plan's time a configuration that was not fitted could be faster, by the lower bounds."""
+        if self.best is None:
+            return 1.0
+        untraced_s = min((untraced.bound_s for untraced in self.untraced), default=math.inf)
+        least_s = min(self.fitted_s, self.waiting.least_s, untraced_s)
+        return max(0.0, 1 - least_s / self.best.step_seconds)
+
+    def _so_far(self) -> str:
+        """Return the best plan so far, for progress."""
+        if self.best is None:
+            return ""
+        plan, gap = self.best.plan, self.gap
+        degrees = f"pp {plan.pp} x dp {plan.dp}" + (f" x tp {plan.tp}" if plan.tp > 1 else "")
+        others = f", others at most {gap:.0%} faster" if gap >= 0.01 else ""
+        return f"best so far {format_seconds(self.best.step_seconds)} ({degrees}{others}); "
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds below which a step must be to be useful: under our own runtime, once there are enough plans, faster than
+        the best; under other runtimes, among the best."""
+        enough = self.request.keep or (1 if self.is_own else KEPT)
+        if len(self.fits) < enough:
+            return math.inf
+        seconds = sorted(fit.step_seconds for fit in self.fits)
+        return seconds[0 if self.is_own else enough - 1]
+
+    def _fit(self, entry: Entry) -> None:
+        """Add the plan of an entry, if it fits."""
+        best_s = math.inf if self.best is None else self.best.step_seconds
+        fit = self.fitter.fit(entry, best_s, self.longest_s)
+        if fit is None:
+            return
+        configuration = entry.configuration
+        whole = replace(configuration, loss_pieces=1, offload=False)
+        whole_s = self._whole_s.setdefault(whole, fit.step_seconds)
+        if configuration.loss_pieces > 1 and whole_s < fit.step_seconds:  # pieces do not help here
+            shape = entry.shape
+            self.waiting.keep(lambda other: other.configuration.loss_pieces == 1 or other.shape != shape)
+        self.add(fit)
+
+    def add(self, fit: Fit) -> None:
+        """Add a plan."""
+        plan = on_devices_of(fit.plan, self.cluster, fit.entry.cluster)
+        self.fits.append(replace(fit, plan=plan))
+
+    # -- pieces of the loss ------------------------------------------------------------------------------------------
+
+    def with_pieces(self, key: Configuration) -> Configuration:
+        """Return `key` with the current number of loss pieces."""
+        if not self.is_own:
+            return replace(key, loss_pieces=1)
+        given = self.space.loss_pieces
+        return replace(key, loss_pieces=self._pieces(key) if given == "auto" else given)
+
+    def _pieces(self, key: Configuration) -> int:
+        num_tokens = key.microbatch * self.job.sequence_length
+        logits = self.logits_bytes(key.microbatch, key.tp)
+        if not self.has_pieces or not logits:
+            return 1
+        by_share = pieces_by_share(logits, num_tokens, self.usable_bytes)
+        of_tokens = pieces_of_tokens(self.piece_tokens, num_tokens) if self.piece_tokens else 1
+        return max(by_share, of_tokens)
+
+    def logits_bytes(self, microbatch: int, tp: int) -> int:
+        """Return the bytes of a microbatch's logits on one of `tp` ranks."""
+        return logits_bytes(self.request.model, microbatch * self.job.sequence_length, tp)
+
+    def _goes_without_pieces(self, key: Configuration) -> bool:
+        """Return whether to retry a failed trace with the loss in one piece; if so, the whole search goes on with one."""
+        if key.loss_pieces == 1 or self.space.loss_pieces != "auto":
+            return False
+        self.has_pieces = False
+        return True
+
+    # -- result ------------------------------------------------------------------------------------------------------
+
+    def result(self) -> SearchResult:
+        """Return the best plans.
+
+        Raises:
+            PlanError: no configuration fits.
+        """
+        if not self.fits:
+            raise self.fitter.failure()
+        num_bounded = (
+            self.num_bounded + self.fitter.num_slow + sum(map(self._num_configurations, self.untraced))
+        )
+        plans = sorted((fit.plan for fit in self.fits), key=lambda plan: plan.predictions.step_seconds)
+        beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
+        warnings = operator_warnings(self.coarse.without_rule) + ([] if beyond is None else [beyond])
+        kept = (ranked(plans) if self.is_own else plans)[: self.request.keep or KEPT]
+        return SearchResult(kept, self.fitter.excluded, warnings, num_bounded, self.next_best)
