@@ -212,7 +212,7 @@ def test_ctrl_c_ends_all_ranks_and_says_where_they_stood(plan: Path, tmp_path: P
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    told = ("step ", "warning: ", "there are no weights next to")
+    told = ("step ", "warning: ", "there are no weights next to", "compared ")
     rest = [line for line in errors.read_text().splitlines() if not line.startswith(told)]
     assert rest[0] == "stopping after this step; a second signal ends the run at once"
     assert rest[1].startswith("stopped by SIGINT after step ") and len(rest) == 2

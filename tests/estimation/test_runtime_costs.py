@@ -186,7 +186,7 @@ def test_a_host_that_waits_for_kernels_adds_its_time(tmp_path: Path) -> None:
     node = products(dense())[0]
     both = usual.of(node, dense().values.__getitem__)
     assert device_s(slow, node) == both.device_s + both.host_s
-    assert slow.behind_seconds(dense().nodes) == 0.0
+    assert slow.sums(dense().nodes).behind_seconds == 0.0
     assert slow.seconds(dense().nodes) == pytest.approx(
         usual.arrays.device_s.sum() + usual.arrays.host_s.sum()
     )

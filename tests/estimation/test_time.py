@@ -42,10 +42,10 @@ def test_what_the_host_takes_longer_is_told_apart() -> None:
     forward = [node for node in graph.nodes if node.part is Part.FORWARD]
     quick = Costing(graph, GPU.model_copy(update={"host_overhead_s": 0.0})).seconds(forward)
     tiny = Costing(graph, GPU)
-    assert tiny.behind_seconds(forward) == pytest.approx(tiny.seconds(forward) - quick)
-    assert Costing(graph, CPU).behind_seconds(forward) == 0
+    assert tiny.sums(forward).behind_seconds == pytest.approx(tiny.seconds(forward) - quick)
+    assert Costing(graph, CPU).sums(forward).behind_seconds == 0
     slow = GPU.model_copy(update={"launch_overhead_s": 1.0})
-    assert Costing(graph, slow).behind_seconds(forward) == 0
+    assert Costing(graph, slow).sums(forward).behind_seconds == 0
 
 
 def test_a_cpu_issues_and_computes_in_turn() -> None:
