@@ -39,7 +39,7 @@ _HOMES = {
     "probe": "stagewright.api",
     "profile": "stagewright.api",
     "run": "stagewright.execution.launch",
-    "simulate": "stagewright.planning.prediction.step_times",
+    "simulate": "stagewright.planning.checks",
     "trace": "stagewright.tracing.cache",
     "verify": "stagewright.api",
 }
