@@ -25,7 +25,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from stagewright.errors import StagewrightError
-from stagewright.execution.model_comparison import TOLERANCES, differences
+from stagewright.execution.model_comparison import differences, tolerance_of
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.from_config import _KINDS
@@ -122,7 +122,7 @@ def judge(model_type: str, name: str) -> tuple[str, str]:
 def _compared(reference: ModelReference, dtype: str) -> tuple[str, str]:
     try:
         graph = trace(reference, 2, 32, dtype, use_cache=False)
-        differing = differences(lambda: build(reference, 2, 32, dtype), graph, tolerance=TOLERANCES[dtype])
+        differing = differences(lambda: build(reference, 2, 32, dtype), graph, tolerance=tolerance_of(graph))
     except StagewrightError as error:
         refused_by = ("transformers cannot build", "is refused by transformers")
         is_size = any(phrase in str(error) for phrase in refused_by)

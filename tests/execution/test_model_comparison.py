@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import random_models
 from multiprocess import run_ranks
 from stagewright.errors import RunError, TraceError
 from stagewright.execution import first_comparison
-from stagewright.execution.model_comparison import Refusal, differences
+from stagewright.execution.model_comparison import TOLERANCES, Refusal, differences, tolerance_of
 from stagewright.execution.trainer import Trainer
-from stagewright.tracing.cache import is_compared
+from stagewright.tracing.cache import is_compared, trace
 from stagewright.tracing.models.build import BuiltModel
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
@@ -209,3 +210,10 @@ def fit(rank: int, num_ranks: int, folder: str) -> tuple[str, list[float]]:
     with pytest.raises((RunError, TraceError)) as error:
         Trainer(f"{folder}/plan.json", **given).fit()
     return str(error.value), [float(loss or 0.0) for loss in record.losses]
+
+
+def test_a_graph_that_computes_in_float32_is_allowed_its_rounding() -> None:
+    graph = trace("tiny-llama", 1, 8, "float64")  # whose norms do
+    assert tolerance_of(graph) == TOLERANCES["float32"]
+    kept = tuple(value for value in graph.values if value.meta.dtype != "float32")
+    assert tolerance_of(replace(graph, values=kept)) == TOLERANCES["float64"]

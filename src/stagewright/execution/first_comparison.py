@@ -28,6 +28,7 @@ from stagewright.execution.model_comparison import (
     TOLERANCES,
     Refusal,
     differences,
+    tolerance_of,
 )
 from stagewright.files import write_whole
 from stagewright.graph import OperatorGraph
@@ -237,13 +238,13 @@ def _verdict(size: _ComparedModel, graph: OperatorGraph, seed: int, name: str) -
     """Compare the model with `graph`, and in more precise types where rounding may explain the differences; return the type
     in which they agree. Raises `TraceError` where they differ, or the model cannot be run."""
     traced_dtype, failure = size.trace_options["dtype"], None
-    tries = {dtype: TOLERANCES[dtype] for dtype in (traced_dtype, "float64") if dtype in TOLERANCES}
+    tries = dict.fromkeys(dtype for dtype in (traced_dtype, "float64") if dtype in TOLERANCES)
     refusal: Refusal | None = None
     for dtype, tolerance in [*tries.items(), ("float32", ROUNDING)]:
         make = partial(size.built, dtype, seed)
         try:
             dtype_graph = graph if graph.facts["dtype"] == dtype else size.graph(dtype)
-            differing = differences(make, dtype_graph, seed, tolerance)
+            differing = differences(make, dtype_graph, seed, tolerance or tolerance_of(dtype_graph))
         except (StagewrightError, RuntimeError) as error:  # such as no kernel for this type
             failure = error
             continue

@@ -73,6 +73,14 @@ class ModelDifference:
         return f"{self.what} is off by {self.share:.2g} of its largest element"
 
 
+def tolerance_of(graph: OperatorGraph) -> float:
+    """Return the difference that rounding explains: of a graph in float64 that computes anything in float32, as norms do,
+    that of float32, because orders of addition may differ there too."""
+    dtype = graph.facts["dtype"]
+    mixes = any(value.node >= 0 and value.meta.dtype == "float32" for value in graph.values)
+    return TOLERANCES["float32" if mixes else dtype]
+
+
 def differences(
     make: Callable[[], BuiltModel], graph: OperatorGraph, seed: int = 0, tolerance: float = 1e-9
 ) -> list[ModelDifference]:

@@ -93,7 +93,9 @@ def build_from_config(
         return losses.MaskedLanguageModel(net), {"input_ids": tokens, "labels": _hidden(tokens)}, num_tokens
     if kind == "seq2seq":
         start = getattr(config, "decoder_start_token_id", None)
-        module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
+        module = losses.SequenceToSequence(
+            net, start if start is not None else getattr(config, "pad_token_id", None) or 0
+        )
         return module, {"input_ids": tokens, "labels": _tokens(reference, config, microbatch)}, 2 * num_tokens
     further = {name: _tokens(reference, config, microbatch) for name in microbatch.further_inputs}
     if "position_ids" in further:
