@@ -86,9 +86,9 @@ def nearest(word: str, names: Iterable[str]) -> str:
 def check_names(given: Iterable[str], names: Collection[str], owner: str) -> None:
     """Raise `InputError` for the first of `given` that is not among `names`, those that `owner` has.
 
-    >>> check_names(["tp", "p"], ["tp", "pp"], "a search")
+    >>> check_names(["tp", "sequense"], ["tp", "sequence"], "a search")
     Traceback (most recent call last):
-    stagewright.errors.InputError: a search has no 'p' (did you mean 'pp'?); it has tp, pp
+    stagewright.errors.InputError: a search has no 'sequense' (did you mean 'sequence'?); it has tp, sequence
     """
     for name in given:
         if name not in names:
