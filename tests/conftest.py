@@ -18,6 +18,7 @@ import pytest_timeout
 from hypothesis import settings
 
 import torture
+from nightly import left_to_the_night
 from patience import Deadline
 
 # Plans are compared with those of `peers`. Last, because there are scripts with names of the standard library's.
@@ -51,19 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: runs with STAGEWRIGHT_TEST_ALL=1 only (make test-all), nightly")
 
 
-def nightly_tests() -> frozenset[str]:
-    """Tests, or single cases of them, that are as slow as others of their kind are fast."""
-    lines = (Path(__file__).parent / "nightly.txt").read_text().splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torture.TEST_ALL:
         return
-    nightly = nightly_tests()
-    for item in items:
-        if not nightly.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
-            item.add_marker("slow")
+    for item in left_to_the_night(items):
+        item.add_marker("slow")
     if "matrix" not in config.getoption("-m"):
         left_out = [item for item in items if item.get_closest_marker("matrix")]
         config.hook.pytest_deselected(items=left_out)

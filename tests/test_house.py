@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
+from nightly import nightly_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "stagewright"
@@ -129,7 +130,6 @@ def test_mentions_finds_whole_words_only() -> None:
 
 
 def test_nightly_tests_exist() -> None:
-    for line in (ROOT / "tests" / "nightly.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            path, _, name = line.partition("::")
-            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), line
+    for test in nightly_tests():
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test

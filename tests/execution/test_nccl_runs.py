@@ -175,13 +175,13 @@ CASES: dict[str, Case] = {
 
 
 def sets() -> list[list[str]]:
-    """The names of cases that the same processes run."""
-    by_size: dict[int, list[str]] = {}
+    """The names of cases that the same processes run; what takes a C++ compiler is a set of its own."""
+    alike: dict[tuple[int, bool], list[str]] = {}
     for name, case in CASES.items():
-        by_size.setdefault(case.num_ranks, []).append(name)
+        alike.setdefault((case.num_ranks, "compiled" in case.options), []).append(name)
     return [
         names[first : first + PER_TEST]
-        for names in by_size.values()
+        for names in alike.values()
         for first in range(0, len(names), PER_TEST)
     ]
 

@@ -223,17 +223,14 @@ def new_session(path: str) -> Any:
 
 
 @pytest.mark.multiprocess
-def test_a_run_goes_on_under_other_plans_without_a_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "stays"), [(2, "pp2"), (4, "pp2-zero1")])
+def test_a_run_goes_on_under_other_plans_without_a_disk(tmp_path: Path, num_ranks: int, stays: str) -> None:
     """From plan to plan in the same processes, a step under each: the losses and norms are those of a run that stays."""
-    found = plans_of(tmp_path)
-    for num_ranks, stays in ((2, "pp2"), (4, "pp2-zero1")):
-        names = found[num_ranks]["llama"]
-        losses = run_ranks(adopt, num_ranks, str(tmp_path), [f"llama-{stays}", *names], timeout=120)
-        stayed = run_ranks(
-            adopt, num_ranks, str(tmp_path), [f"llama-{stays}"] * (len(names) + 1), timeout=120
-        )
-        assert losses[0] == pytest.approx(stayed[0], rel=TOLERANCE)
-        assert all(one == losses[0] for one in losses)
+    names = plans_of(tmp_path)[num_ranks]["llama"]
+    losses = run_ranks(adopt, num_ranks, str(tmp_path), [f"llama-{stays}", *names], timeout=120)
+    stayed = run_ranks(adopt, num_ranks, str(tmp_path), [f"llama-{stays}"] * (len(names) + 1), timeout=120)
+    assert losses[0] == pytest.approx(stayed[0], rel=TOLERANCE)
+    assert all(of_rank == losses[0] for of_rank in losses)
 
 
 def adopt(rank: int, num_ranks: int, folder: str, names: list[str]) -> list[float]:

@@ -109,9 +109,7 @@ def replanning(folder: Path, is_script: bool) -> list[str]:
     return ["train.py"]
 
 
-@pytest.mark.parametrize(
-    "is_script", [pytest.param(False, id="verb", marks=pytest.mark.slow), pytest.param(True, id="script")]
-)
+@pytest.mark.parametrize("is_script", [pytest.param(False, id="verb"), pytest.param(True, id="script")])
 def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(
     tmp_path: Path, hosts: list[Host], is_script: bool
 ) -> None:
