@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import numba
@@ -61,6 +62,15 @@ def compiled_helper(function: Function) -> Function:
     """
     decorator = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
     return _kept(decorator, function)
+
+
+def is_in_kernel(frame: FrameType | None) -> bool:
+    """Whether `frame` runs on behalf of numba, which compiles or loads a kernel there or converts what one has returned."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(("numba.", "namedtuple_")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +75,26 @@ def test_sigterm_and_the_end_of_a_time_leave_the_best_plan_so_far(
         assert f"{what}: these are the best plans so far" in done.stderr
         document = json.loads(done.stdout)
         assert document["ended_early"] == what and 0 <= document["gap"] < 1
+
+
+def test_no_signal_reaches_a_compiled_kernel() -> None:
+    """What a handler raises there crashes the process: numba does not check what it calls to convert results."""
+    script = """
+        import math, random, signal
+        from stagewright.planning.search_result import EarlyEnd
+        from stagewright.schedule.families import build
+
+        num_ended = 0
+        while num_ended < 10:
+            with EarlyEnd(math.inf, ["a plan"]) as searching:
+                searching.patience_s = random.uniform(0.001, 0.1)
+                signal.setitimer(signal.ITIMER_REAL, searching.patience_s, 0.2)
+                build("v-half", 4, 8, 2)
+            num_ended += searching.what is not None
+        print(build("v-half", 4, 8, 2).num_stages)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
 def test_ctrl_c_before_the_first_plan_ends_without_one(

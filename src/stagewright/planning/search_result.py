@@ -7,9 +7,10 @@ import signal
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from stagewright.compiled import is_in_kernel
 from stagewright.errors import InputError
 from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _SO_FAR = "these are the best plans so far, not all configurations were tried"
 _INTERVAL_S, _AGAIN_S = 0.2, 5.0
 """Seconds between looks for a first plan once the time is up, and between attempts to end the search then."""
+_IN_KERNEL_S = 0.001
+"""Seconds between looks whether a kernel has returned."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class EarlyEnd:
     """A context that Ctrl-C, SIGTERM, or the end of a finite time leaves once `so_far` is not empty. Before that Ctrl-C and
     SIGTERM raise `KeyboardInterrupt`, as they always do where `patience_s` is None.
 
+    Signals that come in a compiled kernel wait until it has returned: numba does not check for exceptions there, and the
+    process would crash.
+
     >>> with EarlyEnd(math.inf, ["a plan"]) as searching:
     ...     raise KeyboardInterrupt
     >>> searching.what
@@ -130,6 +136,8 @@ class EarlyEnd:
         self.what: str | None = None
         """What ended the search early."""
         self._why = "interrupted"
+        self._waiting: int | None = None
+        """A signal that came in a kernel."""
         self._before: dict[int, Any] = {}
         self._timer = 0.0, 0.0
 
@@ -140,27 +148,41 @@ class EarlyEnd:
                     "a search within a time needs the main thread: leave the time out, or plan there"
                 )
             return self
+        numbers = [signal.SIGALRM]
+        # Otherwise somebody else answers Ctrl-C.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            numbers.append(signal.SIGINT)
         if self.patience_s is not None:
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._stop)
+            numbers.append(signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        self._timer = signal.getitimer(signal.ITIMER_REAL)
         if self.patience_s is not None and self.patience_s < math.inf:
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._stop)
-            self._timer = signal.setitimer(signal.ITIMER_REAL, max(self.patience_s, 0.001), _INTERVAL_S)
+            signal.setitimer(signal.ITIMER_REAL, max(self.patience_s, 0.001), _INTERVAL_S)
         return self
 
-    def _stop(self, number: int, _: object) -> None:
-        if number != signal.SIGALRM:
-            self._why = f"ended by {signal.Signals(number).name}"
-        elif self.so_far:
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
-            self._why = f"ended after {self.patience_s:g} s"
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGALRM or self._waiting is None:
+            waiting = number
         else:
+            waiting, self._waiting = self._waiting, None
+        is_over = frame is not None and frame.f_code is EarlyEnd.__exit__.__code__
+        if is_over or (waiting == signal.SIGALRM and not self.so_far):
             return
+        if is_in_kernel(frame):
+            self._waiting = waiting
+            signal.setitimer(signal.ITIMER_REAL, _IN_KERNEL_S, _IN_KERNEL_S)
+            return
+        if waiting == signal.SIGALRM:
+            self._why = f"ended after {self.patience_s:g} s"
+        elif waiting == signal.SIGTERM:
+            self._why = "ended by SIGTERM"
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
         raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if signal.SIGALRM in self._before:
+        if self._before:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         for number, handler in self._before.items():
             signal.signal(number, handler)
