@@ -827,7 +827,7 @@ class Embedded(nn.Module):
         self.table = nn.Embedding(8, WIDTH, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x.detach().mean(-1) > 0).long() + 1)
+        return x + self.table((x.detach()[..., 0] > 0).long() + 1)
 
 
 @part
@@ -857,7 +857,7 @@ class BagOfWords(nn.Module):
         self.bag = nn.EmbeddingBag(8, WIDTH, mode="mean")
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bag((x.detach().mean(-1) > 0).long()).unsqueeze(1)
+        return x + self.bag((x.detach()[..., 0] > 0).long()).unsqueeze(1)
 
 
 @part
