@@ -32,6 +32,8 @@ class StorageEvent(NamedTuple):
 class Storages:
     """Reference-counted storages of one microbatch on a rank; user inputs are always alive.
 
+    * `size`: bytes of every storage there has been in this or in another state, shared by all of them;
+    * `references`: of the storages that are alive;
     * `held`: values that each stage's forward has saved;
     * `waiting`: results not yet sent or used; `posted`: receive buffers; `sending`: transfers that may still be in flight;
     * `holders`: number of stages that have saved a storage, except user inputs; `held_bytes`: total of these storages;
@@ -47,14 +49,13 @@ class Storages:
     holders: dict[Key, int] = field(default_factory=dict)
     held_bytes: int = 0
     live: int = 0
-    next_key: int = 0
     script: list[StorageEvent] | None = None
 
     def copied(self) -> Storages:
         """Return a shallow copy: inner collections are replaced, never modified."""
         return Storages(
-            dict(self.size), dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
-            dict(self.sending), dict(self.holders), self.held_bytes, self.live, self.next_key, self.script,
+            self.size, dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
+            dict(self.sending), dict(self.holders), self.held_bytes, self.live, self.script,
         )  # fmt: skip
 
     def hold(self, stage: int, values: dict[int, Key], inputs: frozenset[Key]) -> None:
@@ -79,13 +80,13 @@ class Storages:
         return values
 
     def new(self, num_bytes: int) -> Key:
-        self.next_key += 1
-        self.size[self.next_key] = num_bytes
-        self.references[self.next_key] = 0
+        key = len(self.size) + 1
+        self.size[key] = num_bytes
+        self.references[key] = 0
         self.live += num_bytes
         if self.script is not None:
-            self.script.append(StorageEvent(self.next_key, num_bytes, self.held_bytes))
-        return self.next_key
+            self.script.append(StorageEvent(key, num_bytes, self.held_bytes))
+        return key
 
     def take(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -95,7 +96,7 @@ class Storages:
         for key in keys:
             self.references[key] -= 1
             if self.references[key] == 0:
-                self.live -= self.size.pop(key)
+                self.live -= self.size[key]
                 del self.references[key]
                 if self.script is not None:
                     self.script.append(StorageEvent(key, FREED, self.held_bytes))

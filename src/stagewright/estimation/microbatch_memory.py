@@ -106,7 +106,7 @@ def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tu
     )
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def in_flight(
     memories: tuple[StageMemory, ...], rank_of_stage: tuple[int, ...], rank: int, is_scripted: bool = False
 ) -> InFlight:
@@ -159,7 +159,8 @@ class InFlight:
 
     def sizes(self, state: int) -> dict[Key, int]:
         """Return the storages of `state` and their bytes."""
-        return self._states[state].size
+        storages = self._states[state]
+        return {key: storages.size[key] for key in storages.references}
 
     def sending_bytes(self, state: int) -> int:
         """Return the bytes of `state` that are alive only because their transfer may still be in flight."""
