@@ -89,89 +89,70 @@ def function_memory(
 
     `value` describes a value by its id; the operators (ids) in `again` run a second time.
     """
-    return _LivenessPass(function, resident, value, again).memory()
+    nodes, returned = function.nodes, frozenset(function.outputs)
+    last_use = {number: index for index, node in enumerate(nodes) for number in node.inputs}
+    # Value -> its storage, an input's or one that is made here; values on resident storages have none.
+    home = {number: number for number in function.inputs if number in last_use or number in returned}
+    num_names = dict.fromkeys(home, 1)  # storage -> how many values keep it alive
+    last = dict.fromkeys(function.inputs, -1)
+    kept: dict[int, int] = {}
+    recomputed: set[int] = set()
+    events: list[tuple[int, int, int]] = []
+    live = live_again = 0
+    live_at: list[int] = []
+    again_at: list[int] = []
+    for index, node in enumerate(nodes):
+        for output in node.outputs:
+            if output is None:
+                continue
+            described = value(output)
+            if described.storage != output or node.op == FETCHED:
+                base = _base(node, described.storage, value)
+                if base is not None:
+                    if base in home:
+                        storage = home[output] = home[base]
+                        num_names[storage] = num_names.get(storage, 0) + 1
+                    continue
+            num_bytes = kept[output] = described.meta.storage_bytes
+            live += num_bytes
+            if node.id in again:
+                recomputed.add(output)
+                live_again += num_bytes
+            events.append((index, output, num_bytes))
+            home[output] = output
+            num_names[output] = 1
+        live_at.append(live)
+        again_at.append(live_again)
+        for number in dict.fromkeys((*node.inputs, *node.outputs)):
+            if number is None or number in returned or last_use.get(number, index) != index:
+                continue
+            storage = home.get(number)
+            if storage is None:
+                continue
+            num_names[storage] -= 1
+            if num_names[storage]:
+                continue
+            del num_names[storage]
+            if storage in kept:
+                num_bytes = kept.pop(storage)
+                live -= num_bytes
+                live_again -= num_bytes if storage in recomputed else 0
+                events.append((index, storage, FREED))
+            else:
+                last[storage] = index
+    for storage in num_names:
+        if storage in last:
+            last[storage] = len(nodes)
+    outputs = {number: home[number] for number in function.outputs if number in home}
+    return FunctionMemory(
+        function.inputs, np.array(live_at, np.int64), last, outputs, kept, tuple(events),
+        np.array(again_at, np.int64), frozenset(recomputed), tuple(node.name for node in nodes),
+    )  # fmt: skip
 
 
-class _LivenessPass:
-    """One pass over the statements of a function that tracks which names keep a storage alive."""
-
-    def __init__(
-        self, function: Function, resident: frozenset[int], value: Lookup, again: frozenset[int]
-    ) -> None:
-        self.function = function
-        self.again = again
-        self.recomputed: set[int] = set()
-        self.live_again = 0
-        self.resident = resident
-        self.value = value
-        self.returned = frozenset(function.outputs)
-        self.last_use = {number: i for i, node in enumerate(function.nodes) for number in node.inputs}
-        self.home: dict[int, int] = {}  # value -> its storage; values on resident storages have none
-        self.names: dict[int, set[int]] = {}  # storage -> values that keep it alive
-        self.kept: dict[int, int] = {}  # storage made here and alive -> bytes
-        self.last: dict[int, int] = {}
-        self.events: list[tuple[int, int, int]] = []
-        self.live = 0
-
-    def memory(self) -> FunctionMemory:
-        for number in self.function.inputs:
-            self.last[number] = -1
-            if number in self.last_use or number in self.returned:
-                self._name(number, number)
-        live: list[int] = []
-        again: list[int] = []
-        for index, node in enumerate(self.function.nodes):
-            for output in node.outputs:
-                if output is not None:
-                    self._make(output, node, index)
-            live.append(self.live)
-            again.append(self.live_again)
-            for number in dict.fromkeys((*node.inputs, *node.outputs)):
-                if number is not None and self.last_use.get(number, index) == index:
-                    self._drop(number, index)
-        for storage in self.names:
-            if storage in self.last:
-                self.last[storage] = len(live)
-        outputs = {number: self.home[number] for number in self.function.outputs if number in self.home}
-        return FunctionMemory(
-            self.function.inputs, np.array(live, np.int64), self.last, outputs, dict(self.kept),
-            tuple(self.events), np.array(again, np.int64), frozenset(self.recomputed),
-            tuple(node.name for node in self.function.nodes),
-        )  # fmt: skip
-
-    def _name(self, number: int, storage: int) -> None:
-        self.home[number] = storage
-        self.names.setdefault(storage, set()).add(number)
-
-    def _make(self, output: int, node: Node, index: int) -> None:
-        root = self.value(output).storage
-        if root != output or node.op == FETCHED:
-            sibling = (root,) if root in node.outputs else ()  # results of one operator in one storage
-            for number in (*node.inputs, *sibling):
-                if self.value(number).storage == root:
-                    if number in self.home:
-                        self._name(output, self.home[number])
-                    return
-        self.kept[output] = self.value(output).meta.storage_bytes
-        self.live += self.kept[output]
-        if node.id in self.again:
-            self.recomputed.add(output)
-            self.live_again += self.kept[output]
-        self.events.append((index, output, self.kept[output]))
-        self._name(output, output)
-
-    def _drop(self, number: int, index: int) -> None:
-        storage = self.home.get(number)
-        if storage is None or number in self.returned:
-            return
-        self.names[storage].discard(number)
-        if self.names[storage]:
-            return
-        del self.names[storage]
-        if storage in self.kept:
-            num_bytes = self.kept.pop(storage)
-            self.live -= num_bytes
-            self.live_again -= num_bytes if storage in self.recomputed else 0
-            self.events.append((index, storage, FREED))
-        else:
-            self.last[storage] = index
+def _base(node: Node, root: int, value: Lookup) -> int | None:
+    """Return the input, or other result, of a view that lies in storage `root`; None if none does."""
+    for number in node.inputs:
+        if value(number).storage == root:
+            return number
+    return root if root in node.outputs else None  # results of one operator in one storage

@@ -252,6 +252,11 @@ class OperatorGraph:
         return sizes
 
     @cached_property
+    def owners(self) -> dict[int, int]:
+        """GRADIENT value -> the parameter or derived value whose gradient it is."""
+        return {gradient: value for value, gradient in self.gradients.items()}
+
+    @cached_property
     def parameter_values(self) -> tuple[int, ...]:
         """Distinct parameters, in order of first name; tied parameters once."""
         return tuple(dict.fromkeys(self.parameters.values()))

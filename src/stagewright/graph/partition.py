@@ -5,13 +5,28 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from stagewright.errors import PlanError
 from stagewright.graph.graph import Node, OperatorGraph, Part, makers_of
 
-Routes = dict[tuple[int, int], list[int]]  # (from stage, to stage) -> values
+
+class Routes(NamedTuple):
+    """For every stage, the stages that it sends values to, or receives them from, with these values."""
+
+    sent: list[list[tuple[int, list[int]]]]
+    received: list[list[tuple[int, list[int]]]]
+
+    @classmethod
+    def of(cls, values: dict[tuple[int, int], list[int]], num_stages: int) -> Self:
+        """Return the routes of ``(from stage, to stage) -> values``."""
+        routes = cls([[] for _ in range(num_stages)], [[] for _ in range(num_stages)])
+        for (source, target), sent in sorted(values.items()):
+            routes.sent[source].append((target, sent))
+            routes.received[target].append((source, sent))
+        return routes
 
 
 class Partition:
@@ -56,8 +71,8 @@ class Partition:
         spans = self.graph.spans
         stage_at = np.repeat(np.arange(self.num_stages), np.diff(self.bounds))
         made_in, first, last = stage_at[spans.ends.T]
-        forward: Routes = defaultdict(list)
-        backward: Routes = defaultdict(list)
+        forward: dict[tuple[int, int], list[int]] = defaultdict(list)
+        backward: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index in np.flatnonzero((first != made_in) | (last != made_in)).tolist():
             value, places = spans.values[index]
             origin = int(made_in[index])
@@ -69,7 +84,7 @@ class Partition:
             else:
                 for edge in itertools.pairwise([origin, *sorted(others, reverse=True)]):
                     backward[edge].append(value)
-        return dict(forward), dict(backward)
+        return Routes.of(forward, self.num_stages), Routes.of(backward, self.num_stages)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

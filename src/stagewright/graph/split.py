@@ -14,7 +14,7 @@ from stagewright.graph.added_nodes import FETCH, FETCHED, copied
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, made_by, makers_of
 from stagewright.graph.messages import messages
 from stagewright.graph.offload import OffloadedStorage, with_fetches, with_offloads
-from stagewright.graph.partition import Partition, Routes
+from stagewright.graph.partition import Partition
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.recompute import interleaved, rerunning
 from stagewright.graph.stage import Function, Stage, Transfer, part
@@ -126,7 +126,8 @@ class _Storages:
     def follow(self, nodes: Iterable[Node]) -> None:
         """Move views to the storages of their bases; `nodes` are in running order."""
         for node in nodes:
-            if any(value in self.values or value in self._stands_for for value in node.inputs):
+            inputs = node.inputs
+            if not (self.values.keys().isdisjoint(inputs) and self._stands_for.keys().isdisjoint(inputs)):
                 for output in node.outputs:
                     if output is not None and output not in self.values:
                         self._follow(self.graph.values[output], node)
@@ -184,10 +185,10 @@ class _StageBuilder:
         self.index = index
         self.added: dict[int, Value] = {}
         self.weights = weight_grads(partition, index, self._fresh)
-        self.sends = self._transfers(partition.forward_routes, outgoing=True)
-        self.receives = self._transfers(partition.forward_routes, outgoing=False)
-        self.grad_sends = self._transfers(partition.grad_routes, outgoing=True)
-        self.grad_receives = self._transfers(partition.grad_routes, outgoing=False)
+        self.sends = _transfers(partition.forward_routes.sent[index])
+        self.receives = _transfers(partition.forward_routes.received[index])
+        self.grad_sends = _transfers(partition.grad_routes.sent[index])
+        self.grad_receives = _transfers(partition.grad_routes.received[index])
         self.mutations = tuple(pair for pair in self.graph.mutations if index in partition.updaters[pair[0]])
         self.computes_loss = partition.stage.get(self.graph.values[self.graph.loss].node) == index
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
@@ -476,10 +477,9 @@ class _StageBuilder:
         self.added[index] = replace(like, id=index, storage=index if storage is None else storage)
         return index
 
-    def _transfers(self, routes: Routes, outgoing: bool) -> tuple[Transfer, ...]:
-        mine, other = (0, 1) if outgoing else (1, 0)
-        pairs = ((edge, values) for edge, values in sorted(routes.items()) if edge[mine] == self.index)
-        return tuple(Transfer(edge[other], tuple(values)) for edge, values in pairs)
+
+def _transfers(routes: Iterable[tuple[int, list[int]]]) -> tuple[Transfer, ...]:
+    return tuple(Transfer(stage, tuple(values)) for stage, values in routes)
 
 
 def _values(transfers: Iterable[Transfer]) -> list[int]:

@@ -49,7 +49,7 @@ class _Finisher:
         sums: dict[int, int] = {}
         for gradient in chains:
             self._settle(gradient, chains, sums)
-        trained = {gradient: value for value, gradient in self.graph.gradients.items()}
+        trained = self.graph.owners
         gradients: list[tuple[int, int]] = []
         for gradient, total in sums.items():
             value = trained.get(gradient)

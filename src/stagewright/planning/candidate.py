@@ -350,25 +350,26 @@ def _best_in_units(
     Where none fit, the smallest units are taken, which need the least memory.
     """
 
-    def in_units(inside: Sequence[Sequence[int]]) -> Candidate:
+    def in_units(inside: Sequence[Sequence[int]]) -> Pipeline:
         every = sorted([*cuts, *(cut for unit_cuts in inside for cut in unit_cuts)])
         divided = subdivided(program, [len(unit_cuts) + 1 for unit_cuts in inside])
-        return of_line(configuration, cuts, _split_model(body, configuration, every, divided, cluster, job))
+        return _split_model(body, configuration, every, divided, cluster, job)
 
-    divisions = list(units_to_try(body, cuts, configuration.shard_units))
-    candidates: list[Candidate] = []
-    for inside in divisions:
-        candidates.append(in_units(inside))
-        if candidates[0].excess_bytes > 0:
-            if len(divisions) > 1 and _waits_for_network(body, configuration, cluster, job):
-                return next(
-                    filter(_has_memory_for_state, map(in_units, reversed(divisions[1:]))), candidates[0]
-                )
-            return candidates[0]
-    fitting = [candidate for candidate in candidates if candidate.excess_bytes <= 0]
-    if len(fitting) == 1:
-        return fitting[0]
-    return min(fitting, key=lambda candidate: step_seconds(candidate.line))
+    smallest, *larger = units_to_try(body, cuts, configuration.shard_units)
+    smallest_line = in_units(smallest)
+    least = of_line(configuration, cuts, smallest_line)
+    if not larger:
+        return least
+    if least.excess_bytes > 0:
+        if not _waits_for_network(body, configuration, cluster, job):
+            return least
+        candidates = (of_line(configuration, cuts, in_units(inside)) for inside in reversed(larger))
+        return next(filter(_has_memory_for_state, candidates), least)
+    for line in sorted([smallest_line, *map(in_units, larger)], key=step_seconds):
+        candidate = least if line is smallest_line else of_line(configuration, cuts, line)
+        if candidate.excess_bytes <= 0:
+            return candidate
+    return least
 
 
 def network_seconds(
