@@ -15,15 +15,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from stagewright.errors import InputError
+from stagewright.export.shell_parser import ASSIGNMENT, RawArray, RawWord, ShellNode, ShellParser
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _EXPANSION = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*)|(.*))", re.DOTALL)
 _UNSET = re.compile(r"\$([A-Za-z_]\w*)")
-_BLANKS, _ENDS = " \t\r\n", " \t\r\n;&|()<>"
+_BLANKS = " \t\r\n"
 _WITHOUT_INFLUENCE = {
     "true",
     ":",
@@ -67,29 +66,6 @@ _Text = tuple[_Characters, ...]
 _Value = _Text | list[_Text]
 
 
-@dataclass(frozen=True)
-class _Raw:
-    """A word as written, with quotes."""
-
-    text: str
-    line: int
-
-
-@dataclass(frozen=True)
-class _Array:
-    words: tuple[_Raw, ...]
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A command; `kind` determines the meaning of its parts."""
-
-    kind: str
-    line: int
-    words: tuple[Any, ...] = ()
-    parts: tuple[Any, ...] = ()
-
-
 class _Exit(Exception):
     """Raised when a script would exit."""
 
@@ -116,7 +92,7 @@ def read_script(text: str, origin: str) -> Script:
     """
     shell = _Shell(origin)
     try:
-        shell.run(_Parser(text, origin).script())
+        shell.run(ShellParser(text, origin).script())
     except _Exit:
         pass
     except RecursionError:
@@ -131,352 +107,6 @@ def read_script(text: str, origin: str) -> Script:
     )
 
 
-# -- parsing ------------------------------------------------------------------------------------------------------------
-
-
-class _Parser:
-    """Parser of a script into nodes."""
-
-    def __init__(self, text: str, origin: str, line: int = 1) -> None:
-        self._text = text.replace("\r\n", "\n")
-        self._at, self._line, self._origin = 0, line, origin
-        self._heredocs: list[str] = []
-
-    def script(self) -> tuple[_Node, ...]:
-        nodes = self._list(())
-        if self._at < len(self._text):
-            raise self._error(f"'{self._text[self._at]}' closes nothing")
-        return nodes
-
-    def _error(self, what: str, line: int | None = None) -> InputError:
-        return InputError(
-            f"{self._origin}, line {line or self._line}: {what}: correct the script, or give argv.json, a list of its "
-            "arguments"
-        )
-
-    def _peek(self) -> str:
-        return self._text[self._at] if self._at < len(self._text) else ""
-
-    def _skip(self, newlines: bool) -> None:
-        """Skip blanks, comments and continued lines."""
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if self._text.startswith("\\\n", self._at):
-                self._at += 2  # a continued line has the number of its first
-            elif character in " \t\r":
-                self._at += 1
-            elif character == "#":
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-            elif character == "\n" and newlines:
-                self._newline()
-            else:
-                return
-
-    def _newline(self) -> None:
-        self._at += 1
-        self._line = self._text.count("\n", 0, self._at) + 1
-        for mark in self._heredocs:  # whose lines are data of a command
-            end = re.compile(rf"^\t*{re.escape(mark)}$", re.MULTILINE).search(self._text, self._at)
-            self._at = len(self._text) if end is None else min(end.end() + 1, len(self._text))
-            self._line = self._text.count("\n", 0, self._at) + 1
-        self._heredocs.clear()
-
-    def _list(self, until: tuple[str, ...]) -> tuple[_Node, ...]:
-        """Parse commands up to a reserved word, a closing bracket or the end."""
-        nodes: list[_Node] = []
-        while True:
-            self._skip(newlines=True)
-            if not (character := self._peek()) or character == ")" or self._word_ahead() in until:
-                return tuple(nodes)
-            if character in ";&|":
-                if self._text.startswith(";;", self._at):
-                    return tuple(nodes)
-                self._at += 1
-                continue
-            nodes.append(self._and_or())
-
-    def _word_ahead(self) -> str:
-        match = re.compile(r"[A-Za-z]+|[{}!]|\[\[").match(self._text, self._at)
-        if match is None or (self._text[match.end() : match.end() + 1] or " ") not in _ENDS:
-            return ""
-        return match.group()
-
-    def _and_or(self) -> _Node:
-        """Parse commands joined by && and ||, and pipelines, whose parts all run."""
-        node = self._command()
-        while True:
-            self._skip(newlines=False)
-            for mark, kind in (("&&", "and"), ("||", "or"), ("|", "pipe")):
-                if self._text.startswith(mark, self._at):
-                    self._at += len(mark) + (mark == "|" and self._text[self._at + 1 : self._at + 2] == "&")
-                    self._skip(newlines=True)
-                    node = _Node(kind, node.line, parts=(node, self._command()))
-                    break
-            else:
-                return node
-
-    def _take(self, word: str, opened: int) -> None:
-        self._skip(newlines=True)
-        if self._word_ahead() != word:
-            raise self._error(f"a block has no '{word}'", opened)
-        self._at += len(word)
-
-    def _command(self) -> _Node:
-        self._skip(newlines=False)
-        line, word = self._line, self._word_ahead()
-        if self._peek() == "(":
-            if self._text.startswith("((", self._at) and (end := self._text.find("))", self._at)) >= 0:
-                words = (_Raw(f"$({self._text[self._at + 1 : end + 1]})", line),)
-                self._at = end + 2
-                return _Node("arithmetic", line, words)
-            self._at += 1
-            body = self._list(())
-            self._close(line)
-            return self._redirected(_Node("group", line, parts=body))
-        if word in ("if", "while", "until", "for", "select", "case", "function", "{", "!", "[["):
-            if word == "[[":
-                return self._double_test(line)
-            self._at += len(word)
-            return self._redirected(getattr(self, f"_{_RESERVED.get(word, word)}")(line))
-        if (function := re.compile(r"([A-Za-z_][\w.-]*)[ \t]*\(\)").match(self._text, self._at)) is not None:
-            self._at = function.end()
-            return self._function_body(function[1], line)
-        return self._simple(line)
-
-    def _close(self, opened: int) -> None:
-        self._skip(newlines=True)
-        if self._peek() != ")":
-            raise self._error("a bracket has no end", opened)
-        self._at += 1
-
-    def _redirected(self, node: _Node) -> _Node:
-        """Skip redirections after a block."""
-        self._skip(newlines=False)
-        while self._peek() in ("<", ">") or re.compile(r"\d+[<>]").match(self._text, self._at):
-            self._redirection()
-            self._skip(newlines=False)
-        return node
-
-    def _redirection(self) -> None:
-        match = re.compile(r"\d*(<<<|<<-?|>>|[<>]&|<>|>\||[<>])").match(self._text, self._at)
-        assert match is not None
-        self._at = match.end()
-        self._skip(newlines=False)
-        if self._peek() == "(":  # a process that is read as a file
-            self._brackets("(", ")")
-            return
-        target = self._raw() if self._peek() not in ("", "\n") else None
-        if match[1] in ("<<", "<<-") and target is not None:
-            self._heredocs.append(re.sub(r"[\"'\\]", "", target.text))
-
-    def _not(self, line: int) -> _Node:
-        return _Node("not", line, parts=(self._command(),))
-
-    def _block(self, line: int) -> _Node:
-        body = self._list(("}",))
-        self._take("}", line)
-        return _Node("group", line, parts=body)
-
-    def _if(self, line: int) -> _Node:
-        branches: list[tuple[tuple[_Node, ...], tuple[_Node, ...]]] = []
-        otherwise: tuple[_Node, ...] | None = None
-        while True:
-            condition = self._list(("then",))
-            self._take("then", line)
-            branches.append((condition, self._list(("elif", "else", "fi"))))
-            word = self._word_ahead()
-            self._at += len(word)
-            if word == "else":
-                otherwise = self._list(("fi",))
-                self._take("fi", line)
-            if word != "elif":
-                if word not in ("else", "fi"):
-                    raise self._error("an 'if' has no 'fi'", line)
-                return _Node("if", line, parts=(tuple(branches), otherwise))
-
-    def _loop(self, line: int) -> _Node:
-        self._list(("do",))
-        self._take("do", line)
-        self._list(("done",))
-        self._take("done", line)
-        return _Node("loop", line)
-
-    def _for(self, line: int) -> _Node:
-        self._skip(newlines=False)
-        if self._peek() == "(":
-            self._brackets("(", ")")
-            name, words = "", []
-        else:
-            name, words = self._raw().text, []
-            self._skip(newlines=True)
-            if self._word_ahead() == "in":
-                self._at += 2
-                self._skip(newlines=False)
-                while self._peek() not in ("", "\n", ";"):
-                    words.append(self._raw())
-                    self._skip(newlines=False)
-        self._list(("do",))
-        self._take("do", line)
-        body = self._list(("done",))
-        self._take("done", line)
-        return _Node("for", line, (name, *words), body)
-
-    def _case(self, line: int) -> _Node:
-        self._skip(newlines=False)
-        subject = self._raw()
-        self._take("in", line)
-        branches = []
-        while True:
-            self._skip(newlines=True)
-            if self._word_ahead() == "esac":
-                self._at += 4
-                return _Node("case", line, (subject,), tuple(branches))
-            if not self._peek():
-                raise self._error("a 'case' has no 'esac'", line)
-            if self._peek() == "(":
-                self._at += 1
-            patterns = []
-            while self._peek() != ")":
-                self._skip(newlines=False)
-                if not self._peek() or self._peek() == "\n":
-                    raise self._error("a pattern of 'case' has no ')'")
-                if self._peek() == "|":
-                    self._at += 1
-                elif self._peek() != ")":
-                    patterns.append(self._raw())
-            self._at += 1
-            branches.append((tuple(patterns), self._list(("esac",))))
-            while self._peek() and self._peek() in ";&":
-                self._at += 1
-
-    def _function(self, line: int) -> _Node:
-        self._skip(newlines=False)
-        name = self._raw().text
-        self._skip(newlines=False)
-        if self._text.startswith("()", self._at):
-            self._at += 2
-        return self._function_body(name, line)
-
-    def _function_body(self, name: str, line: int) -> _Node:
-        self._skip(newlines=True)
-        return _Node("function", line, (name,), (self._command(),))
-
-    def _double_test(self, line: int) -> _Node:
-        end = self._text.find("]]", self._at)
-        if end < 0:
-            raise self._error("'[[' has no ']]'", line)
-        words = []
-        self._at += 2
-        while True:
-            self._skip(newlines=True)
-            if self._text.startswith("]]", self._at):
-                self._at += 2
-                return _Node("simple", line, (_Raw("[[", line), *words, _Raw("]]", line)))
-            mark = re.compile(r"&&|\|\||[()<>]").match(self._text, self._at)
-            if mark is not None:
-                self._at = mark.end()
-                words.append(_Raw(mark.group(), self._line))
-            elif not self._peek():
-                raise self._error("'[[' has no ']]'", line)
-            else:
-                words.append(self._raw())
-
-    def _simple(self, line: int) -> _Node:
-        words: list[_Raw | tuple[str, _Array]] = []
-        while True:
-            self._skip(newlines=False)
-            character = self._peek()
-            if not character or character in "\n;|)" or (character == "&" and self._peek_at(1) != ">"):
-                return _Node("simple", line, tuple(words))
-            if character == "&":
-                self._at += 1
-            if self._peek() in "<>" or re.compile(r"\d+[<>]").match(self._text, self._at):
-                self._redirection()
-            elif character == "(":
-                raise self._error("a bracket is where no command begins")
-            else:
-                word = self._raw()
-                if _ASSIGNMENT.fullmatch(word.text) and self._peek() == "(":
-                    opened, items = self._line, []
-                    self._at += 1
-                    while True:
-                        self._skip(newlines=True)
-                        if self._peek() in ("", ")"):
-                            break
-                        if self._peek() in ";&|<>(":
-                            raise self._error(f"'{self._peek()}' is in an array")
-                        items.append(self._raw())
-                    self._close(opened)
-                    words.append((word.text, _Array(tuple(items))))
-                else:
-                    words.append(word)
-
-    def _peek_at(self, offset: int) -> str:
-        return self._text[self._at + offset : self._at + offset + 1]
-
-    def _raw(self) -> _Raw:
-        """Parse a word with its quotes."""
-        start, line = self._at, self._line
-        while self._at < len(self._text) and self._text[self._at] not in _ENDS:
-            character = self._text[self._at]
-            if character == "\\":
-                self._at += 2
-            elif character == "'":
-                self._quoted("'")
-            elif character in '"`':
-                self._quoted(character)
-            elif character == "$" and self._peek_at(1) in ("{", "("):
-                self._at += 1
-                self._brackets(self._peek(), "}" if self._peek() == "{" else ")")
-            else:
-                self._at += 1
-        if self._at == start:
-            raise self._error(f"'{self._peek()}' is where no word can be")
-        self._line = self._text.count("\n", 0, self._at) + 1 if "\n" in self._text[start : self._at] else line
-        text = self._text[start : self._at]
-        return _Raw(text, line)
-
-    def _quoted(self, quote: str) -> None:
-        opened = self._line
-        self._at += 1
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if character == quote:
-                self._at += 1
-                return
-            if character == "\\" and quote != "'":
-                self._at += 2
-            elif character == "$" and quote == '"' and self._peek_at(1) in ("{", "("):
-                self._at += 1
-                self._brackets(self._peek(), "}" if self._peek() == "{" else ")")
-            else:
-                self._at += 1
-        raise self._error(f"a quote ({quote}) has no end", opened)
-
-    def _brackets(self, opening: str, closing: str) -> None:
-        opened, depth = self._line, 0
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if character == "\\":
-                self._at += 2
-                continue
-            if character in "\"'`":
-                self._quoted(character)
-                continue
-            depth += (character == opening) - (character == closing)
-            self._at += 1
-            if not depth:
-                return
-        raise self._error("a bracket has no end", opened)
-
-
-_RESERVED = {"while": "loop", "until": "loop", "select": "loop", "{": "block", "!": "not"}
-
-
-# -- expanding ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Shell:
     """Interpreter of a script, with its variables and functions at the current command; it collects `commands` and
@@ -484,13 +114,13 @@ class _Shell:
 
     origin: str
     variables: dict[str, _Value] = field(default_factory=dict)
-    functions: dict[str, _Node] = field(default_factory=dict)
+    functions: dict[str, ShellNode] = field(default_factory=dict)
     commands: list[list[Word]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     depth: int = 0
     count: int = 0
 
-    def run(self, nodes: Sequence[_Node]) -> bool | None:
+    def run(self, nodes: Sequence[ShellNode]) -> bool | None:
         """Run commands and return whether the last succeeds; None if that depends on more than the script."""
         status: bool | None = True
         for node in nodes:
@@ -505,17 +135,17 @@ class _Shell:
             self.depth -= 1
         return status
 
-    def _group(self, node: _Node) -> bool | None:
+    def _group(self, node: ShellNode) -> bool | None:
         return self.run(node.parts)
 
-    def _pipe(self, node: _Node) -> bool | None:
+    def _pipe(self, node: ShellNode) -> bool | None:
         return self.run(node.parts)
 
-    def _not(self, node: _Node) -> bool | None:
+    def _not(self, node: ShellNode) -> bool | None:
         status = self.run(node.parts)
         return None if status is None else not status
 
-    def _and(self, node: _Node) -> bool | None:
+    def _and(self, node: ShellNode) -> bool | None:
         first = self.run(node.parts[:1])
         if first is None and _is_test(node.parts[0]):
             if _matter(node.parts[1:]):
@@ -523,7 +153,7 @@ class _Shell:
             return None
         return first if first is False else self.run(node.parts[1:])
 
-    def _or(self, node: _Node) -> bool | None:
+    def _or(self, node: ShellNode) -> bool | None:
         first = self.run(node.parts[:1])
         if first is None:
             if _is_test(node.parts[0]) and _matter(node.parts[1:]):
@@ -531,19 +161,19 @@ class _Shell:
             return None  # a command is taken to succeed
         return first or self.run(node.parts[1:])
 
-    def _function(self, node: _Node) -> bool | None:
+    def _function(self, node: ShellNode) -> bool | None:
         self.functions[node.words[0]] = node.parts[0]
         return True
 
-    def _loop(self, node: _Node) -> bool | None:
+    def _loop(self, node: ShellNode) -> bool | None:
         self.notes.append(f"the loop of line {node.line} is not followed")
         return None
 
-    def _arithmetic(self, node: _Node) -> bool | None:
+    def _arithmetic(self, node: ShellNode) -> bool | None:
         value = _joined(self._expanded(node.words[0]))
         return int(value) != 0 if value.lstrip("-").isdecimal() else None
 
-    def _for(self, node: _Node) -> bool | None:
+    def _for(self, node: ShellNode) -> bool | None:
         name, *words = node.words
         fields = [text for word in words for text in self._fields(word)]
         if not fields and name:
@@ -554,7 +184,7 @@ class _Shell:
             self.variables[name] = fields[0]
         return self.run(node.parts)
 
-    def _if(self, node: _Node) -> bool | None:
+    def _if(self, node: ShellNode) -> bool | None:
         branches, otherwise = node.parts
         is_choice = len(branches) > 1 or otherwise is not None
         for number, (condition, body) in enumerate(branches):
@@ -569,7 +199,7 @@ class _Shell:
             is_choice = is_choice and (number + 2 < len(branches) or otherwise is not None)
         return self.run(otherwise or ())
 
-    def _case(self, node: _Node) -> bool | None:
+    def _case(self, node: ShellNode) -> bool | None:
         subject = _joined(self._expanded(node.words[0]))
         for patterns, body in node.parts:
             texts = [_joined(self._expanded(pattern)) for pattern in patterns]
@@ -582,33 +212,33 @@ class _Shell:
                 return self.run(body)
         return True
 
-    def _note_condition(self, node: _Node, outcome: str) -> None:
-        words = " ".join(word.text for word in node.words if isinstance(word, _Raw))
+    def _note_condition(self, node: ShellNode, outcome: str) -> None:
+        words = " ".join(word.text for word in node.words if isinstance(word, RawWord))
         self.notes.append(f"the condition of line {node.line} ({words}) depends on more: {outcome}")
 
-    def _simple(self, node: _Node) -> bool | None:
+    def _simple(self, node: ShellNode) -> bool | None:
         words = list(node.words)
         while words and self._assign(words[0]):
             words.pop(0)
         if not words:
             return True
-        first = words[0].text if isinstance(words[0], _Raw) else ""
+        first = words[0].text if isinstance(words[0], RawWord) else ""
         if first in ("export", "local", "readonly", "declare", "typeset"):
             for word in words[1:]:
                 self._assign(word)
             return True
         if first in ("[", "test", "[["):
-            fields = [self._expanded(word) for word in words if isinstance(word, _Raw)]
+            fields = [self._expanded(word) for word in words if isinstance(word, RawWord)]
             texts = [_joined(text) for text in fields][1:]
             for name in dict.fromkeys(name for text in texts for name in _UNSET.findall(text)):
                 self.notes.append(
                     f"${name} of line {node.line}, which the file does not set, is taken as empty"
                 )
             return _test(texts, first == "[[")
-        fields = [_word(text) for word in words if isinstance(word, _Raw) for text in self._fields(word)]
+        fields = [_word(text) for word in words if isinstance(word, RawWord) for text in self._fields(word)]
         return self._called(fields, node) if fields else True
 
-    def _called(self, words: list[Word], node: _Node) -> bool | None:
+    def _called(self, words: list[Word], node: ShellNode) -> bool | None:
         name = words[0].text
         if name in _WITHOUT_INFLUENCE:
             if name in ("source", "."):
@@ -646,7 +276,7 @@ class _Shell:
     def _nested(self, text: str, line: int, words: Sequence[Word]) -> bool | None:
         """Run the commands of `eval` or `bash -c`; words that also occur in `words` keep their lines."""
         before = len(self.commands)
-        status = self.run(_Parser(text, self.origin, line).script())
+        status = self.run(ShellParser(text, self.origin, line).script())
         lines = {word.text: word.line for word in words}
         for number in range(before, len(self.commands)):
             self.commands[number] = [
@@ -654,17 +284,17 @@ class _Shell:
             ]
         return status
 
-    def _assign(self, word: _Raw | tuple[str, _Array]) -> bool:
+    def _assign(self, word: RawWord | tuple[str, RawArray]) -> bool:
         """Perform the assignment if a word is one, and return whether it is."""
         is_array = isinstance(word, tuple)
-        match = _ASSIGNMENT.match(word[0] if is_array else word.text)
+        match = ASSIGNMENT.match(word[0] if is_array else word.text)
         if match is None or match[2]:
             return match is not None
         value: _Value
         if isinstance(word, tuple):
             value = [text for item in word[1].words for text in self._fields(item)]
         else:
-            raw = _Raw(word.text[match.end() :], word.line)
+            raw = RawWord(word.text[match.end() :], word.line)
             value = tuple(_Characters(run.text, run.line, False) for run in self._expanded(raw))
         if match[3]:
             before = self.variables.get(match[1], [] if isinstance(value, list) else ())
@@ -675,7 +305,7 @@ class _Shell:
         self.variables[match[1]] = value
         return True
 
-    def _fields(self, word: _Raw) -> list[_Text]:
+    def _fields(self, word: RawWord) -> list[_Text]:
         """Return the words that a word expands to: unquoted parts are split at blanks, elements of arrays are words."""
         if re.fullmatch(r'"?\$\{?(\w+\[[@*]\]|@)\}?"?', word.text):
             name = re.sub(r"[^\w@]", "", word.text).removesuffix("@") or "@"
@@ -686,7 +316,7 @@ class _Shell:
             return [part for text in texts for part in _split(text)]
         return _split(self._expanded(word))
 
-    def _expanded(self, word: _Raw) -> _Text:
+    def _expanded(self, word: RawWord) -> _Text:
         """Return a word with quotes removed and variables expanded."""
         runs = tuple(self._runs(word.text, word.line, False))
         if sum(len(run.text) for run in runs) > _MOST_CHARACTERS:
@@ -733,25 +363,20 @@ class _Shell:
             end = text.find("'", at + 1)
             return end + 1, [_Characters(text[at + 1 : end], line, True)]
         if character == '"':
-            scanner = _Parser(text, self.origin, line)
-            scanner._at = at
-            scanner._quoted('"')
-            inner = text[at + 1 : scanner._at - 1]
-            return scanner._at, [*self._runs(inner, line, True), _Characters("", line, True)]
+            end = ShellParser(text, self.origin, line).end(at)
+            return end, [*self._runs(text[at + 1 : end - 1], line, True), _Characters("", line, True)]
         if character == "`":
             end = text.find("`", at + 1)
             end = len(text) if end < 0 else end + 1
             return end, [_Characters(f"$({text[at + 1 : end - 1]})", line, True)]
         if text.startswith("$(", at) or text.startswith("${", at):
-            scanner = _Parser(text, self.origin, line)
-            scanner._at = at + 1
-            scanner._brackets(text[at + 1], ")" if text[at + 1] == "(" else "}")
-            inner = text[at + 2 : scanner._at - 1]
+            end = ShellParser(text, self.origin, line).end(at + 1)
+            inner = text[at + 2 : end - 1]
             if text.startswith("$((", at):
-                return scanner._at, [self._computed(inner[1:-1], line)]
+                return end, [self._computed(inner[1:-1], line)]
             if text[at + 1] == "(":
-                return scanner._at, [_Characters(text[at : scanner._at], line, True)]
-            return scanner._at, self._value(inner, line, is_quoted)
+                return end, [_Characters(text[at:end], line, True)]
+            return end, self._value(inner, line, is_quoted)
         match = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!-])").match(text, at)
         if match is None:
             return at + 1, [_Characters("$", line, is_quoted)]
@@ -857,24 +482,24 @@ def _is_shell(word: str) -> bool:
     return word.rsplit("/", 1)[-1] in ("bash", "sh", "zsh", "dash")
 
 
-def _is_test(node: _Node) -> bool:
+def _is_test(node: ShellNode) -> bool:
     first = node.words[0] if node.kind == "simple" and node.words else None
-    return isinstance(first, _Raw) and first.text in ("[", "[[", "test")
+    return isinstance(first, RawWord) and first.text in ("[", "[[", "test")
 
 
-def _ends_script(body: Sequence[_Node]) -> bool:
+def _ends_script(body: Sequence[ShellNode]) -> bool:
     """Return whether commands exit the script, such as those that reject its arguments."""
     heads = [node.words[0] for node in body if node.kind == "simple" and node.words]
-    return any(isinstance(head, _Raw) and head.text in ("exit", "return") for head in heads)
+    return any(isinstance(head, RawWord) and head.text in ("exit", "return") for head in heads)
 
 
-def _matter(nodes: Sequence[_Node]) -> bool:
+def _matter(nodes: Sequence[ShellNode]) -> bool:
     """Return whether commands assign variables, or may start a program with options."""
     for node in nodes:
         if node.kind != "simple":
             return True
-        head = node.words[0] if node.words else _Raw("true", 0)
-        if not isinstance(head, _Raw) or head.text not in {*_WITHOUT_INFLUENCE, "exit", "return", "unset"}:
+        head = node.words[0] if node.words else RawWord("true", 0)
+        if not isinstance(head, RawWord) or head.text not in {*_WITHOUT_INFLUENCE, "exit", "return", "unset"}:
             return True
     return False
 
