@@ -12,7 +12,7 @@ from typing import Any
 from plans import make_plan
 
 from stagewright.cluster import load_cluster
-from stagewright.execution.collectives import Traffic
+from stagewright.execution.collectives import TrafficCounts
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import line_of
@@ -96,8 +96,8 @@ def expected_traffic(plan: Plan) -> list[dict[str, int]]:
     return [vars(_traffic_of(plan, line, rank)) for rank in range(plan.pp)]
 
 
-def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> Traffic:
-    traffic, own = Traffic(), set(line.program.placement.stages_of(rank))
+def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> TrafficCounts:
+    traffic, own = TrafficCounts(), set(line.program.placement.stages_of(rank))
     for flat in line.flats:
         stages = own.intersection(flat.stages)
         if not stages:
@@ -166,7 +166,7 @@ def _train_one(plan: Plan, plain: Plain) -> Outcome:
         for value, _ in stage.gradients:
             name = stage.value(value).name
             differences[name] = largest_difference(gradients[name], wanted[name])
-    traffic = session.shards.replicas.traffic if session.shards.replicas else Traffic()
+    traffic = session.shards.replicas.traffic if session.shards.replicas else TrafficCounts()
     before = replace(traffic)
     results = [session.train_step(step, metered=step == 1) for step in range(NUM_STEPS)]
     return Outcome(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from peers.plans.adaptis import ADAPTIS
-from stagewright.planning.joint.anneal import MARGIN, State, count, gather, makespan_of
+from stagewright.planning.joint.anneal import MARGIN, JointState, count, gather, makespan_of
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.search import Effort, search
 
@@ -32,7 +32,7 @@ def test_gathering_keeps_to_the_makespan_and_the_memory(memory: float) -> None:
     problem = JointProblem.of(EQUAL.layers, 4, 16, memory_bytes=memory)
     ranks, cuts = np.arange(16) % 4, np.ones(16, np.bool_)
     shifts, thrift = np.zeros((4, 16)), np.zeros(4, np.int64)
-    state = State(ranks, cuts, thrift, ADAPTIS, shifts)
+    state = JointState(ranks, cuts, thrift, ADAPTIS, shifts)
     before = makespan_of(state, problem.costs, (16, 0), np.inf)
     after, gathered, cut = gather(state, problem.costs, (16, 0), before * (1 + MARGIN), 500, 3)
     moved = state._replace(rank_of_layer=gathered, is_cut=cut)

@@ -20,7 +20,7 @@ from stagewright.errors import InputError
 
 # fmt: off
 @dataclass(frozen=True)
-class DataOptions:
+class HeldOutOptions:
     """Data."""
 
     data: Annotated[
@@ -34,7 +34,7 @@ class DataOptions:
 @grouped
 def evaluate(
     plan: PlanFile,
-    data: DataOptions,
+    data: HeldOutOptions,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default: the model's own weights.")] = None,
     log_probabilities: Annotated[

@@ -121,7 +121,7 @@ class ObjectiveOptions:
 
 
 @dataclass(frozen=True)
-class ResultOptions:
+class PlanResultOptions:
     """The result."""
 
     output: options.Output = None
@@ -161,7 +161,7 @@ def plan(
     degrees: ParallelismOptions,
     scheduling: ScheduleOptions,
     objective: ObjectiveOptions,
-    result: ResultOptions,
+    result: PlanResultOptions,
 ) -> None:
     """Find the best configurations of a model for a cluster.
 
@@ -252,7 +252,7 @@ def _price(text: str | None) -> tuple[float | None, Terms]:
 
 def _compared(
     reading: Reading,
-    result: ResultOptions,
+    result: PlanResultOptions,
     reference: ModelReference,
     cluster: Cluster,
     job: Job,
@@ -335,7 +335,7 @@ def _show_plans(
     search_result: SearchResult,
     cluster: Cluster,
     bills: Bills | None,
-    result: ResultOptions,
+    result: PlanResultOptions,
     compared: Compared | None,
 ) -> None:
     """Show the best plans, and write them if an output is given."""

@@ -26,7 +26,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 @dataclass
-class Traffic:
+class TrafficCounts:
     """Counters of this rank's collectives, and of the bytes that it sent in them on a ring."""
 
     num_gathers: int = 0
@@ -96,7 +96,7 @@ class ReplicaGroup:
     gathers: dist.ProcessGroup
     sums: dist.ProcessGroup
     copies: dist.ProcessGroup | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: TrafficCounts = field(default_factory=TrafficCounts)
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
         """Fill `whole` with every replica's `shard`, which may be a part of it."""

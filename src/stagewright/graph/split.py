@@ -453,13 +453,16 @@ class _StageBuilder:
 
     def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
         """Return the nodes of `part` that `nodes` need, directly or indirectly."""
-        made, needed = self.graph.made_by_part[part], set[int]()
-        stack = [*made.intersection(also), *(v for node in nodes for v in node.inputs if v in made)]
+        made_in_part, needed = self.graph.made_by_part[part], set[int]()
+        stack = [
+            *made_in_part.intersection(also),
+            *(v for node in nodes for v in node.inputs if v in made_in_part),
+        ]
         while stack:
             producer = self.graph.values[stack.pop()].node
             if producer not in needed:
                 needed.add(producer)
-                stack.extend(value for value in self.graph.nodes[producer].inputs if value in made)
+                stack.extend(value for value in self.graph.nodes[producer].inputs if value in made_in_part)
         return tuple(self.graph.nodes[node] for node in sorted(needed))
 
     def _sources(self, origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:

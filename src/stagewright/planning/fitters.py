@@ -85,11 +85,11 @@ class Fitter(ABC):
 
     def _shared_s(self, entry: Entry) -> float:
         """Return the seconds that passes take at least, as if ranks could share them evenly."""
-        known = entry.graph_key
-        share = entry.configuration.microbatch / known.microbatch
+        traced = entry.graph_key
+        share = entry.configuration.microbatch / traced.microbatch
         if entry.bounded_by is not None:
-            share *= self.coarse.growing_share(known)
-        return share * self.coarse.first_bound_s(entry.configuration, known, entry.cluster)
+            share *= self.coarse.growing_share(traced)
+        return share * self.coarse.first_bound_s(entry.configuration, traced, entry.cluster)
 
     @abstractmethod
     def bound_s(self, entry: Entry) -> float:
@@ -134,10 +134,10 @@ class LayerFitter(Fitter):
         return max(entry.compute_s, self._shared_s(entry))
 
     def fits_in_smaller(self, entry: Entry) -> bool:
-        known = entry.graph_key
-        times = entry.configuration.microbatch // known.microbatch
+        traced = entry.graph_key
+        times = entry.configuration.microbatch // traced.microbatch
         smaller = replace(
-            entry.configuration, microbatch=known.microbatch, loss_pieces=known.loss_pieces,
+            entry.configuration, microbatch=traced.microbatch, loss_pieces=traced.loss_pieces,
             num_microbatches=times * entry.configuration.num_microbatches,
         )  # fmt: skip
         missing = self.missing_bytes(self._in_layers(replace(entry, configuration=smaller)))
@@ -247,9 +247,9 @@ class OperatorFitter(Fitter):
 
     def with_network(self, entry: Entry, compute_s: float) -> float:
         """Return the seconds of a step whose passes take so long."""
-        known = entry.graph_key
-        sharding_s = self.coarse.sharding_s(entry.configuration, known, entry.cluster)
-        return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, known, entry.cluster)
+        traced = entry.graph_key
+        sharding_s = self.coarse.sharding_s(entry.configuration, traced, entry.cluster)
+        return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, traced, entry.cluster)
 
     def _judgement(self, configuration: Configuration) -> float:
         """Return a lower bound on step seconds as a share of what coarse costs say: as the same configuration turned out,
@@ -333,8 +333,8 @@ class OperatorFitter(Fitter):
         if not self._without_room:
             return False
         counts, share = self._needs(entry.configuration)
-        known = self._without_room.get(_room(entry, len(counts)), ())
-        return any(share >= least and (counts >= fewest).all() for fewest, least in known)
+        misses = self._without_room.get(_room(entry, len(counts)), ())
+        return any(share >= least and (counts >= fewest).all() for fewest, least in misses)
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
         self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")

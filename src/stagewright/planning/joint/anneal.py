@@ -27,7 +27,7 @@ _MOVES_PER_STEP = 20
 """Moves per list schedule: most moves add transfers, which is found out in a fraction of the time of a schedule."""
 
 
-class State(NamedTuple):
+class JointState(NamedTuple):
     """A layout and the policy of its list schedule; see `Layout` and `DeadlinePolicy`."""
 
     rank_of_layer: Ints
@@ -84,7 +84,7 @@ def anneal(state, costs, batch, num_steps, start_share, seed):
             move_layers(ranks, cuts, num_ranks, costs.sums[0])
             if np.random.random() < 0.3:
                 move_layers(ranks, cuts, num_ranks, costs.sums[0])
-        changed = State(ranks, cuts, recompute, rule, shifts)
+        changed = JointState(ranks, cuts, recompute, rule, shifts)
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
@@ -99,7 +99,7 @@ def anneal(state, costs, batch, num_steps, start_share, seed):
 @compiled
 def _copied(state):
     """Return the state with arrays of its own."""
-    return State(
+    return JointState(
         state.rank_of_layer.copy(), state.is_cut.copy(), state.table_of_rank.copy(), state.rule, state.shifts.copy()
     )  # fmt: skip
 
@@ -266,7 +266,7 @@ def gather(state, costs, batch, limit_s, num_steps, seed):
         if (new_ranks == ranks).all() and (new_cuts == cuts).all():
             continue
         num_steps -= 1
-        changed = State(new_ranks, new_cuts, state.table_of_rank, state.rule, state.shifts)
+        changed = JointState(new_ranks, new_cuts, state.table_of_rank, state.rule, state.shifts)
         new_makespan = makespan_of(changed, costs, batch, limit_s)
         if new_makespan > limit_s:
             continue

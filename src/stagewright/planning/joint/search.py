@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Ints
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import MARGIN, State, anneal, gather, makespan_of
+from stagewright.planning.joint.anneal import MARGIN, JointState, anneal, gather, makespan_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
 from stagewright.planning.joint.layout import Layout, build_stages
@@ -93,7 +93,7 @@ class Timed:
     """A state, with the (estimated) makespan of its list schedule or of a complete `order` of every rank's actions."""
 
     makespan_s: float
-    state: State
+    state: JointState
     order: Order | None = None
 
     @property
@@ -178,15 +178,15 @@ class _Search:
         ]
         self._keep(self._timed(states, workers))
 
-    def _state(self, layout: Layout, policy: DeadlinePolicy, recompute: Ints | None = None) -> State:
+    def _state(self, layout: Layout, policy: DeadlinePolicy, recompute: Ints | None = None) -> JointState:
         """Return the state of a layout; `recompute` has the tables of the ranks in the order of their first layers."""
         ranks = layout.rank_of_layer()
         tables = layout.table_of_rank(self.problem.num_ranks)
         if recompute is not None:
             tables[list(dict.fromkeys(ranks.tolist()))] = recompute
-        return State(ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
+        return JointState(ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
-    def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[Timed]:
+    def _timed(self, states: Iterable[JointState], workers: ThreadPoolExecutor) -> list[Timed]:
         """Return the states with their makespans, infinite where far from the best.
 
         The best is taken over the states up to `_AHEAD` places before, which are waited for, not over those that other
@@ -200,7 +200,7 @@ class _Search:
             tasks.append(workers.submit(self._timed_within, state, 1.2 * best))
         return [task.result() for task in tasks]
 
-    def _timed_within(self, state: State, limit_s: float) -> Timed:
+    def _timed_within(self, state: JointState, limit_s: float) -> Timed:
         return Timed(makespan_of(state, self.problem.costs, self.batch, limit_s), state)
 
     def _is_over(self) -> bool:
@@ -290,7 +290,7 @@ class _Search:
         order = list_schedule(stages, self.problem.num_microbatches, rule, window, deadlines, np.inf)[1]
         return replace(timed, order=order)
 
-    def _stages(self, state: State) -> Stages:
+    def _stages(self, state: JointState) -> Stages:
         return build_stages(state.rank_of_layer, state.is_cut, state.table_of_rank, self.problem.costs)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:

@@ -26,7 +26,7 @@ class FillRule(NamedTuple):
     levels: bool
 
 
-class State(NamedTuple):
+class TimingState(NamedTuple):
     """State of a timing."""
 
     forward_end: Floats  # [stage, microbatch]
@@ -52,7 +52,7 @@ class State(NamedTuple):
 @compiled
 def new_state(stages, num_microbatches):
     num_stages, num_ranks = len(stages.rank), len(stages.offsets) - 1
-    return State(
+    return TimingState(
         np.empty((num_stages, num_microbatches)), np.empty((num_stages, num_microbatches)),
         np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64),
         np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks),
