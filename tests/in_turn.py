@@ -271,7 +271,7 @@ class Pipeline:
 def predicted(stage: Stage, function: Function, storages: dict[int, int], staying: set[int]) -> list[int]:
     """Bytes alive in front of `function` and after each of its statements, on values that lie in these storages; those that
     are `staying` outlive it."""
-    memory = function_memory(function, stage.resident, stage.value)
+    memory = function_memory(function, stage.value)
     count = len(function.nodes)
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}

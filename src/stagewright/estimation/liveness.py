@@ -82,10 +82,8 @@ class FunctionMemory:
         )
 
 
-def function_memory(
-    function: Function, resident: frozenset[int], value: Lookup, again: frozenset[int] = frozenset()
-) -> FunctionMemory:
-    """Return the memory of `function`, given that the values in `resident` are always alive.
+def function_memory(function: Function, value: Lookup, again: frozenset[int] = frozenset()) -> FunctionMemory:
+    """Return the memory of `function`; values that it uses and that are not among its inputs are always alive.
 
     `value` describes a value by its id; the operators (ids) in `again` run a second time.
     """

@@ -29,7 +29,7 @@ class StageMemory:
 
     @cached_property
     def forward(self) -> FunctionMemory:
-        return function_memory(self.stage.forward, self.stage.resident, self.stage.value)
+        return function_memory(self.stage.forward, self.stage.value)
 
     @cached_property
     def input_grad(self) -> FunctionMemory:
@@ -50,17 +50,12 @@ class StageMemory:
     @cached_property
     def static(self) -> FunctionMemory:
         """Memory of the static values that the stage keeps."""
-        return self._kept(self.stage.static, self._sources)
+        return self._kept(self.stage.static)
 
     @cached_property
     def derived(self) -> FunctionMemory:
         """Memory of the derived values that the stage keeps."""
-        return self._kept(self.stage.derived, self._sources | made_by(self.stage.static))
-
-    @cached_property
-    def _sources(self) -> frozenset[int]:
-        stage = self.stage
-        return frozenset({*stage.parameters, *stage.buffers, *stage.constants})
+        return self._kept(self.stage.derived)
 
     @cached_property
     def _used(self) -> frozenset[int]:
@@ -70,10 +65,10 @@ class StageMemory:
         used = (node.inputs for function in functions for node in function.nodes)
         return frozenset[int]().union(*used, *(function.outputs for function in functions))
 
-    def _kept(self, nodes: Sequence[Node], resident: frozenset[int]) -> FunctionMemory:
+    def _kept(self, nodes: Sequence[Node]) -> FunctionMemory:
         """Return the memory of `nodes`, whose used results stay."""
         kept = tuple(sorted(made_by(nodes) & self._used))
-        return function_memory(Function(tuple(nodes), (), kept), resident, self.stage.value)
+        return function_memory(Function(tuple(nodes), (), kept), self.stage.value)
 
     def _handing_over(self, function: Function) -> Function:
         if not self.hands_over:
@@ -83,7 +78,7 @@ class StageMemory:
     def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.recomputed.nodes)
         again = frozenset(node.id for node in nodes if node.op not in MOVES)
-        return function_memory(function, self.stage.resident, self.stage.value, again)
+        return function_memory(function, self.stage.value, again)
 
     @cached_property
     def saved_bytes(self) -> int:
