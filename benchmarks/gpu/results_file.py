@@ -92,6 +92,8 @@ def _measure(section: Section, name: str, measure: Callable[[], Results], deadli
     """Add the results of a case to its section; returns what became of it."""
     start, outcome = time.monotonic(), "done"
     try:
+        if start >= deadline:
+            raise TimeUp("no time left")
         with time_limit(deadline - start):
             for item in measure():
                 section.notes.append(item) if isinstance(item, str) else section.rows.append(item)

@@ -8,6 +8,7 @@
 * schedules: a few steps of every built-in schedule with boundaries of 1 KiB and 256 MiB;
 * torch: batches next to `torch.distributed.pipelining`, same model, stages, schedule, processes and moment.
 
+Where NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU, what is computed counts, and seconds do not.
 NCCL's version, channels and warnings are in the file. A schedule that hangs or fails is named with its action, and the
 others go on in new processes. `--device cpu --small` runs all of it over gloo.
 """
@@ -40,6 +41,7 @@ from stagewright.errors import StagewrightError
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import ProcessGroups, exchange
+from stagewright.execution.device import SHARING, gpus_are_shared
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.rank_process import end_process, exit_code, rank_process, start_process
 from stagewright.execution.session import Session
@@ -259,10 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, help="default one per GPU; 2 on a CPU")
     chosen = options(parser, list(SHARES), BUDGET_S)
-    count = chosen.processes or (torch.cuda.device_count() if chosen.device == "cuda" else 2)
+    is_cpu = chosen.device == "cpu"
+    count = chosen.processes or (2 if is_cpu or gpus_are_shared() else torch.cuda.device_count())
     if count < 2:
         parser.error(
-            f"a pipeline needs two GPUs, and there are {count}: run one.py, or give --device cpu --small"
+            f"a pipeline needs two GPUs, and there are {count}: run one.py, set {SHARING}=1, by which NCCL 2.30 and later "
+            "let ranks share a GPU, or give --device cpu --small"
         )
 
     def parts(described: Sequence[Cluster]) -> list[Part]:

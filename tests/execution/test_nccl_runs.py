@@ -1,4 +1,8 @@
-"""Runs under the simulated NCCL: they end, with the losses and gradient norms that they have under gloo, to the last bit."""
+"""Runs under the simulated NCCL: they end, with the losses and gradient norms that they have under gloo, to the last bit.
+
+On a machine with GPUs they also run under NCCL itself; `NCCL_MULTI_RANK_GPU_ENABLE=1`, with NCCL 2.30 or later, lets ranks
+share one.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,14 @@ from plans import make_plan
 
 from multiprocess import Failed, run_ranks, watch_ranks
 from random_programs import random_program
+from stagewright.execution.accelerator import num_devices
+from stagewright.execution.device import gpus_are_shared
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.schedule import Program
 
 if TYPE_CHECKING:
+    import torch
+
     from stagewright.execution.session import Session
 
 pytestmark = pytest.mark.multiprocess
@@ -31,6 +39,8 @@ Change = Callable[[], None]
 NUM_STEPS = 2
 PER_TEST = 14
 """Cases that one set of processes runs, one after the other."""
+TOLERANCES = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.02}
+"""Of losses and gradient norms on GPUs, relative to those on a CPU, whose kernels add in other orders."""
 
 
 def evaluation(session: Session) -> list[float]:
@@ -192,6 +202,19 @@ def test_a_run_gives_what_it_gives_under_gloo(names: Sequence[str], tmp_path: Pa
     check(names, tmp_path)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not num_devices("cuda"), reason="needs a GPU")
+@pytest.mark.parametrize("names", sets(), ids=lambda names: f"{len(names)} from {names[0]}")
+def test_a_run_on_gpus_gives_what_it_gives_on_a_cpu(names: Sequence[str], tmp_path: Path) -> None:
+    size = write_plans(names, tmp_path)
+    if size > num_devices("cuda") and not gpus_are_shared():
+        pytest.skip(f"needs {size} GPUs")
+    for on_cpu, on_gpus in run_ranks(trained, size, str(tmp_path), names, ("gloo", "nccl"), timeout=120):
+        for name in names:
+            tolerance = TOLERANCES[CASES[name].options.get("dtype", "fp32")]
+            assert on_gpus[name] == pytest.approx(on_cpu[name], rel=tolerance), name
+
+
 def check(names: Sequence[str], folder: Path, change: Change | None = None) -> None:
     size = write_plans(names, folder)
     for under_gloo, under_nccl in run_ranks(
@@ -239,6 +262,7 @@ def joined(backend: str, rank: int, size: int) -> Iterator[None]:
 
     import torch.distributed as dist
 
+    device_under(backend)
     register()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore(backend, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
@@ -247,12 +271,19 @@ def joined(backend: str, rank: int, size: int) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def device_under(backend: str) -> torch.device:
+    """This rank's, made the current one."""
+    from stagewright.execution.device import local_device
+
+    return local_device("cuda" if backend == "nccl" else "cpu")
+
+
 def new_session(plan: Plan) -> Session:
-    import torch
+    import torch.distributed as dist
 
     from stagewright.execution.session import Session
 
-    return Session(plan, torch.device("cpu"), None, random_weights=True)
+    return Session(plan, device_under(dist.get_backend()), None, random_weights=True)
 
 
 def figures(session: Session, *steps: int) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,6 +37,18 @@ def test_a_rank_takes_the_device_that_its_launcher_means(
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert device.local_device("cuda") == devices.current == torch.device("cuda", index)
+
+
+def test_ranks_share_devices_where_nccl_is_told_to_let_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = _Devices(monkeypatch, 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv(device.SHARING, "1")
+    assert device.local_device("cuda") == devices.current == torch.device("cuda", 1)
+    plan = SimpleNamespace(cluster=SimpleNamespace(kind="cuda"))
+    assert device.kind_of("auto", plan, 4) == "cuda"  # type: ignore[arg-type]
+    monkeypatch.setenv(device.SHARING, "0")
+    with pytest.raises(InputError, match=f"4 ranks of the plan.*or set {device.SHARING}=1"):
+        device.kind_of("cuda", plan, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("local_rank", "says"), [(None, "does not say which"), ("8", "LOCAL_RANK is 8")])

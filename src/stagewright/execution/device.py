@@ -11,23 +11,30 @@ from stagewright.execution.accelerator import accelerator_of, num_devices
 from stagewright.planning.plan import Plan
 
 ASKED = ("cpu", "cuda", "auto")
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable by which NCCL 2.30 and later let ranks share a GPU, which is slow and good for trying out pipelines."""
 
 
 def kind_of(kind: str, plan: Plan, num_ranks_here: int) -> str:
     """Resolve `kind` to ``cpu`` or ``cuda``; ``auto`` is ``cuda`` where the plan is for GPUs and this machine has any.
-    Raises `InputError` for an unknown kind, or if this machine has fewer GPUs than ranks to run."""
+    Raises `InputError` for an unknown kind, or if this machine has fewer GPUs than ranks to run and they may not share."""
     if kind not in ASKED:
         raise InputError(f"--device {kind}{nearest(kind, ASKED)}: give cpu, cuda or auto")
     available = num_devices("cuda")
     if kind == "cpu" or (kind == "auto" and not (available and plan.cluster.kind == "cuda")):
         return "cpu"
-    if available < num_ranks_here:
+    if available < num_ranks_here and not (available and gpus_are_shared()):
         raise InputError(
             f"NCCL runs one rank per GPU: {num_ranks_here} ranks of the plan run on this machine, which has "
             f"{available} CUDA devices. Plan for as many ranks as there are devices (`stagewright probe --device cuda` "
-            "describes them), or give --device cpu"
+            f"describes them), give --device cpu, or set {SHARING}=1, by which NCCL 2.30 and later let ranks share a device"
         )
     return "cuda"
+
+
+def gpus_are_shared() -> bool:
+    """Return whether the user lets several ranks share a GPU."""
+    return os.environ.get(SHARING, "0") not in ("", "0")
 
 
 def local_device(kind: str) -> torch.device:
@@ -43,6 +50,8 @@ def local_device(kind: str) -> torch.device:
         )
     # Ray, Slurm and others show each process its own device only, and set LOCAL_RANK all the same.
     index = 0 if num_visible == 1 else int(local or 0)
+    if num_visible and gpus_are_shared():
+        index %= num_visible
     if index >= num_visible:
         raise InputError(
             f"LOCAL_RANK is {index}, but this process sees {num_visible} CUDA devices: start as many ranks on a machine as "
