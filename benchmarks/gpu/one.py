@@ -38,11 +38,11 @@ Models = dict[str, dict[str, Any]]
 """Changed keys of configurations by name, the most telling first."""
 
 BUDGET_S = 600.0
-SHARES = {"names": 6, "waits": 2, "offload": 4, "memory": 3, "host": 1, "stages": 6}
+SHARES = {"host": 1, "names": 6, "waits": 2, "stages": 6, "memory": 3, "offload": 4}
 
 _TINY: Models = {"tiny-llama": {"num_hidden_layers": 2}}
 _LARGE: Models = {
-    name: {"num_hidden_layers": 8}
+    name: {"num_hidden_layers": 4}
     for name in ("gpt2-xl", "gemma-3-1b", "tiny-mixtral", "bert-large", "t5-large", "vit-huge")
 }
 _MICROBATCHES = 4

@@ -102,6 +102,8 @@ def _offloading(stage: Stage, is_attention: bool) -> StagePolicy | str:
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
     """Inside, this process is all of its group."""
+    if dist.is_initialized():  # the time of the case before ended while it left its group
+        dist.destroy_process_group()
     dist.init_process_group(backend_of(device.type), store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from attending import ATTENDING, microbatch
 from stagewright.errors import PlanError, RunError
@@ -17,6 +18,8 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.split import split_graph
 from stagewright.planning.plan import GraphSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, graph_section, stage_cuts, stage_policies
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
 
 CUT = 21
@@ -60,6 +63,20 @@ def test_a_plan_says_which_operators_it_names(graph: OperatorGraph) -> None:
     assert section.operators[plan_of(graph).cuts[0]] == graph.nodes[graph.forward_ids[CUT]].op
     assert section.digest == graph_section(traced("cuda"), (), ()).digest
     assert set(section.packages) == {"torch", "transformers"}
+
+
+def test_a_model_is_traced_on_a_machine_with_gpus_without_starting_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which takes memory of the GPU, and fails in a process that was forked from one that has asked for GPUs."""
+
+    def start() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", start)
+    assert trace(resolve("tiny-llama", {"num_hidden_layers": 1}), 1, 16, target="cuda", use_cache=False).nodes
+    assert torch.cuda.is_available()
 
 
 def test_a_name_that_is_another_operator_here_is_refused_with_both(graph: OperatorGraph) -> None:

@@ -158,7 +158,7 @@ def test_a_page_tells_every_categorys_bytes_to_the_byte() -> None:
 
 
 def test_no_two_categories_have_one_colour() -> None:
-    resident = ("parameters", "gradients", "optimizer", "master", "constants", "weight versions")
+    resident = ("parameters", "gradients", "optimizer", "master", "constants", "workspace", "weight versions")
     known = (
         *resident,
         GATHERED,

@@ -115,6 +115,7 @@ def _environment(meeting: Meeting, place: int, num_processes: int) -> dict[str, 
     threads = max((os.cpu_count() or 1) // num_processes, 1)
     return {
         "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns of every communicator of two ranks, which are what lanes are
         **os.environ,
         "RANK": str(place),
         "LOCAL_RANK": str(place),

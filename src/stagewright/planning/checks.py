@@ -16,7 +16,7 @@ from stagewright.estimation.memory import stage_edges
 from stagewright.planning.estimate import Report, estimate, line_of
 from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.prediction.pipeline import Pipeline, allocated_bytes, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds
 from stagewright.planning.predictions import StepCosts
@@ -172,11 +172,12 @@ def _check_memory(plan: Plan, staged: Pipeline) -> str:
                 f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
                 f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
             )
+    allocated = {memory.rank: allocated_bytes(memory, staged.device_of(memory.rank)) for memory in memories}
     for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
-        _check_prediction(f"rank {memory.rank}", memory.peak_bytes, predicted.allocated_peak_bytes)
-    fullest = max(memories, key=lambda memory: memory.peak_bytes)
-    limit = staged.usable_bytes(fullest.rank)
-    return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"
+        _check_prediction(f"rank {memory.rank}", allocated[memory.rank], predicted.allocated_peak_bytes)
+    fullest = max(allocated, key=allocated.__getitem__)
+    limit = staged.usable_bytes(fullest)
+    return f"at most {format_bytes(allocated[fullest])} (rank {fullest}) of {format_bytes(limit)}"
 
 
 def _check_prediction(who: str, needed: int, predicted: int) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -152,6 +153,7 @@ def _traced(
         quiet_capture(device.type),
         attention_of(facts.get("attention", "traced"), facts.get("cp", 1), target),
         autocast_of(target) if device.type == "cpu" else contextlib.nullcontext(),
+        without_gpus() if device.type == "cpu" else contextlib.nullcontext(),
     ):
         with torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext():
             captured = capture(twin, fake_inputs, mode, report, whole)
@@ -188,6 +190,17 @@ def with_late_loss(graph: OperatorGraph) -> OperatorGraph:
 
 _KERNEL_LOGGER = "transformers.integrations.hub_kernels"
 _TREESPEC = r".*isinstance\(treespec, LeafSpec\)"
+
+
+@contextlib.contextmanager
+def without_gpus() -> Iterator[None]:
+    """Hide GPUs inside from torch and from the model's code.
+
+    An export of a model on a CPU would start CUDA to keep the state of its random numbers, which takes hundreds of
+    MiB of the GPU and fails in a forked process; and graphs should be the same with and without a GPU.
+    """
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        yield
 
 
 @contextlib.contextmanager

@@ -337,17 +337,19 @@ _RECENT: deque[tuple[_CostsRequest, RangeCosts]] = deque(maxlen=8)
 """The latest requests: configurations of one model that differ in schedule, stages or sharding share their costs."""
 
 
+def allocated_bytes(memory: RankMemory, device: Device) -> int:
+    """Return the bytes alive at the peak; on a GPU including the matrix library's workspace."""
+    return memory.peak_bytes + (0 if device.kind == "cpu" else device.workspace_bytes)
+
+
 def reserved_bytes(memory: RankMemory, device: Device) -> int:
-    """Return the minimum that the allocator of `device` holds at the peak; on a GPU including the matrix library's
-    workspace, in whole segments.
+    """Return the minimum that the allocator of `device` holds at the peak; on a GPU in whole segments.
 
     Ignores: fragmentation, for which `reserved_peaks` replays the allocator and a device's `reserve_fraction` leaves
     headroom.
     """
-    if device.kind == "cpu":
-        return memory.peak_bytes
-    total = memory.peak_bytes + device.workspace_bytes
-    return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
+    total = allocated_bytes(memory, device)
+    return total if device.kind == "cpu" else -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
 
 
 def allocatable_bytes(limit: int, device: Device) -> int:

@@ -21,7 +21,7 @@ from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserved_bytes
+from stagewright.planning.prediction.pipeline import Pipeline, allocated_bytes, bodies_of, reserved_bytes
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
@@ -76,9 +76,9 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
             RankPrediction(
                 rank=memory.rank,
                 busy_seconds=float(timeline.busy_s[memory.rank]),
-                allocated_peak_bytes=memory.peak_bytes,
+                allocated_peak_bytes=allocated_bytes(memory, line.device_of(memory.rank)),
                 reserved_peak_bytes=reserved[memory.rank],
-                categories=memory.categories,
+                categories=_categories(memory, line.device_of(memory.rank)),
                 host_bytes=line.resident(memory.rank).host_bytes,
                 offloaded_bytes=line.offloaded_bytes(memory.rank),
                 communicator_bytes=line.communicator_bytes[memory.rank],
@@ -91,6 +91,11 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
         stages=tuple(_stage_prediction(summary) for summary in line.summaries),
         costs=costs,
     )
+
+
+def _categories(memory: RankMemory, device: Device) -> dict[str, int]:
+    workspace = allocated_bytes(memory, device) - memory.peak_bytes
+    return {**memory.categories, **({"workspace": workspace} if workspace else {})}
 
 
 @lru_cache(maxsize=64)

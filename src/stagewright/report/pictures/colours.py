@@ -34,6 +34,7 @@ _CATEGORIES = {
     "optimizer": "#c98a12",
     "master": "#a04fc4",
     "constants": "#7b8494",
+    "workspace": "#b3a16a",
     "gathered": "#47c7f8",
     "whole gradients": "#6bd36d",
     "reducing": "#0a5e14",
