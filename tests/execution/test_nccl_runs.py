@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from stagewright.execution.accelerator import num_devices
 from stagewright.execution.device import gpus_are_shared
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.schedule import Program
+from stagewright.tracing.models.overrides import DROPOUT
 
 if TYPE_CHECKING:
     import torch
@@ -82,13 +84,16 @@ class Case:
         degrees = {"pp": 2, "dp": 1, "tp": 1} | self.options
         return degrees["pp"] * degrees["dp"] * degrees["tp"]
 
-    def save(self, path: Path) -> None:
-        """Write its plan, and that of the further step."""
+    def save(self, path: Path, overrides: Mapping[str, Any]) -> None:
+        """Write its plan, and that of the further step, with more `overrides` where the model has a configuration."""
         common = {"overrides": dict(SMALL_LLAMA), "sequence_length": 16, "num_steps": NUM_STEPS + 1}
         program = None if self.program is None else self.program(self.num_ranks)
-        make_plan(path, program=program, **common | self.options)
+        plans = [(path, {**common, "program": program, **self.options})]
         if self.then is not None:
-            make_plan(path.with_suffix(".then"), **common | self.then)
+            plans.append((path.with_suffix(".then"), common | self.then))
+        for file, options in plans:
+            more = {} if options.get("model") == SKIP_NET else overrides
+            make_plan(file, **{**options, "overrides": {**options["overrides"], **more}})
 
 
 def schedule(name: str, num_chunks: int | None = None, **options: Any) -> Case:
@@ -206,7 +211,7 @@ def test_a_run_gives_what_it_gives_under_gloo(names: Sequence[str], tmp_path: Pa
 @pytest.mark.skipif(not num_devices("cuda"), reason="needs a GPU")
 @pytest.mark.parametrize("names", sets(), ids=lambda names: f"{len(names)} from {names[0]}")
 def test_a_run_on_gpus_gives_what_it_gives_on_a_cpu(names: Sequence[str], tmp_path: Path) -> None:
-    size = write_plans(names, tmp_path)
+    size = write_plans(names, tmp_path, {DROPOUT: 0.0})  # GPUs draw other random numbers
     if size > num_devices("cuda") and not gpus_are_shared():
         pytest.skip(f"needs {size} GPUs")
     for on_cpu, on_gpus in run_ranks(trained, size, str(tmp_path), names, ("gloo", "nccl"), timeout=120):
@@ -223,10 +228,12 @@ def check(names: Sequence[str], folder: Path, change: Change | None = None) -> N
         assert under_nccl == under_gloo
 
 
-def write_plans(names: Sequence[str], folder: Path) -> int:
+def write_plans(
+    names: Sequence[str], folder: Path, overrides: Mapping[str, Any] = MappingProxyType({})
+) -> int:
     """Those of cases, by their place in `names`. Returns the number of ranks, which is the same for all."""
     for index, name in enumerate(names):
-        CASES[name].save(folder / f"{index}.json")
+        CASES[name].save(folder / f"{index}.json", overrides)
     (size,) = {CASES[name].num_ranks for name in names}
     return size
 
