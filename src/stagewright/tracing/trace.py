@@ -199,7 +199,7 @@ def without_gpus() -> Iterator[None]:
     An export of a model on a CPU would start CUDA to keep the state of its random numbers, which takes hundreds of
     MiB of the GPU and fails in a forked process; and graphs should be the same with and without a GPU.
     """
-    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+    with mock.patch.object(torch.get_device_module("cuda"), "is_available", lambda: False):
         yield
 
 
