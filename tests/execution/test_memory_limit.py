@@ -44,7 +44,7 @@ def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) 
     ways = [policy for policy in found.memory_policy if isinstance(policy, StagePolicy)]
     assert any(way.offload for way in ways), "in less time than recomputing takes"
     wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
-    predicted = [rank.allocated_peak_bytes for rank in found.predictions.ranks]
+    predicted = [rank.tensor_peak_bytes for rank in found.predictions.ranks]
     assert [rank.allocated_peak_bytes for rank in got.ranks] == peaks_on_cpus(found)
     allowed = allocatable_bytes(found.job.usable_bytes(cluster.device), cluster.device)
     assert max(predicted) <= allowed < max(rank.allocated_peak_bytes for rank in wanted.ranks)

@@ -88,9 +88,9 @@ def test_after_a_killed_rank_the_run_goes_on(tmp_path: Path, hosts: list[Host]) 
     assert host.process.wait(patient(150)) == 0, host.said
     steps = [int(number) for number in re.findall(r"step (\d+)/12", host.said)]
     again = [after for before, after in pairwise(steps) if after <= before]
-    # It begins anew once, behind the newest checkpoint, which is of a step that was printed or is the last before.
+    # It begins anew once, after the newest whole checkpoint: a step writes its own while the next one runs, after the last.
     assert steps[-1] == 12 and steps.count(1) == 1, steps
-    assert len(again) <= 1 and all(number > 3 for number in again), steps
+    assert len(again) <= 1 and all(number > 2 for number in again), steps
     assert "SIGKILL" in host.said or "died" in host.said
 
 

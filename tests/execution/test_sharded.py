@@ -112,7 +112,7 @@ def test_planned_units_take_what_was_planned(zero: int, tmp_path: Path) -> None:
     )
     assert planned.num_stages == 5
     planned.save(tmp_path / "plan.json")
-    wanted = planned.predictions.ranks[0].allocated_peak_bytes
+    wanted = planned.predictions.ranks[0].tensor_peak_bytes
     for outcome in run_ranks(train, 4, [str(tmp_path / "plan.json")], timeout=90):
         assert outcome[0].loss < TOLERANCE
         assert max(outcome[0].gradients.values()) < TOLERANCE

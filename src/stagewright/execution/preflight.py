@@ -84,7 +84,7 @@ def refuse_without_room(plan: Plan) -> None:
     """Raise `InputError` if the predicted peaks of all ranks, as processes on the CPU of this machine, exceed its memory.
     The system would not refuse the memory but kill one of them, or another process, when it runs out."""
     replicas = plan.dp * plan.tp
-    needed = replicas * sum(rank.allocated_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
+    needed = replicas * sum(rank.tensor_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
     available = machine_bytes()
     if needed > available:
         raise InputError(

@@ -24,6 +24,10 @@ class SavedPrediction(StrictModel):
     num_bytes: Bytes
 
 
+WORKSPACE = "workspace"
+"""The category of what the matrix library allocates on a GPU for itself."""
+
+
 class RankPrediction(StrictModel):
     """Predictions for one pipeline rank (all its replicas are alike): seconds of computation and bytes at the peak."""
 
@@ -45,6 +49,11 @@ class RankPrediction(StrictModel):
     """Name of the operator that runs then; empty where none does."""
     saved: tuple[SavedPrediction, ...] = ()
     """Activations saved before that action."""
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        """Bytes of tensors at the peak, which are all that a run of the plan on CPUs has."""
+        return self.allocated_peak_bytes - self.categories.get(WORKSPACE, 0)
 
 
 class StagePrediction(StrictModel):

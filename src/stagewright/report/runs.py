@@ -81,7 +81,10 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
                 "rank": rank.rank,
                 "pipeline_rank": rank.pipeline_rank,
                 "allocated_peak_bytes": rank.timed_peak_bytes,
-                "predicted_allocated_peak_bytes": predicted and predicted.allocated_peak_bytes,
+                "predicted_allocated_peak_bytes": predicted
+                and (
+                    predicted.tensor_peak_bytes if record.device == "cpu" else predicted.allocated_peak_bytes
+                ),
                 "busy_seconds": rank.busy_seconds,
                 "predicted_busy_seconds": predicted and predicted.busy_seconds,
                 "slowdowns": record.slowdowns(rank),

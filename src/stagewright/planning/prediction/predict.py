@@ -33,6 +33,7 @@ from stagewright.planning.prediction.transfers import (
     transfers_slow,
 )
 from stagewright.planning.predictions import (
+    WORKSPACE,
     Predictions,
     RankPrediction,
     SavedPrediction,
@@ -95,7 +96,7 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
 
 def _categories(memory: RankMemory, device: Device) -> dict[str, int]:
     workspace = allocated_bytes(memory, device) - memory.peak_bytes
-    return {**memory.categories, **({"workspace": workspace} if workspace else {})}
+    return {**memory.categories, **({WORKSPACE: workspace} if workspace else {})}
 
 
 @lru_cache(maxsize=64)
