@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,11 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cli.progress import Progress
 from stagewright.cluster import Cluster, load_cluster, save_cluster
+from stagewright.graph import OperatorGraph
+from stagewright.planning.job import Job
 from stagewright.planning.plan import load_plan
+from stagewright.planning.search import plan
+from stagewright.tracing.cache import trace
 
 WORDS = (
     "plan", "tiny-gemma", "--cluster", "4x-h100", "--global-batch", "8", "--sequence-length", "32", "--dtype", "fp32",
@@ -75,6 +80,20 @@ def test_sigterm_and_the_end_of_a_time_leave_the_best_plan_so_far(
         assert f"{what}: these are the best plans so far" in done.stderr
         document = json.loads(done.stdout)
         assert document["ended_early"] == what and 0 <= document["gap"] < 1
+
+
+def test_a_plan_that_is_wanted_soon_takes_one_graph() -> None:
+    """Other degrees and microbatches, each with a graph of its own, are traced once there is a plan."""
+    traced = []
+
+    def tracing(*arguments: Any, **settings: Any) -> OperatorGraph:
+        traced.append(settings)
+        return trace(*arguments, **settings)
+
+    job = Job(global_batch=32, sequence_length=32, dtype="fp32")
+    result = plan("tiny-gemma", load_cluster("4x-h100"), job, trace=tracing, patience_s=0.0)
+    assert result.plans and result.ended_early == "ended after 0 s"
+    assert len(traced) == 1
 
 
 def test_no_signal_reaches_a_compiled_kernel() -> None:

@@ -42,6 +42,9 @@ from stagewright.units import format_seconds
 KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
+_FIRST_STEPS = 6
+"""Maximum number of partitions and fits that the first graphs get before others are traced."""
+
 _NEAR = 0.05
 """Bounds of microbatch sizes that differ by less than this share do not say which is better."""
 
@@ -92,6 +95,15 @@ class _Queue:
         self.entries = [item for item in self.entries if is_wanted(item[2])]
         heapq.heapify(self.entries)
 
+    def take(self, is_wanted: Callable[[Entry], bool]) -> tuple[float, Entry] | None:
+        """Remove and return the first entry that `is_wanted`, or None."""
+        first = min((item for item in self.entries if is_wanted(item[2])), default=None)
+        if first is None:
+            return None
+        self.entries.remove(first)
+        heapq.heapify(self.entries)
+        return first[0], first[2]
+
     def pop(self) -> tuple[float, Entry]:
         bound_s, _, entry = heapq.heappop(self.entries)
         return bound_s, entry
@@ -120,6 +132,9 @@ class Search:
     """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
     fitted_s: float = math.inf
     """Lower bound of the entry that is being fitted."""
+    is_hurried: bool = False
+    """Whether a plan is wanted soon. What is lost to fragmentation is looked for from what the plan before lost, so that
+    another order of fits gives plans that differ by some thousandths."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
@@ -166,6 +181,8 @@ class Search:
                     self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
                 else:
                     self._gather_degrees(degrees, sizes)
+                    if self.is_hurried and self.is_own:
+                        self._fit_first()
                 if self.coarse.graphs and not is_ahead:
                     is_ahead = True
                     graph = next(iter(self.coarse.graphs.values()))
@@ -291,25 +308,46 @@ class Search:
             if bound_s >= self.longest_s:
                 self._leave_out_slower(bound_s, entry)
                 self.waiting = _Queue()
-            elif entry.bounded_by is not None:
-                if not self.fitter.fits_in_smaller(entry):
-                    self._leave_out_larger(entry)
-                elif (traced := self._with_own_graph(entry)) is not None:
-                    self._queue(traced)
-            elif not entry.is_split:
-                split = self.fitter.split(entry)
-                if split is None:
-                    self._leave_out_larger(entry)
-                else:
-                    self.waiting.push(max(bound_s, split[0]), split[1])
-                    self._grow(split[1])
             else:
-                self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
-                self.fitted_s = bound_s
-                self._fit(entry)
-                self.fitted_s = math.inf
-            while self.fitter.alternatives:
-                self._queue(self.fitter.alternatives.pop(0))
+                self._work_out(bound_s, entry, total)
+
+    def _fit_first(self) -> None:
+        """Fit a promising configuration of the graphs that are there, before more are traced: so there is a plan soon, and
+        degrees that cannot be faster are never traced."""
+        if self.fits:
+            return
+        for _ in range(_FIRST_STEPS):
+            # What is partitioned is fitted next.
+            first = self.waiting.take(lambda entry: entry.is_split) or self.waiting.take(
+                lambda entry: entry.bounded_by is None
+            )
+            if first is None:
+                break
+            self._work_out(*first, len(self.waiting))
+            if self.fits:
+                break
+
+    def _work_out(self, bound_s: float, entry: Entry, total: int) -> None:
+        """Trace, partition or fit an entry, whichever is next, and queue it again unless it is fitted or left out."""
+        if entry.bounded_by is not None:
+            if not self.fitter.fits_in_smaller(entry):
+                self._leave_out_larger(entry)
+            elif (traced := self._with_own_graph(entry)) is not None:
+                self._queue(traced)
+        elif not entry.is_split:
+            split = self.fitter.split(entry)
+            if split is None:
+                self._leave_out_larger(entry)
+            else:
+                self.waiting.push(max(bound_s, split[0]), split[1])
+                self._grow(split[1])
+        else:
+            self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
+            self.fitted_s = bound_s
+            self._fit(entry)
+            self.fitted_s = math.inf
+        while self.fitter.alternatives:
+            self._queue(self.fitter.alternatives.pop(0))
 
     def _may_be_fast(self) -> bool:
         """Return whether untraced degrees may be fast enough."""

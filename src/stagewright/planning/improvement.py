@@ -11,7 +11,7 @@ from stagewright.errors import InputError, TraceError
 from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.joint.finalists import NUM_FINALISTS, finalists, joint_plans
+from stagewright.planning.joint.finalists import NUM_FINALISTS, joint_plans
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.plan import Plan
 from stagewright.planning.search_result import Excluded
@@ -23,8 +23,10 @@ _REFINED = 250
 _WORTH_REFINING = 0.02
 """Share of its busy time that a plan must spend on saving for a longer look at what it recomputes to gain anything."""
 
-_SLACK = 0.04
+_SLACK = 0.02
 """Share of a device's memory that the best plan must leave unused for it to be worked out again with less headroom."""
+_PARTS = 1.0, 0.5
+"""Parts of what is unused by which the headroom is reduced, until a plan fits."""
 
 
 def improve(search: Search) -> None:
@@ -94,8 +96,13 @@ def _refine(search: Search, fitter: OperatorFitter) -> None:
     search.report("looking for what is best recomputed")
     offloads = best.entry.configuration.offload
     fits = [best]
-    if best.headroom and _unused_share(best.plan, search.usable_bytes) > _SLACK:
-        fits += filter(None, [fitter.afresh(best, best.step_seconds, offload=offloads)])
+    unused = _unused_share(best.plan, search.usable_bytes)
+    for part in _PARTS if best.headroom and unused > _SLACK else ():
+        smaller = max(0, best.headroom - int(part * unused * search.usable_bytes))
+        fit = fitter.afresh(best, best.step_seconds, offload=offloads, headroom=smaller)
+        if fit is not None:
+            fits.append(fit)
+            break
     headroom = fits[-1].headroom
     if _may_be_refined(fits[-1].plan):
         fits += filter(None, [fitter.refined(best.entry)])
@@ -148,11 +155,13 @@ def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
     for entry in search.slower:
         busy_s = fitter.with_network(entry, entry.busy_s)
         least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
+    lacking = NUM_FINALISTS - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
     for entry in search.slower:
-        if len(finalists(search.fits)) >= NUM_FINALISTS:
+        if lacking <= 0:
             break
         if entry.shape in shapes or least_s[entry.shape] >= best.step_seconds:
             continue
         shapes.add(entry.shape)
+        lacking -= 1
         if (fit := fitter.fit(entry, math.inf, math.inf)) is not None:
             search.add(fit)

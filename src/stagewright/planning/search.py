@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,7 +62,8 @@ def plan(
     checked(space.host_optimizer, cluster)
     space.check(cluster, job)
     request = Request(reference, cluster, job, space.of_runtime(job), keep)
-    search = Search(request, report, trace)
+    is_hurried = patience_s is not None and math.isfinite(patience_s)
+    search = Search(request, report, trace, is_hurried=is_hurried)
     with EarlyEnd(patience_s, search.fits) as searching:
         search.gather()
         search.work_out()

@@ -74,13 +74,18 @@ _SAVED = 1
 
 def finalists(fits: Iterable[Fit]) -> list[Fit]:
     """Return the fastest pipeline of each configuration that could still become the fastest plan: those with the lowest
-    bounds, at most `NUM_FINALISTS`."""
+    bounds, at most `NUM_FINALISTS`.
+
+    What their ranks compute, recomputation included, a joint plan hardly shortens: it fills the time between.
+    """
     fastest_first = sorted(fits, key=lambda fit: fit.step_seconds)
     shapes: dict[tuple[object, ...], Fit] = {}
     for fit in fastest_first:
         plan, best_s = fit.plan, fastest_first[0].step_seconds
         is_near = fit.step_seconds < (1 + MOST_FILLED) * best_s
-        if plan.pp > 1 and is_near and plan.predictions.lower_bound_seconds < best_s:
+        busy_s = sum(rank.busy_seconds for rank in plan.predictions.ranks) / plan.pp
+        least_s = max(plan.predictions.lower_bound_seconds, busy_s * (1 - _MISJUDGED))
+        if plan.pp > 1 and is_near and least_s < best_s:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, fit)
     return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_FINALISTS]
