@@ -48,7 +48,7 @@ class History:
         """Return the log entry of step `number`, counted from 0."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)
-        pace = predicted.step_seconds / result.seconds
+        speed = predicted.step_seconds / result.seconds
         recent = [step.seconds for step in self.results[-_RECENT_STEPS:]]
         return TrainingStep(
             number + 1,
@@ -58,16 +58,16 @@ class History:
             result.learning_rate,
             result.is_skipped,
             result.seconds,
-            predicted.tokens_per_second * pace,
-            predicted.mfu * pace,
+            predicted.tokens_per_second * speed,
+            predicted.mfu * speed,
             result.memory_bytes,
             statistics.median(recent) * (self.num_steps - number - 1),
         )
 
-    def paces(self, rank: int) -> list[float]:
+    def slowdowns(self, rank: int) -> list[float]:
         """Return the ratio of a rank's computing time to the planned time in every step but the first; zero for metered
         steps."""
-        return [result.paces[rank] for result in self.results[1:]]
+        return [result.slowdowns[rank] for result in self.results[1:]]
 
     @property
     def is_short(self) -> bool:

@@ -38,7 +38,7 @@ from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRun
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageOptions
-from stagewright.execution.stragglers import pace_of
+from stagewright.execution.stragglers import slowdown_of
 from stagewright.execution.watchdog import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
@@ -72,7 +72,7 @@ class StepResult:
     seconds: float = 0.0
     votes: frozenset[str] = frozenset()
     """Names of the questions of `Session.votes` that a rank answered with yes; the same on all ranks."""
-    paces: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
     """Ratio of each rank's computing time to its planned time, the same on all ranks; zero for metered steps."""
     memory_bytes: int = 0
     """Peak bytes reserved on its device by the rank that has reserved most so far; on a CPU, of its process."""
@@ -487,19 +487,21 @@ class Session:
         end = timer.mark()
         length = self.plan.job.length_of(step)
         timed = TimedStep(length, replace(batch, losses={}), start, 0.0)
-        pace = self._pace(timed, metered)
+        slowdown = self._slowdown(timed, metered)
         self.watch("agreeing on the loss")
-        agreed = self._agreed(loss, norm, pace, shares is not None)
+        agreed = self._agreed(loss, norm, slowdown, shares is not None)
         seconds = timer.seconds(end)
         self.metering.took(replace(timed, optimizer_seconds=seconds - timer.seconds(computed)))
         return replace(agreed, learning_rate=rate, is_skipped=is_skipped, seconds=seconds - start)
 
-    def _pace(self, timed: TimedStep, metered: bool) -> float:
+    def _slowdown(self, timed: TimedStep, metered: bool) -> float:
         """Return the ratio of this rank's computing time to the planned time; where the device has not done the step yet,
         that of the previous step. Zero for metered steps."""
         current = None if metered else timed
         read, self._unread = (self._unread, current) if self._is_asynchronous else (current, None)
-        return 0.0 if read is None else pace_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
+        return (
+            0.0 if read is None else slowdown_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
+        )
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -548,7 +550,7 @@ class Session:
         return lost
 
     def _agreed(
-        self, loss: torch.Tensor, norm: torch.Tensor | None, pace: float, is_weighted: bool
+        self, loss: torch.Tensor, norm: torch.Tensor | None, slowdown: float, is_weighted: bool
     ) -> StepResult:
         """Return the figures of a step that all ranks share: the mean loss over all microbatches of all replicas (over all
         counted tokens where it `is_weighted`), the norm of the gradient, and each rank's own figures. Waits for the
@@ -558,7 +560,7 @@ class Session:
         totals[2 : 2 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
         of_ranks = totals[2 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor(
-            [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
+            [slowdown, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
         )
         totals = accelerator_of(self.device).to_device(totals)
         totals[0] = loss
@@ -567,13 +569,13 @@ class Session:
         dist.all_reduce(totals)
         loss_sum, norm_value, *figures = totals.tolist()
         yes = frozenset(name for (name, _), count in zip(votes, figures, strict=False) if count)
-        paces, taken = figures[len(votes) : -num_ranks], figures[-num_ranks:]
+        slowdowns, taken = figures[len(votes) : -num_ranks], figures[-num_ranks:]
         num_losses = 1 if is_weighted else self.plan.num_microbatches * self.plan.dp
         return StepResult(
             loss=loss_sum / (num_losses * self.plan.tp),
             gradient_norm=math.nan if norm is None else norm_value,
             votes=yes,
-            paces=tuple(paces),
+            slowdowns=tuple(slowdowns),
             memory_bytes=int(max(taken)),
             has_scale=self.loss_scale is not None,
         )

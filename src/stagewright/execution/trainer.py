@@ -19,7 +19,7 @@ from stagewright.execution.history import History
 from stagewright.execution.launch_environment import kind_of_device, launched, start_timeout_s
 from stagewright.execution.logs import Callback, StepLog, figures_sent
 from stagewright.execution.options import RunOptions, options_as_keywords
-from stagewright.execution.planned_device import measured_pace, num_threads, probed_reference
+from stagewright.execution.planned_device import measured_slowdown, num_threads, probed_reference
 from stagewright.execution.preflight import prepare
 from stagewright.execution.rank_process import rank_process
 from stagewright.execution.record import Record
@@ -143,7 +143,7 @@ class Trainer:
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()
         self._speed = SpeedWatch(self.device, probed_reference(self.plan, self._place, self.device.type))
-        self._paces = StragglerWatch()
+        self._stragglers = StragglerWatch()
         if (
             self._held_out is not None
         ):  # so that errors of the evaluation come now and not after the last step
@@ -246,10 +246,10 @@ class Trainer:
                 done = history.log_entry(self.plan, number, result)
                 for callback in self._callbacks:
                     callback(done)
-                messages = self._paces.after(number, result.paces, result.seconds)
+                messages = self._stragglers.after(number, result.slowdowns, result.seconds)
                 if self._adaptation is not None:
                     num_left = self.num_steps - self.step_number
-                    messages += self._adaptation.after(number, result.paces, result.seconds, num_left)
+                    messages += self._adaptation.after(number, result.slowdowns, result.seconds, num_left)
                 for message in messages:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
@@ -455,7 +455,7 @@ class Trainer:
             update={
                 "slowdowns": tuple(self._speed.slowdowns),
                 "device": self._place,
-                "pace": measured_pace(plan, self._place, history.paces(watch.rank)),
+                "pace": measured_slowdown(plan, self._place, history.slowdowns(watch.rank)),
             }
         )
         ranks = exchange(rank_record.model_dump(mode="json"))
