@@ -36,7 +36,7 @@ def insert_gathers(
     """
     if num_buffers < 1:
         raise ScheduleError(
-            f"num_buffers={num_buffers}: a rank needs room for the weights of one stage at least"
+            f"num_buffers={num_buffers}: a rank needs buffers for the weights of at least one stage"
         )
     chosen = set(range(program.num_stages) if stages is None else stages)
     reading = set(weight_grads)
