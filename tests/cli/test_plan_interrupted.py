@@ -82,7 +82,7 @@ def test_no_signal_reaches_a_compiled_kernel() -> None:
     script = """
         import math, random, signal
         from stagewright.planning.search_result import EarlyEnd
-        from stagewright.schedule.families import build
+        from stagewright.schedule.builders import build
 
         num_ended = 0
         while num_ended < 10:

@@ -100,7 +100,7 @@ def schedule(
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
     from stagewright.schedule import verify
-    from stagewright.schedule.families import check_written, options_of
+    from stagewright.schedule.builders import check_written, options_of
     from stagewright.simulation import simulate
 
     if is_program_file(name):
@@ -149,7 +149,7 @@ def _program(
     counts_activations: bool,
 ) -> Program:
     from stagewright.schedule import build
-    from stagewright.schedule.families import options_of
+    from stagewright.schedule.builders import options_of
 
     if "times" in options_of(name):
         # One microbatch is enough to learn how many stages the schedule places.
@@ -192,11 +192,11 @@ def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: floa
 
 def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) -> Iterator[str]:
     """Yield the synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
-    from stagewright.schedule import FAMILIES, Kind
-    from stagewright.schedule.families import options_of
+    from stagewright.schedule import BUILDERS, Kind
+    from stagewright.schedule.builders import options_of
     from stagewright.schedule.in_flight import peak_activations
 
-    for name in FAMILIES:
+    for name in BUILDERS:
         accepted = options_of(name)
         options = {"memory_limit": float(limit)} if "memory_limit" in accepted else {}
         num_microbatches = program.num_microbatches

@@ -131,7 +131,7 @@ def _may_be_refined(plan: Plan) -> bool:
 
 
 def _search_jointly(search: Search) -> None:
-    """Add plans of the joint search that are faster than the best of the families."""
+    """Add plans of the joint search that are faster than the best of the built schedules."""
     stop = threading.Event()
     for fit in joint_plans(list(search.fits), search.coarse, search.space, stop):
         search.fits.append(fit)

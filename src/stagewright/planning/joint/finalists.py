@@ -324,9 +324,9 @@ def _worth_judging(result: JointResult) -> Iterator[JointPlan]:
         if _stages(plan) not in seen and len(seen) < _JUDGED:
             seen.add(_stages(plan))
             yield plan
-    family = next((plan for plan in result.baselines if plan.fits), None)
-    if family is not None and _stages(family) not in seen:
-        yield family
+    baseline = next((plan for plan in result.baselines if plan.fits), None)
+    if baseline is not None and _stages(baseline) not in seen:
+        yield baseline
 
 
 def _stages(plan: JointPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

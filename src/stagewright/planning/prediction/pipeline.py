@@ -27,7 +27,7 @@ from stagewright.graph.tensor_parallel import parallelism, tensor_parallel_size
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Kind, Program
-from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.builders.asynchronous import weight_versions
 from stagewright.schedule.in_flight import changes
 from stagewright.schedule.lanes import Lane
 from stagewright.schedule.lower import receives_ahead

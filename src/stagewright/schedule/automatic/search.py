@@ -20,8 +20,8 @@ from stagewright.schedule.automatic.orders import (
     improve,
 )
 from stagewright.schedule.automatic.patterns import patterns
-from stagewright.schedule.families.linear import zb_h1, zb_h2
-from stagewright.schedule.families.v_shaped import zb_v
+from stagewright.schedule.builders.linear import zb_h1, zb_h2
+from stagewright.schedule.builders.v_shaped import zb_v
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
 from stagewright.schedule.list_scheduler.terms import TINY, Order, Stages

@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.arrays import Floats, Ints
 from stagewright.schedule.action import Kind
-from stagewright.schedule.families.pieces import numbered
+from stagewright.schedule.builders.pieces import numbered
 from stagewright.schedule.list_scheduler.terms import Order, Stages
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program

@@ -7,7 +7,7 @@ from itertools import chain
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families.pieces import backward, in_turn, rounds
+from stagewright.schedule.builders.pieces import backward, in_turn, rounds
 from stagewright.schedule.placement import loop
 from stagewright.schedule.program import Program, build_program
 
