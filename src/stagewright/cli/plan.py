@@ -218,7 +218,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Bills:
-    """Time and cost to reach the target for each cluster size, and the prices behind them."""
+    """Time and cost to reach the target for each cluster size, and the prices used."""
 
     offers: Sequence[Offer]
     prices: Mapping[str, Price]

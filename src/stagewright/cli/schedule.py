@@ -67,11 +67,11 @@ class CostOptions:
         """Return the costs given on the command line."""
         names = ("forward", "input_grad", "weight_grad")
         if self.costs is not None:
-            refuse(names, "--costs has the times of all passes", "give one time for all stages without --costs")
+            refuse(names, "--costs has the times of all actions", "give one time for all stages without --costs")
         for name in (*names, "transfer"):
             check_seconds(getattr(self, name), f"--{name.replace('_', '-')}")
-        passes = (self.forward, self.input_grad, self.weight_grad) if is_given(*names) else None
-        return GivenCosts(self.costs, passes, self.transfer if is_given("transfer") else None)
+        seconds = (self.forward, self.input_grad, self.weight_grad) if is_given(*names) else None
+        return GivenCosts(self.costs, seconds, self.transfer if is_given("transfer") else None)
 # fmt: on
 
 
@@ -167,8 +167,8 @@ def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
 
     from stagewright.schedule.automatic import StageTimes
 
-    passes, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
-    return StageTimes(*passes, transfer * ones[1:], ones, held * ones)
+    seconds, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
+    return StageTimes(*seconds, transfer * ones[1:], ones, held * ones)
 
 
 def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:

@@ -171,7 +171,7 @@ class Adaptation:
                 return []
             self.links.settle(step, self._shifts)
             return [f"{self._seen()}; no other order or cuts are worth a change"]
-        what = "other cuts" if answer.plan.cuts != self.plan.cuts else "another order of passes"
+        what = "other cuts" if answer.plan.cuts != self.plan.cuts else "another order of actions"
         what += " and other recomputation" * (answer.plan.memory_policy != self.plan.memory_policy)
         self._proposal = PlanProposal(
             answer.plan,

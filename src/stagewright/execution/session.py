@@ -226,7 +226,7 @@ class Session:
         self._report_position(position, **details)
 
     def follow(self, plan: Plan) -> None:
-        """Continue with the order of passes of `plan`, which must have the same stages as the present plan."""
+        """Continue with the order of actions of `plan`, which must have the same stages as the present plan."""
         self.plan, self.program = plan, stage_program(plan)
         program = self.lowered(self.program, self.stages)
         if is_ordered():
