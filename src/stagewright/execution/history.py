@@ -89,8 +89,8 @@ class History:
 
         first, results = self.first_step, self.results
         steps_run = range(first, first + len(results))
-        lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
-        timed = plan.at_length(max(lengths)) if lengths else plan
+        sequence_lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
+        timed = plan.at_length(max(sequence_lengths)) if sequence_lengths else plan
         return Record(
             stagewright=__version__,
             model=plan.model.name,
@@ -104,7 +104,7 @@ class History:
             skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
             went_back=tuple(self.returns),
             step_seconds=tuple(result.seconds for result in results),
-            sequence_lengths=lengths,
+            sequence_lengths=sequence_lengths,
             stopped_by=stopped_by,
             is_going_on=is_going_on,
             metered_steps=tuple(sorted({0, *(step - first for step in self.metered if step in steps_run)})),

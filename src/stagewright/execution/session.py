@@ -26,7 +26,6 @@ from stagewright.execution.data.prefetch import Prefetcher, PrefetchRequest
 from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
-from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StartingTensors, StoredAdapters, StoredWeights, part_of
 from stagewright.execution.mesh import STAGE, Groups, Mesh, connect_everyone
 from stagewright.execution.metering import Metering, TimedStep
@@ -36,6 +35,7 @@ from stagewright.execution.options import OnNan
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
+from stagewright.execution.sequence_lengths import AtLength, RunnersByLength
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageOptions
 from stagewright.execution.stragglers import slowdown_of
@@ -48,9 +48,9 @@ from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify import verify_stages
-from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
+from stagewright.planning.sequence_lengths import check_same_operators
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lanes import check_lanes, lanes_of
 from stagewright.schedule.lower import insert_communication, receives_ahead
@@ -193,7 +193,7 @@ class Session:
         del starting, model, stored, adapters
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
-        self.lengths = Lengths(job.sequence_length, longest, self._at_length)
+        self.by_length = RunnersByLength(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         if accelerator.is_asynchronous:
             predicted = [
@@ -231,7 +231,7 @@ class Session:
         program = self.lowered(self.program, self.stages)
         if is_ordered():
             check_lanes(program, stage_edges(self.stages))
-        for runner in self.lengths.runners:
+        for runner in self.by_length.runners:
             runner.follow(program)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Session:
     @property
     def runner(self) -> RankRunner:
         """Runner of batches of the present sequence length."""
-        return self.lengths.now.runner
+        return self.by_length.now.runner
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Session:
         """Begin to read the data of a step, unless the run ends before it."""
         if self._reader is None or step >= self.plan.job.num_steps:
             return
-        graph = self.lengths.graph_of(self.plan.job.length_of(step))
+        graph = self.by_length.graph_of(self.plan.job.length_of(step))
         if graph is not None and (wanted := self._wanted(step, graph)) is not None:
             self._reader.read_ahead(wanted)
 
@@ -379,7 +379,7 @@ class Session:
         samples of the longest sequence length or of `length`. Raises `InputError` where the batch lacks inputs, or has
         another number of samples."""
         plan = self.plan
-        graph = self.lengths.turn_to(length or plan.job.sequence_length).graph
+        graph = self.by_length.turn_to(length or plan.job.sequence_length).graph
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
@@ -417,7 +417,7 @@ class Session:
         """Take an optimizer step, on microbatches `inputs` if given, else on the data's; with `metered`, the peak of live
         bytes is counted (which makes the step slow)."""
         length = self.plan.job.length_of(step)
-        graph = self.lengths.turn_to(length).graph
+        graph = self.by_length.turn_to(length).graph
         if inputs is None:
             inputs = self.microbatches(step, graph)
             self._read_ahead(step + 1)
@@ -441,7 +441,7 @@ class Session:
 
         Nothing is clipped and no parameter changes. `gradients` returns the sums.
         """
-        now = self.lengths.turn_to(self.plan.job.length_of(step))
+        now = self.by_length.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
         self._begin_together()
         shares = self._shares(inputs)
@@ -483,7 +483,7 @@ class Session:
         loss = self._own_loss(batch, shares)
         norm, is_skipped = self.optimizer.step(rate, self._num_lost(loss) if self._wants_number else None)
         if self.cotangent != cotangent:
-            self.lengths.scale_loss(self.cotangent)
+            self.by_length.scale_loss(self.cotangent)
         end = timer.mark()
         length = self.plan.job.length_of(step)
         timed = TimedStep(length, replace(batch, losses={}), start, 0.0)
@@ -596,7 +596,7 @@ class Session:
             reserved_peak_bytes=self.metering.reserved_bytes,
             communicator_bytes=self._communicator_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
-            sent_bytes=self.lengths.num_bytes_sent,
+            sent_bytes=self.by_length.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
             actions=tuple((str(m.action), m.start - began, m.end - began) for m in moments),
             began_seconds=began + offset.seconds,

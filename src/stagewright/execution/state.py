@@ -209,7 +209,7 @@ def resumed(session: Session, loss_scale: LossScaleState | None) -> None:
     if session.loss_scale is not None:
         if loss_scale is not None:
             session.loss_scale.value, session.loss_scale.num_good = loss_scale
-        session.lengths.scale_loss(session.cotangent)
+        session.by_length.scale_loss(session.cotangent)
     session.runner.release()  # values computed from parameters, which have changed
     session.runner.restore()
 

@@ -267,8 +267,8 @@ class Trainer:
         so_far = self.session.passed_over
         self._renew(self.plan)
         done = self._saving.restore(self.session)
-        lengths = len(self.plan.job.sequence_lengths)
-        self.session.passed_over = batches_to_skip(number, so_far, done, lengths)
+        num_lengths = len(self.plan.job.sequence_lengths)
+        self.session.passed_over = batches_to_skip(number, so_far, done, num_lengths)
         self.step_number = self._watch.num_steps = done
         history.went_back(number, done)
         if self.is_first:
