@@ -99,7 +99,7 @@ def kernel_seconds(operator: Work, device: Device) -> float:
         return overlapped(operator.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if operator.kernel is Kernel.MATMUL and operator.shapes and device.products is not None:
         precision = _precision(operator, device)
-        return device.product_seconds(
+        return device.shaped_matmul_seconds(
             operator.shapes, precision, operator.bytes_moved, grouped=operator.grouped
         )
     if operator.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
