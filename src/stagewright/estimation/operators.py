@@ -16,7 +16,7 @@ from stagewright.cluster.attention import Scores
 from stagewright.cluster.matmul import MatmulShape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
-from stagewright.graph.added_nodes import ACCUMULATE, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
 
@@ -128,7 +128,7 @@ def work(node: Node, value: Lookup) -> Work:
     if is_kernel(node.op):
         return _fused(node, value, dtype)
     if (
-        node.op in MOVES
+        node.op in HOST_COPIES
         or name in _FREE
         or (outputs and all(output.storage != output.id for output in outputs))
     ):

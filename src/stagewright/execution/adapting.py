@@ -94,7 +94,7 @@ class Adaptation:
         if self._searcher.is_asked:
             return self._hear(step, num_left) if self._searcher.is_done and self._is_decided else []
         if step < self._quiet_until:
-            return self._told(step)
+            return self._changed_times(step)
         return self._look({}) if self._streak >= _SEARCHES_AFTER else []
 
     def looked(self, step: int, times: Sequence[LinkTime], num_left: int) -> list[str]:
@@ -119,7 +119,7 @@ class Adaptation:
         """End the process that searches."""
         self._searcher.close()
 
-    def _told(self, step: int) -> list[str]:
+    def _changed_times(self, step: int) -> list[str]:
         if self._before is None or len(self._seconds) < _STEPS or step < self._quiet_until - 1:
             return []
         before, self._before = self._before, None
@@ -145,7 +145,7 @@ class Adaptation:
         self._shifts = shifts
         self._wanted = [assumed * slowdown for assumed, slowdown in zip(self._assumed, now, strict=True)]
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
-        self._searcher.ask(self.plan, by_device, self.links.beside_figures(shifts))
+        self._searcher.ask(self.plan, by_device, self.links.factors_with(shifts))
         return self._searcher.unsaid()
 
     def _hear(self, step: int, num_left: int) -> list[str]:

@@ -96,13 +96,13 @@ class LinkWatch:
             pair in last and 1 / _ALIKE <= last[pair] / shift <= _ALIKE for pair, shift in shifts.items()
         )
 
-    def beside_figures(self, shifts: Mapping[Pair, float]) -> dict[Pair, float]:
+    def factors_with(self, shifts: Mapping[Pair, float]) -> dict[Pair, float]:
         """Return the factors of all links, relative to their figures, with these shifts applied."""
         return {**self.assumed, **{pair: self.assumed.get(pair, 1.0) * by for pair, by in shifts.items()}}
 
     def settle(self, step: int, shifts: Mapping[Pair, float] | None = None) -> None:
         """Treat the present plan as made for links with these shifts from now on, and forget the last timings."""
-        factors = self.beside_figures(shifts or {})
+        factors = self.factors_with(shifts or {})
         self.assumed = {pair: factor for pair, factor in factors.items() if factor >= _SHIFT}
         self._looks, self._next_look = [], step + _PAUSE
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.checkpoint_folder import changed_state, check_start, has_same_stages, steps_of
-from stagewright.execution.data.prepared import PreparedData, ready, ready_beside
+from stagewright.execution.data.prepared import PreparedData, held_out_data, ready
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.history import History
 from stagewright.execution.launch_environment import kind_of_device, launched, start_timeout_s
@@ -74,7 +74,7 @@ class Trainer:
         """Exits that may take long, run once the other ranks know how this rank ended."""
         self._is_open = True
         data = ready(options.data, plan)
-        self._held_out = ready_beside(options.held_out, data, plan)
+        self._held_out = held_out_data(options.held_out, data, plan)
         if not options.is_checked:
             try:
                 self._check(data)

@@ -166,13 +166,13 @@ def _pipelines(
     """Return configurations with the schedules and cuts closest to those of `plan`, and their differences."""
     if plan.pp == 1:
         return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
-    counts, moves = whole_layers(plan, graph)
+    counts, is_moved = whole_layers(plan, graph)
     what = "cuts inside layers go to the nearest place between layers"
-    differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if moves else []
+    differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if is_moved else []
     if not stack.cuts_freely:
         even = even_layers(graph, plan.pp)
         what = "stages have even numbers of layers there"
-        is_even = not moves and counts == even
+        is_even = not is_moved and counts == even
         differences = [] if is_even else [PlanDifference(what, lambda: with_layers(plan, graph, even))]
         if plan.schedule not in stack.schedules:
             what = f"the schedule is {stack.schedules[0]} there, and {plan.schedule} under the plan"
