@@ -11,7 +11,7 @@ from stagewright.errors import InputError, TraceError
 from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.joint.finalists import NUM_FINALISTS, finalists, joint_plans
+from stagewright.planning.joint.top_configurations import NUM_SEARCHED, joint_plans, top_configurations
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.plan import Plan
 from stagewright.planning.search_result import Excluded
@@ -45,7 +45,7 @@ def improve(search: Search) -> None:
         return
     _refine(search, fitter)
     if JOINT in (search.space.schedules or ()):
-        _add_finalists(search, fitter)
+        _add_joint_plans(search, fitter)
         _search_jointly(search)
 
 
@@ -139,7 +139,7 @@ def _search_jointly(search: Search) -> None:
         raise KeyboardInterrupt
 
 
-def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
+def _add_joint_plans(search: Search, fitter: OperatorFitter) -> None:
     """Add plans of pipelines that are slower for their bubbles alone, which the joint search may fill."""
     if (best := search.best) is None:
         return
@@ -149,7 +149,7 @@ def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
         busy_s = fitter.with_network(entry, entry.busy_s)
         least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
     for entry in search.slower:
-        if len(finalists(search.fits)) >= NUM_FINALISTS:
+        if len(top_configurations(search.fits)) >= NUM_SEARCHED:
             break
         if entry.shape in shapes or least_s[entry.shape] >= best.step_seconds:
             continue
