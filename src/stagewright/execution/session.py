@@ -117,7 +117,7 @@ class Session:
         self.device = device
         self._report_position = watch
         self.position = "starting"
-        accelerator_of(device).allow_tf32(plan.job.products == "tf32")
+        accelerator_of(device).allow_tf32(plan.job.matmul_precision == "tf32")
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
         if dist.get_world_size() != self.mesh.size:
             raise RunError(

@@ -38,7 +38,7 @@ def improve(search: Search) -> None:
     _try_pieces(search)
     _try_whole_sequences(search)
     if not search.fits:
-        search.report("making room")
+        search.report("recomputing and offloading more")
         last = fitter.last_resort()
         if last is not None:
             search.fits.append(last)
