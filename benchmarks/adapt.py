@@ -65,7 +65,7 @@ def main() -> int:
 def plans() -> tuple[Any, Any]:
     """The plan for four equal devices, and the one that suits them when one is half as fast."""
     import stagewright
-    from stagewright.cluster import paced
+    from stagewright.cluster import with_slower_devices
     from stagewright.execution.probe import probe
     from stagewright.planning.replanning import replanned
     from stagewright.tracing.models.reference import resolve
@@ -73,13 +73,13 @@ def plans() -> tuple[Any, Any]:
     found = probe("cpu", processes=2, seconds_per_figure=0.1)
     (node,) = found.nodes
     cluster = found.model_copy(update={"nodes": (node.model_copy(update={"devices_per_node": RANKS}),)})
-    cluster = paced(cluster, dict.fromkeys(range(RANKS), SLOWNESS))
+    cluster = with_slower_devices(cluster, dict.fromkeys(range(RANKS), SLOWNESS))
     job = stagewright.Job(global_batch=8, sequence_length=64, dtype="fp32")
     plan = stagewright.plan(
         resolve("tiny-llama", SHAPE), cluster, job, pp=RANKS, dp=1, tp=1, microbatch=1, schedules="1f1b", recompute="none",
     ).plans[0]  # fmt: skip
     slower = {device: 2.0 if plan.rank_on(device) == SLOWED else 1.0 for device in range(RANKS)}
-    return plan, replanned(plan, paced(plan.cluster.load(), slower)).plan
+    return plan, replanned(plan, with_slower_devices(plan.cluster.load(), slower)).plan
 
 
 def trained(folder: str, name: str, steps: int, events: tuple[int, int], adapts: bool) -> dict[str, Any]:

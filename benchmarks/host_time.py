@@ -177,7 +177,7 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
     from stagewright.execution.stage_runner import StageOptions
     from stagewright.execution.weights import Weights
     from stagewright.graph.split import split_graph
-    from stagewright.schedule.families import build as build_schedule
+    from stagewright.schedule.builders import build as build_schedule
     from stagewright.schedule.lower import insert_communication
     from stagewright.tracing.cache import trace
     from stagewright.tracing.models.build import build

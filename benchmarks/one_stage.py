@@ -31,7 +31,7 @@ from stagewright.planning.prediction.pipeline import Pipeline, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Program
-from stagewright.schedule.families import build
+from stagewright.schedule.builders import build
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.tracing.arguments import from_contents
 from stagewright.tracing.models.build import BuiltModel

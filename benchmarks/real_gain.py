@@ -95,7 +95,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def even_layers(like: Any, reference: Any, cluster: Any) -> Any:
     """Interleaved 1F1B in four stages of two layers each, embedding and head with the first and the last."""
     from stagewright.planning.estimate import estimate
-    from stagewright.schedule.families import build
+    from stagewright.schedule.builders import build
 
     program = build("interleaved-1f1b", 2, MICROBATCHES, 2)
     per = LAYERS // program.num_stages

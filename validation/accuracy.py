@@ -26,9 +26,9 @@ from stagewright.estimation.runtime import load_runtime, runtime_names
 from stagewright.files import write_whole
 
 SCRIPTS = {
-    "products": "Matrix products by shape",
+    "products": "Matmuls by shape",
     "attention": "Fused attention by shape",
-    "experts": "Products of experts",
+    "experts": "Matmuls of experts",
     "operators": "Operators of Megatron's GPT on four GPUs",
     "collectives": "Collectives",
     "dispatch": "Tokens to experts and back",
@@ -42,7 +42,7 @@ NOTES = {
     "attention": "Each kernel has a rate beside those that devices are described with, as a runtime's `attention_rate`; "
     "without these rates errors are those of the second set. Three passes over keys and values stand for the cache that "
     "serving systems write.",
-    "experts": "Layers of TensorRT-LLM have three constants of the script for what surrounds their products.",
+    "experts": "Layers of TensorRT-LLM have three constants of the script for what surrounds their matmuls.",
     "collectives": "Messages around a ring are those of one communicator of many ranks, which no plan of ours asks for: "
     "stages that send to each other have one of two ranks.",
     "dispatch": "Constants were fitted on another draw of halves; a short fit on this one finds nearly the same.",

@@ -143,11 +143,11 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    from stagewright.schedule.families import FAMILIES
+    from stagewright.schedule.builders import BUILDERS
 
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--schedules", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--schedules", nargs="*", default=list(BUILDERS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--folder", help="where plans and results of the processes lie")
     options = parser.parse_args()

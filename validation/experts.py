@@ -22,7 +22,7 @@ from stagewright.cluster import Device, load_cluster
 
 DATA = Path(__file__).parent / "data" / "kernels"
 BAR = 0.10
-PRODUCTS, LAYERS = "PyTorch's grouped products", "TensorRT-LLM's layers of experts"
+PRODUCTS, LAYERS = "PyTorch's grouped matmuls", "TensorRT-LLM's layers of experts"
 _DEVICES = {"a100_sxm": "a100-80", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
 
 _ROUTING_S = 25e-6

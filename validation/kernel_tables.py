@@ -101,7 +101,7 @@ def _cross_validated(measured: _Measured) -> Floats:
 
 def _document(name: str, measured: _Measured) -> str:
     lines = [
-        f'source = "weights of half of the products by shape on {name.upper()} published with '
+        f'source = "weights of half of the matmuls by shape on {name.upper()} published with '
         'github.com/ai-dynamo/aiconfigurator (095f58a5), by validation/kernel_tables.py"',
         f"num_multiprocessors = {measured.num_multiprocessors}",
         "products = [  # rows, columns, inner, weight",

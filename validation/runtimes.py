@@ -542,7 +542,7 @@ def torchtitan(record: Record) -> tuple[Asked, list[Judged]] | str:
     if record["table"] == "issue773-8B":
         return "the devices of a user's report are not named"
     if "rowwise" in technique:
-        return "the speed of row-wise fp8 products is not known"
+        return "the speed of row-wise fp8 matmuls is not known"
     if record["schedule"] not in _TITAN_SCHEDULES:
         return f"schedule {record['schedule']} ran without what its row names"
     num, tp, pp, cp, size = (int(record[key]) for key in ("n_gpus", "tp", "pp", "cp", "local_batch"))

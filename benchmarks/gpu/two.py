@@ -50,13 +50,13 @@ from stagewright.execution.watchdog import Limits, Watchdog
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.schedule.families import FAMILIES, build
+from stagewright.schedule.builders import BUILDERS, build
 from stagewright.tracing.models.reference import resolve
 
 BUDGET_S = 1200.0
 SHARES = {"communicators": 1, "gradients": 3, "schedules": 6, "torch": 5}
 VERIFIED = ("dualpipe-v", "1f1b", "interleaved-1f1b", "zb-v")
-SCHEDULES = tuple(name for name in FAMILIES if not name.startswith("pipedream"))
+SCHEDULES = tuple(name for name in BUILDERS if not name.startswith("pipedream"))
 """Those that update weights once a batch."""
 SIZES = {"1 KiB": 2**8, "256 MiB": 2**26}
 SMALL_SIZES = {"1 KiB": 2**8, "256 KiB": 2**16}

@@ -72,7 +72,7 @@ def test_sigterm_and_the_end_of_a_time_leave_the_best_plan_so_far(
     path = tmp_path / "plan.json"
     timed = CliRunner().invoke(app, [*WORDS, "-o", str(path), "--within", "0"])
     before = signal.getsignal(signal.SIGTERM)
-    interrupt_at(("1f1b", "gpipe"), monkeypatch, signal.SIGTERM)
+    interrupt_at(("1f1b", "best so far"), monkeypatch, signal.SIGTERM)
     ended = CliRunner().invoke(app, [*WORDS, "-o", str(path)])
     assert signal.getsignal(signal.SIGTERM) is before
     for done, what in ((timed, "ended after 0 s"), (ended, "ended by SIGTERM")):
@@ -90,10 +90,15 @@ def test_a_plan_that_is_wanted_soon_takes_one_graph() -> None:
         traced.append(settings)
         return trace(*arguments, **settings)
 
+    def interrupt(text: str) -> None:
+        if "best so far" in text:
+            raise KeyboardInterrupt
+
     job = Job(global_batch=32, sequence_length=32, dtype="fp32")
-    result = plan("tiny-gemma", load_cluster("4x-h100"), job, trace=tracing, patience_s=0.0)
-    assert result.plans and result.ended_early == "ended after 0 s"
-    assert len(traced) == 1
+    result = plan(
+        "tiny-gemma", load_cluster("4x-h100"), job, report=interrupt, trace=tracing, patience_s=1000.0
+    )
+    assert result.ended_early == "interrupted" and len(result.plans) == len(traced) == 1
 
 
 def test_no_signal_reaches_a_compiled_kernel() -> None:
@@ -101,7 +106,7 @@ def test_no_signal_reaches_a_compiled_kernel() -> None:
     script = """
         import math, random, signal
         from stagewright.planning.search_result import EarlyEnd
-        from stagewright.schedule.families import build
+        from stagewright.schedule.builders import build
 
         num_ended = 0
         while num_ended < 10:

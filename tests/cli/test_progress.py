@@ -25,8 +25,8 @@ def test_a_count_tells_how_much_is_done_and_how_long_it_takes(monkeypatch: pytes
     assert told._line().plain == "20 of 40: dp 1 x pp 8 50%, about 10 s left"
     told("1 of 4 graphs")
     assert told._line().plain == "1 of 4 graphs 25%", "another stretch of work begins anew"
-    told("making room")
-    assert told._line().plain == "making room"
+    told("recomputing and offloading more")
+    assert told._line().plain == "recomputing and offloading more"
 
 
 def test_the_line_keeps_to_its_width_and_its_figures() -> None:

@@ -61,13 +61,13 @@ PUBLISHED_PRODUCTS = [
 def test_published_matrix_products(name: str, sizes: tuple[int, int, int], microseconds: float) -> None:
     rows, inner, columns = sizes
     moved = 2 * (rows * inner + inner * columns + rows * columns)
-    seconds = device(name).product_seconds([MatmulShape(1, rows, columns, inner)], "fp16", moved)
+    seconds = device(name).shaped_matmul_seconds([MatmulShape(1, rows, columns, inner)], "fp16", moved)
     assert seconds == pytest.approx(microseconds * 1e-6, rel=0.16)
 
 
 def product_s(rows: float, columns: float, inner: float, *, batch: int = 1, alone: bool = False) -> float:
     moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns)
-    return device("a100-80").product_seconds(
+    return device("a100-80").shaped_matmul_seconds(
         [MatmulShape(batch, rows, columns, inner)], "bf16", moved, alone=alone
     )
 

@@ -21,7 +21,7 @@ def seconds(shape: MatmulShape, dtype: str = "bf16", device: str = "h100", *, be
         described = described.with_best_kernels()
     batch, rows, columns, inner = shape
     num_bytes = 2 * batch * (rows * columns + rows * inner + inner * columns)
-    return described.product_seconds([shape], dtype, num_bytes, alone=True)
+    return described.shaped_matmul_seconds([shape], dtype, num_bytes, alone=True)
 
 
 # Microseconds, of the products by shape that aiconfigurator publishes, without the launch.
@@ -60,7 +60,7 @@ def test_more_samples_take_no_less_than_the_least_says(of_weights: bool) -> None
         )
         for times in (1, 2, 16, 256):
             grown = (rows, columns, times * inner) if of_weights else (times * rows, columns, inner)
-            taken = device.product_seconds([MatmulShape(1, *grown)], "bf16", 0.0)
+            taken = device.shaped_matmul_seconds([MatmulShape(1, *grown)], "bf16", 0.0)
             rate = 2 * math.prod(grown) / taken / device.matmul_flops("bf16")
             assert rate * least <= 1.0 + 1e-9
             best = max(best, rate)

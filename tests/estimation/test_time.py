@@ -81,7 +81,7 @@ def test_a_product_is_costed_by_its_shape() -> None:
     shape = MatmulShape(1, 8192, 4096, 4096)
     flop = 2.0 * 8192 * 4096 * 4096
     item = Work(Kernel.MATMUL, "bfloat16", flop, flop, 2e8, shapes=(shape,))
-    assert kernel_seconds(item, GPU) == GPU.product_seconds((shape,), "bfloat16", 2e8)
+    assert kernel_seconds(item, GPU) == GPU.shaped_matmul_seconds((shape,), "bfloat16", 2e8)
     assert flop / GPU.matmul_flops("bf16") < kernel_seconds(item, GPU) < 1.3 * flop / GPU.matmul_flops("bf16")
     plain = GPU.model_copy(update={"products": None})
     assert kernel_seconds(item, plain) != kernel_seconds(item, GPU)

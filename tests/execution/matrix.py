@@ -1,4 +1,4 @@
-"""The matrix of the executor: a fixed sample of families, models, widths, sharding and memory policies."""
+"""The matrix of the executor: a fixed sample of schedules, models, widths, sharding and memory policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from cells import Cell
 
 from stagewright.errors import StagewrightError
-from stagewright.schedule.families import FAMILIES, build, options_of
+from stagewright.schedule.builders import BUILDERS, build, options_of
 
 NUM_CELLS = 132
 ASYNCHRONOUS = {"pipedream", "pipedream-2bw"}
@@ -44,16 +44,16 @@ POLICIES = ["keep", "keep", "recompute", "some", "reruns", "offload"]
 
 
 def matrix() -> list[Cell]:
-    """The cells, every model, family, level and policy among them."""
+    """The cells, every model, schedule, level and policy among them."""
     rng = random.Random(SEED)
-    models, families = list(MODELS), sorted(set(FAMILIES) - ASYNCHRONOUS)
+    models, schedules = list(MODELS), sorted(set(BUILDERS) - ASYNCHRONOUS)
     found: list[Cell] = []
     while len(found) < NUM_CELLS:
-        model, family = models[len(found) % len(models)], families[len(found) % len(families)]
+        model, schedule = models[len(found) % len(models)], schedules[len(found) % len(schedules)]
         pp, dp = rng.choice(WIDTHS)
         dtype, overrides = MODELS[model]
         cell = Cell(
-            model, family, rng.randrange(4) if dp > 1 else 0, dp, pp, rng.choice([None, 2, 3, 4]), rng.choice(POLICIES),
+            model, schedule, rng.randrange(4) if dp > 1 else 0, dp, pp, rng.choice([None, 2, 3, 4]), rng.choice(POLICIES),
             rng.choice([2, 3, 4, 5]), dtype, tuple(sorted(overrides.items())),
         )  # fmt: skip
         if _exists(cell) and cell not in found:
@@ -62,7 +62,7 @@ def matrix() -> list[Cell]:
 
 
 def _exists(cell: Cell) -> bool:
-    """Whether the family has such a program, of no more stages than a small model is worth cutting into."""
+    """Whether the schedule has such a program, of no more stages than a small model is worth cutting into."""
     if cell.num_chunks is not None and "num_chunks" not in options_of(cell.schedule):
         return False  # it has one number alone, which is drawn as None
     try:

@@ -24,7 +24,7 @@ from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.schedule import Program
-from stagewright.schedule.families import build as build_schedule
+from stagewright.schedule.builders import build as build_schedule
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.schedule.subdivide import subdivided
 from stagewright.tracing.cache import trace

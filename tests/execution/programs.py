@@ -34,7 +34,7 @@ def place(
     from stagewright.execution.weights import TiedGroups, Weights
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
     from stagewright.graph.split import split_graph
-    from stagewright.schedule.families import build as build_schedule
+    from stagewright.schedule.builders import build as build_schedule
     from stagewright.schedule.lower import insert_communication, insert_recomputation
 
     family, _, policy = schedule.partition("+")

@@ -45,9 +45,9 @@ def test_what_is_on_the_host_already_is_not_offloaded() -> None:
     copies = HostCopies(GPU)
     seed = torch.tensor(7)
     copy = copies.offload(seed, offset=0, num_bytes=8)
-    copies.left(copy, seed)
+    copies.offloaded(copy, seed)
     flat = copies.fetch(copy)
-    (back,) = copies.arrived(copy, flat, places=[0])
+    (back,) = copies.fetched(copy, flat, places=[0])
     assert back.device == HOST and back.item() == 7
     assert back.data_ptr() == seed.data_ptr()
 

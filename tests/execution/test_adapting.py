@@ -16,7 +16,7 @@ import stagewright
 from local_cluster import local
 from multiprocess import run_ranks
 from patience import Deadline
-from stagewright.cluster import paced
+from stagewright.cluster import with_slower_devices
 from stagewright.execution.adapting import Adaptation
 from stagewright.planning.estimate import estimate
 from stagewright.planning.plan import Plan
@@ -44,7 +44,7 @@ def plan() -> Plan:
 
 
 def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
-    found = replanned(plan, paced(local(2), {0: 1.0, 1: 2.0}))
+    found = replanned(plan, with_slower_devices(local(2), {0: 1.0, 1: 2.0}))
     assert found.seconds < 0.9 * found.stays_s
     assert found.plan.cuts != plan.cuts
     assert (found.plan.num_ranks, found.plan.job, found.plan.placement) == (
@@ -52,13 +52,13 @@ def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
         plan.job,
         plan.placement,
     )
-    again = replanned(found.plan, paced(local(2), {0: 1.0, 1: 2.0}))
+    again = replanned(found.plan, with_slower_devices(local(2), {0: 1.0, 1: 2.0}))
     assert again.seconds == pytest.approx(found.seconds, rel=0.03)
 
 
 def test_of_several_stages_a_rank_may_become_one(plan: Plan) -> None:
     """Whose order was found for ranks that are alike: with one each, stages can be as different as the ranks."""
-    model, slow = resolve("tiny-llama", dict(SMALL_LLAMA)), paced(local(2), {0: 1.0, 1: 3.0})
+    model, slow = resolve("tiny-llama", dict(SMALL_LLAMA)), with_slower_devices(local(2), {0: 1.0, 1: 3.0})
     several = estimate(model, local(2), plan.job, pp=2, schedule="zb-v")
     single = estimate(model, slow, plan.job, pp=2, schedule="1f1b", recompute="none")
     found = replanned(several, slow)
@@ -82,7 +82,7 @@ def saving(plan: Plan) -> Plan:
 
 
 def test_what_is_recomputed_is_chosen_anew(saving: Plan) -> None:
-    slow = paced(local(2), {0: 1.0, 1: 2.0})
+    slow = with_slower_devices(local(2), {0: 1.0, 1: 2.0})
     found = replanned(saving, slow)
     assert found.seconds < 0.95 * found.stays_s
     assert found.plan.memory_policy != saving.memory_policy
@@ -95,8 +95,8 @@ def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: P
     """Nor where one is slow for a few steps, or all are alike slow."""
     watch = Adaptation(plan, tmp_path / "adapting", 1.0)
     for step in range(200):
-        paces = [1.0, 2.0] if step % 4 < 2 else [1.7, 1.8]
-        assert watch.after(step, paces, 1.0, 1000) == [] and not watch.has_proposal
+        slowdowns = [1.0, 2.0] if step % 4 < 2 else [1.7, 1.8]
+        assert watch.after(step, slowdowns, 1.0, 1000) == [] and not watch.has_proposal
         assert not watch._searcher.is_asked
     watch.close()
 
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_ends_no_training(plan: Plan, tmp_path: 
     watch.close()
     assert len(said) == 1 and re.search("the run keeps its own: .*nothing is searched", said[0])
     watch = Adaptation(plan, tmp_path / "adapting", 0.0)
-    (tmp_path / "adapting" / "paces.json").mkdir()
+    (tmp_path / "adapting" / "slowdowns.json").mkdir()
     said = [text for step in range(4) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
     watch.close()
     assert said and "the run keeps its own: " in said[0] and not watch.has_proposal
@@ -177,12 +177,12 @@ def train(rank: int, num_ranks: int, folder: str, adapts: bool) -> dict[str, Any
     os.environ["LOCAL_RANK"] = str(rank)
     done = [0]
 
-    def pace(batch: Any, now: Plan, pipeline_rank: int, length: int) -> float:
+    def slowdown(batch: Any, now: Plan, pipeline_rank: int, length: int) -> float:
         done[0] += 1
         slow = 2.2 if pipeline_rank == 1 and done[0] > 6 else 1.0
         return slow / assumed[0] if pipeline_rank == 1 else 1.0
 
-    session.pace_of = pace
+    session.slowdown_of = slowdown
     LinkWatch.looked = lambda self, plan, times: (
         None
     )  # the plan is for other links than those between processes

@@ -185,13 +185,13 @@ def _copies_at_once(direction: int) -> Callable[[FakeAccelerator], AbstractConte
 
 
 def _arrived_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
-    arrived = HostCopies.arrived
+    arrived = HostCopies.fetched
 
     def at_once(self: HostCopies, copy: Any, flat: torch.Tensor, **places: Any) -> Any:
-        copy.arrived = None
+        copy.copied_back = None
         return arrived(self, copy, flat, **places)
 
-    return mock.patch.object(HostCopies, "arrived", at_once)
+    return mock.patch.object(HostCopies, "fetched", at_once)
 
 
 def _gathered_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
@@ -310,7 +310,7 @@ FAULTS = {
     "a receive is used at once": Fault("transport and offload", _unwaited("receiving"), _RACE),
     "a buffer is sent from again at once": Fault("transport and offload", _unwaited("sending"), _RACE),
     "what is computed leaves too early": Fault("transport and offload", _copies_at_once(0), _RACE),
-    "what leaves is freed too early": Fault("transport and offload", _without(HostCopies, "left"), _REUSE),
+    "what leaves is freed too early": Fault("transport and offload", _without(HostCopies, "offloaded"), _REUSE),
     "what comes back overwrites others": Fault("transport and offload", _copies_at_once(1), _RACE),
     "what comes back is used too early": Fault("transport and offload", _arrived_at_once, _RACE),
     "a gather is used at once": Fault("ZeRO 3, offload", _gathered_at_once, _RACE),

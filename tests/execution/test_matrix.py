@@ -11,7 +11,7 @@ from matrix import ASYNCHRONOUS, MODELS, batches, matrix
 
 from multiprocess import run_ranks
 from stagewright.planning.plan import load_plan
-from stagewright.schedule.families import FAMILIES
+from stagewright.schedule.builders import BUILDERS
 
 TOLERANCE = 1e-12
 UNTRIED = {"tiny-gemma", "tiny-vit", "tiny-deepseek-v3", "tiny-nemotron-h"}
@@ -20,7 +20,7 @@ UNTRIED = {"tiny-gemma", "tiny-vit", "tiny-deepseek-v3", "tiny-nemotron-h"}
 def test_the_matrix_has_something_of_everything() -> None:
     cells = matrix()
     assert len(cells) >= 120 and len(set(cells)) == len(cells)
-    assert {cell.schedule for cell in cells} == set(FAMILIES) - ASYNCHRONOUS
+    assert {cell.schedule for cell in cells} == set(BUILDERS) - ASYNCHRONOUS
     assert {cell.model for cell in cells} == set(MODELS)
     assert {cell.policy for cell in cells} == {"keep", "recompute", "some", "reruns", "offload"}
     assert {(cell.pp, cell.dp) for cell in cells} >= {(1, 2), (2, 1), (2, 2), (4, 1)}

@@ -123,9 +123,9 @@ def test_bytes_are_used_again_after_their_copies(behind: Behind) -> None:
     first = torch.arange(1000.0)
     copy = copies.offload(first, offset=0, num_bytes=4000)
     flat = copies.fetch(copy)
-    (back,) = copies.arrived(copy, flat, places=[0])
+    (back,) = copies.fetched(copy, flat, places=[0])
     assert torch.equal(back, first)
-    address, events = copy.contents.data_ptr(), [copy.left, copy.arrived]  # type: ignore[union-attr]
+    address, events = copy.contents.data_ptr(), [copy.copied, copy.copied_back]  # type: ignore[union-attr]
     other = copies.offload(first, offset=0, num_bytes=4000)
     assert stream.waited == []
     del copy

@@ -23,7 +23,7 @@ MODELS = [
     "Unused",  # inputs, parameters and layers without gradient
 ]
 SCHEDULES = [("zb-h1+R", None), ("interleaved-1f1b+r", 2)]
-FAMILIES = [
+SCHEDULES = [
     ("gpipe", None), ("1f1b", None), ("interleaved-1f1b", 2), ("breadth-first", 2), ("zb-h1", None), ("zb-h2", None),
     ("zb-v", None), ("zb-auto", None), ("v-half", None), ("v-min", None), ("hanayo", 2), ("greedy", 2),
 ]  # fmt: skip
@@ -35,7 +35,7 @@ def test_values_of_all_kinds_equal_plain() -> None:
 
 
 def test_one_microbatch_on_two_ranks_equals_plain() -> None:
-    check([("EqualBlocks", *family, 1) for family in FAMILIES], 2)
+    check([("EqualBlocks", *schedule, 1) for schedule in SCHEDULES], 2)
 
 
 def test_fewer_microbatches_than_ranks_equal_plain() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plans import make_plan
 
 from multiprocess import run_ranks
-from stagewright.execution.regions import Region, in_whole, stretches
+from stagewright.execution.regions import Region, in_whole, memory_ranges
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.planning.plan import load_plan
@@ -41,7 +41,7 @@ gpt2 = partial(llama, model="tiny-gpt2", overrides={**dict(SMALL_GPT2), "attn_pd
     st.randoms(use_true_random=False),
     st.data(),
 )
-def test_stretches_are_where_the_elements_lie(shape: list[int], chance: Any, data: st.DataObject) -> None:
+def test_memory_ranges_are_where_the_elements_lie(shape: list[int], chance: Any, data: st.DataObject) -> None:
     """Of any dense layout and any range of it: together they are the range, each a box in one range of memory."""
     order = list(range(len(shape)))
     chance.shuffle(order)
@@ -52,7 +52,7 @@ def test_stretches_are_where_the_elements_lie(shape: list[int], chance: Any, dat
     first = data.draw(st.integers(0, memory.size))
     stop = data.draw(st.integers(first, memory.size))
     found = []
-    for one in stretches(meta, first, stop):
+    for one in memory_ranges(meta, first, stop):
         size = one.region.num_elements
         ordered = memory[first + one.offset : first + one.offset + size].reshape(
             [one.region.shape[dim] for dim in one.order]

@@ -125,7 +125,7 @@ def test_an_asynchronous_plan_is_refused_before_any_process_starts(
 ) -> None:
     from stagewright.execution import launch
     from stagewright.execution.verification import verify
-    from stagewright.schedule.families import build
+    from stagewright.schedule.builders import build
 
     program = build("pipedream", 2, 4)
     actions = tuple(tuple(map(str, actions)) for actions in program.ranks)

@@ -191,7 +191,7 @@ def train(rank: int, num_ranks: int, folder: str, adapts: bool, slow: str) -> di
             return method(*given)
 
         setattr(late, name, called)
-    session.pace_of = lambda *_: 1.0
+    session.slowdown_of = lambda *_: 1.0
     stages: list[int] = []
     with warnings.catch_warnings(record=True) as said:
         trainer = Trainer(

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
-from stagewright.cluster import Cluster, load_cluster, paced
+from stagewright.cluster import Cluster, load_cluster, with_slower_devices
 from stagewright.errors import InputError
 from stagewright.execution.launch import run
 from stagewright.execution.record import Record, load_record
@@ -48,7 +48,7 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
     job = Job(global_batch=8, sequence_length=64, dtype="fp32")
     cluster = load_cluster("2x-rtx3090", {"device.host_overhead_s": 0.0})
     plain = estimate(MODEL, cluster, job, pp=2).predictions
-    slow = estimate(MODEL, paced(cluster, {0: 2.0, 1: 2.0}), job, pp=2).predictions
+    slow = estimate(MODEL, with_slower_devices(cluster, {0: 2.0, 1: 2.0}), job, pp=2).predictions
     assert [stage.forward_seconds for stage in slow.stages] == pytest.approx(
         [2 * stage.forward_seconds for stage in plain.stages]
     )
@@ -59,7 +59,7 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
 
 def test_a_slow_rank_gets_less_of_the_model() -> None:
     job = Job(global_batch=8, sequence_length=64, dtype="fp32")
-    cluster = paced(load_cluster("2x-rtx3090"), {0: 1.02, 1: 2.0})
+    cluster = with_slower_devices(load_cluster("2x-rtx3090"), {0: 1.02, 1: 2.0})
     found = plan(MODEL, cluster, job, pp=2, dp=1, schedules=["1f1b"]).plans[0].predictions
     shares = [stage.stop - stage.start for stage in found.stages]
     assert shares[0] > 1.5 * shares[1]
@@ -71,11 +71,11 @@ def names(cluster: Cluster) -> list[float | None]:
 
 def test_devices_of_a_node_keep_its_links_and_nodes_their_slowest_pace() -> None:
     one = load_cluster("4x-h100")
-    divided = paced(one, {0: 1.0, 1: 1.04, 2: 1.5, 3: 1.0})
+    divided = with_slower_devices(one, {0: 1.0, 1: 1.04, 2: 1.5, 3: 1.0})
     assert names(divided) == [1.0, 1.0, 1.5, 1.0]
     assert divided.link_between(0, 2).seconds(1e9) == pytest.approx(one.link_between(0, 2).seconds(1e9))
-    assert names(paced(load_cluster("2x2x-h100"), {0: 1.0, 3: 1.5})) == [1.25, 1.25, 1.5, 1.5]
-    alike = paced(one, dict.fromkeys(range(4), 1.2))
+    assert names(with_slower_devices(load_cluster("2x2x-h100"), {0: 1.0, 3: 1.5})) == [1.25, 1.25, 1.5, 1.5]
+    alike = with_slower_devices(one, dict.fromkeys(range(4), 1.2))
     assert alike.is_homogeneous and alike.num_nodes == 1
 
 
@@ -92,15 +92,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
 @pytest.mark.multiprocess
 def test_a_run_records_how_fast_every_device_was_and_the_next_plan_knows(ran: tuple[Path, Record]) -> None:
     folder, record = ran
-    assert set(record.paces) == {0, 1} and all(pace > 1 for pace in record.paces.values())  # of a GPU's times
+    assert set(record.device_slowdowns) == {0, 1} and all(
+        pace > 1 for pace in record.device_slowdowns.values()
+    )  # of a GPU's times
     slow = record.ranks[1].model_copy(update={"pace": 3 * (record.ranks[0].pace or 0.0)})
     record.model_copy(update={"ranks": (record.ranks[0], slow)}).save(folder / "slow.json")
     words = ["estimate", str(folder / "plan.json"), "--json"]
-    plain, paced = (
+    plain, slowed = (
         json.loads(CliRunner().invoke(app, [*words, *more]).stdout)["step_seconds"]
         for more in ([], ["--record", str(folder / "slow.json")])
     )
-    assert paced > 2 * plain
+    assert slowed > 2 * plain
     told = CliRunner().invoke(app, ["compare", str(folder / "plan.json"), str(folder / "slow.json")])
     assert "rank 1 computes 3.0 times as long as the fastest" in told.stdout
 

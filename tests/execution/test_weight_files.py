@@ -322,7 +322,7 @@ def test_what_only_the_model_can_tell_is_refused_by_the_rank(folder: Path) -> No
         ),
     )
     with pytest.raises(
-        InputError, match=r"'model.norm.scale' beside 'model.norm.weight', which is therefore quantised"
+        InputError, match=r"'model.norm.scale' next to 'model.norm.weight', which is therefore quantised"
     ):
         starting(folder)
 

@@ -11,7 +11,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.joint.finalists import joint_plans
+from stagewright.planning.joint.top_configurations import joint_plans
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan

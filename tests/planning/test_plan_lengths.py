@@ -12,11 +12,11 @@ from stagewright.errors import InputError, PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import load_job
-from stagewright.planning.lengths import best_over_lengths, check_same_operators
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import plan as search_plan
 from stagewright.planning.search_result import SearchResult
+from stagewright.planning.sequence_lengths import best_over_lengths, check_same_operators
 from stagewright.report.plans import plan_document
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve

@@ -18,7 +18,7 @@ from stagewright.planning.best_first import Request, Search
 from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import make_candidate
 from stagewright.planning.configuration import Configuration, Recompute
-from stagewright.planning.cost import offers
+from stagewright.planning.cost import priced_results
 from stagewright.planning.estimate import estimate
 from stagewright.planning.fitters import LayerFitter
 from stagewright.planning.job import Job
@@ -241,9 +241,9 @@ def test_widths_that_cannot_be_are_named(bounds: Space, message: str) -> None:
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0])
 def test_tokens_and_prices_are_finite(wrong: float) -> None:
     with pytest.raises(InputError, match="finite number"):
-        offers(model(), CLUSTER, JOB, "speed", wrong)
+        priced_results(model(), CLUSTER, JOB, "speed", wrong)
     with pytest.raises(InputError, match="finite number"):
-        offers(model(), CLUSTER, JOB, "speed", 1e9, price_per_hour=wrong)
+        priced_results(model(), CLUSTER, JOB, "speed", 1e9, price_per_hour=wrong)
 
 
 def test_experts_are_spread_where_that_is_tried() -> None:
@@ -256,14 +256,14 @@ def test_experts_are_spread_where_that_is_tried() -> None:
 def test_cost_tries_parts_of_the_cluster() -> None:
     two = load_cluster("2x4x-h100")
     bounds = Space(tp=1, cp=1, microbatch=1, chunks=(1,))
-    by_cost = offers(model(), two, JOB, "cost", 1e9, price_per_hour=2.0, space=bounds, keep=1)
+    by_cost = priced_results(model(), two, JOB, "cost", 1e9, price_per_hour=2.0, space=bounds, keep=1)
     assert {one.bill.num_devices for one in by_cost} == {4, 8}
     costs = [one.bill.dollars or 0.0 for one in by_cost]
     assert costs == sorted(costs)
-    listed = offers(model(), two, JOB, "cost", 1e9, space=bounds, keep=1)
+    listed = priced_results(model(), two, JOB, "cost", 1e9, space=bounds, keep=1)
     assert listed[0].bill.dollars == pytest.approx(3.20 / 2.0 * (by_cost[0].bill.dollars or 0.0))
     with pytest.raises(InputError, match="no spot price is known for device 'h100': give --price"):
-        offers(model(), two, JOB, "cost", 1e9, terms="spot")
+        priced_results(model(), two, JOB, "cost", 1e9, terms="spot")
 
 
 def test_mixed_devices_get_layers_as_they_are_fast() -> None:

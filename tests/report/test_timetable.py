@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from stagewright.report.timelines import picture, segments, timeline_document
-from stagewright.schedule import FAMILIES, build
+from stagewright.schedule import BUILDERS, build
 from stagewright.simulation import StageCosts, simulate
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(BUILDERS))
 @pytest.mark.parametrize("width", [30, 200])
 @pytest.mark.parametrize("colour", [False, True])
 def test_every_row_has_the_same_width_and_fits(name: str, width: int, colour: bool) -> None:

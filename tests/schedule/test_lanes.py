@@ -15,7 +15,7 @@ from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import DeadlinePolicy, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.schedule import (
-    FAMILIES,
+    BUILDERS,
     Program,
     build,
     insert_communication,
@@ -51,7 +51,7 @@ def built(name, num_ranks, num_microbatches, chunks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16])
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_no_built_in_program_hangs(name, num_ranks):
     sizes = (num_ranks, 2 * num_ranks, 1, 5) if num_ranks < 8 else (num_ranks, 13)
     programs = [

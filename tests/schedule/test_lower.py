@@ -2,7 +2,7 @@ import pytest
 
 from random_programs import random_program
 from stagewright.errors import ScheduleError
-from stagewright.schedule import FAMILIES, Kind, build, insert_communication, verify
+from stagewright.schedule import BUILDERS, Kind, build, insert_communication, verify
 from stagewright.schedule.action import COMPUTE, RECEIVES, Action
 from stagewright.simulation import StageCosts, simulate
 
@@ -29,7 +29,7 @@ def test_receives_are_posted_one_computation_ahead_and_not_all_in_front():
 SIZES = {"interleaved-1f1b": 3, "breadth-first": 3, "hanayo": 4, "interleaved-zb": 2, "greedy": 2}
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"pipedream", "pipedream-2bw"}))
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"pipedream", "pipedream-2bw"}))
 @pytest.mark.parametrize("transfer_s", [0.3, 1.0])
 def test_receives_posted_a_few_computations_ahead_cost_no_time(name, transfer_s):
     options = {"num_moves": 20} if name in ("zb-auto", "v-half", "v-min") else {}

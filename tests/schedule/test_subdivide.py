@@ -20,7 +20,7 @@ from stagewright.schedule import (
     verify,
 )
 
-FAMILIES = [
+SCHEDULES = [
     ("gpipe", None), ("1f1b", None), ("interleaved-1f1b", 2), ("breadth-first", 2), ("zb-h1", None), ("zb-v", None),
     ("hanayo", 2), ("dualpipe-v", None),
 ]  # fmt: skip
@@ -40,7 +40,7 @@ def undivided(program: Program, num_parts: Sequence[int]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "num_chunks"), FAMILIES)
+@pytest.mark.parametrize(("name", "num_chunks"), SCHEDULES)
 def test_divided_programs_run(name: str, num_chunks: int | None) -> None:
     program = build(name, 2, 6, num_chunks)
     rng = Random(name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stagewright.schedule import Kind, build, insert_reductions
-from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.builders.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
 RNG = np.random.default_rng(20)

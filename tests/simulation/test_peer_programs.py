@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.schedule import (
-    FAMILIES,
+    BUILDERS,
     Kind,
     Placement,
     Program,
@@ -44,7 +44,7 @@ def rows(name):
 
 def ours(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Program:
     family, options = OURS[name]
-    takes_chunks = "num_chunks" in inspect.signature(FAMILIES[family]).parameters
+    takes_chunks = "num_chunks" in inspect.signature(BUILDERS[family]).parameters
     return build(family, num_ranks, num_microbatches, num_chunks if takes_chunks else None, **options)
 
 

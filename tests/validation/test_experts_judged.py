@@ -1,4 +1,4 @@
-"""Products of experts against PyTorch's and TensorRT-LLM's: the bars, of which that of whole layers is not reached."""
+"""Matmuls of experts against PyTorch's and TensorRT-LLM's: the bars, of which that of whole layers is not reached."""
 
 from __future__ import annotations
 

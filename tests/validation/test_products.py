@@ -1,4 +1,4 @@
-"""Products by their shapes against what three GPUs took: the bounds reached."""
+"""Matmuls by their shapes against what three GPUs took: the bounds reached."""
 
 from __future__ import annotations
 

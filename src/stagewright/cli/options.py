@@ -254,7 +254,7 @@ def as_measured(cluster: Cluster, profile: Path | None, record: Path | None) -> 
     Raises:
         InputError: a file is invalid, or of another kind or number of devices.
     """
-    from stagewright.cluster import load_profile, paced
+    from stagewright.cluster import load_profile, with_slower_devices
 
     if profile is not None:
         cluster = cluster.with_profile(load_profile(profile))
@@ -263,14 +263,14 @@ def as_measured(cluster: Cluster, profile: Path | None, record: Path | None) -> 
     from stagewright.execution.record import load_record
 
     run = load_record(record)
-    if not run.paces:
+    if not run.device_slowdowns:
         raise InputError(f"{record} has no speed of any rank: give the record of a run of 3 steps or more")
-    if max(run.paces) >= cluster.num_devices:
+    if max(run.device_slowdowns) >= cluster.num_devices:
         raise InputError(
-            f"{record} is of a run on {max(run.paces) + 1} devices or more, but cluster '{cluster.name}' has "
+            f"{record} is of a run on {max(run.device_slowdowns) + 1} devices or more, but cluster '{cluster.name}' has "
             f"{cluster.num_devices}: name the cluster of the run"
         )
-    return paced(cluster, run.paces)
+    return with_slower_devices(cluster, run.device_slowdowns)
 
 
 def is_plan(text: str) -> bool:

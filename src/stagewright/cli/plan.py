@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.cluster.prices import Price, Terms
     from stagewright.export.reading import Reading
-    from stagewright.planning.cost import Objective, Offer
+    from stagewright.planning.cost import Objective, PricedResult
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
     from stagewright.planning.search_result import SearchResult
@@ -174,7 +174,7 @@ def plan(
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
-    from stagewright.planning.cost import offers, prices_of
+    from stagewright.planning.cost import priced_results, prices_of
 
     check_writable(result.output)
     _check_ranks(result.ranks)
@@ -197,12 +197,12 @@ def plan(
     )
     space = _space(degrees, tp, scheduling)
     with Progress(f"planning {reference.name}") as progress:
-        candidates = offers(
+        results = priced_results(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress,
             patience_s=math.inf if objective.within is None else objective.within,
         )  # fmt: skip
-        search_result, on = candidates[0].result, candidates[0].cluster
+        search_result, on = results[0].result, results[0].cluster
         compared = (
             None if reading is None else _compared(reading, result, reference, target, training_job, progress)
         )
@@ -211,16 +211,16 @@ def plan(
         _write_ranks(result.ranks, search_result.plans[0], on)
     if result.html is not None:
         _write_page(result.html, search_result, on)
-    is_offer = len(candidates) > 1 or objective.price is not None or objective.tokens is not None
-    bills = Bills(candidates, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
+    has_bills = len(results) > 1 or objective.price is not None or objective.tokens is not None
+    bills = Bills(results, prices_of(target, terms) if price is None else {}, terms) if has_bills else None
     _show_plans(search_result, on, bills, result, compared)
 
 
 @dataclass(frozen=True)
 class Bills:
-    """Time and cost to reach the target for each cluster size, and the prices behind them."""
+    """Time and cost to reach the target for each cluster size, and the prices used."""
 
-    offers: Sequence[Offer]
+    results: Sequence[PricedResult]
     prices: Mapping[str, Price]
     terms: str
 
@@ -358,7 +358,7 @@ def _show_plans(
         }
         print_document(
             document
-            | (configurations.offers_document(bills.offers) if bills else {})
+            | (configurations.sizes_document(bills.results) if bills else {})
             | (
                 {"prices": {name: vars(price) for name, price in bills.prices.items()}}
                 if bills and bills.prices
@@ -385,7 +385,7 @@ def _show_plans(
     ]
     if bills is not None:
         parts += [
-            configurations.offers_table(bills.offers),
+            configurations.sizes_table(bills.results),
             *configurations.price_lines(bills.prices, bills.terms),
         ]
     if shown[0].devices and cluster.measured is not None:

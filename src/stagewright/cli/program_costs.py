@@ -22,7 +22,8 @@ class GivenCosts(NamedTuple):
     """Costs given on the command line; None where not given."""
 
     table: Path | None
-    passes: tuple[float, float, float] | None
+    action_seconds: tuple[float, float, float] | None
+    """Seconds of every forward, input gradient and weight gradient."""
     transfer: float | None
 
 
@@ -51,10 +52,10 @@ def costing_of(
         costs, table_transfers = _of_table(given.table, prediction, name, rank_of_stage)
         origin = f"costs of {given.table} at the cuts, speeds and bandwidth of {name}"
         transfers = table_transfers if given.transfer is None else given.transfer
-    elif given.passes is not None:
+    elif given.action_seconds is not None:
         from stagewright.simulation import StageCosts
 
-        costs, overhead = StageCosts.uniform(len(prediction.cuts) + 1, *given.passes), 0.0
+        costs, overhead = StageCosts.uniform(len(prediction.cuts) + 1, *given.action_seconds), 0.0
         origin = f"uniform costs instead of those that {name} states"
     else:
         costs, origin = prediction.stage_costs, f"costs as {name} states them"
@@ -79,9 +80,9 @@ def _unstated(given: GivenCosts, name: str) -> SourcedCosts:
         return SourcedCosts(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, origin)
     from stagewright.simulation import StageCosts
 
-    passes = given.passes or (1.0, 1.0, 1.0)
+    seconds = given.action_seconds or (1.0, 1.0, 1.0)
     origin = f"{name} states no costs: uniform ones are assumed"
-    return SourcedCosts(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, origin)
+    return SourcedCosts(lambda num_stages: StageCosts.uniform(num_stages, *seconds), transfer, 0.0, origin)
 
 
 def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:

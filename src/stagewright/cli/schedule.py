@@ -67,11 +67,11 @@ class CostOptions:
         """Return the costs given on the command line."""
         names = ("forward", "input_grad", "weight_grad")
         if self.costs is not None:
-            refuse(names, "--costs has the times of all passes", "give one time for all stages without --costs")
+            refuse(names, "--costs has the times of all actions", "give one time for all stages without --costs")
         for name in (*names, "transfer"):
             check_seconds(getattr(self, name), f"--{name.replace('_', '-')}")
-        passes = (self.forward, self.input_grad, self.weight_grad) if is_given(*names) else None
-        return GivenCosts(self.costs, passes, self.transfer if is_given("transfer") else None)
+        seconds = (self.forward, self.input_grad, self.weight_grad) if is_given(*names) else None
+        return GivenCosts(self.costs, seconds, self.transfer if is_given("transfer") else None)
 # fmt: on
 
 
@@ -100,7 +100,7 @@ def schedule(
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
     from stagewright.schedule import verify
-    from stagewright.schedule.families import check_written, options_of
+    from stagewright.schedule.builders import check_written, options_of
     from stagewright.simulation import simulate
 
     if is_program_file(name):
@@ -149,7 +149,7 @@ def _program(
     counts_activations: bool,
 ) -> Program:
     from stagewright.schedule import build
-    from stagewright.schedule.families import options_of
+    from stagewright.schedule.builders import options_of
 
     if "times" in options_of(name):
         # One microbatch is enough to learn how many stages the schedule places.
@@ -167,8 +167,8 @@ def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
 
     from stagewright.schedule.automatic import StageTimes
 
-    passes, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
-    return StageTimes(*passes, transfer * ones[1:], ones, held * ones)
+    seconds, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
+    return StageTimes(*seconds, transfer * ones[1:], ones, held * ones)
 
 
 def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:
@@ -192,11 +192,11 @@ def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: floa
 
 def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) -> Iterator[str]:
     """Yield the synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
-    from stagewright.schedule import FAMILIES, Kind
-    from stagewright.schedule.families import options_of
+    from stagewright.schedule import BUILDERS, Kind
+    from stagewright.schedule.builders import options_of
     from stagewright.schedule.in_flight import peak_activations
 
-    for name in FAMILIES:
+    for name in BUILDERS:
         accepted = options_of(name)
         options = {"memory_limit": float(limit)} if "memory_limit" in accepted else {}
         num_microbatches = program.num_microbatches

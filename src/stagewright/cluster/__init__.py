@@ -15,7 +15,7 @@ from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.profile import OperatorProfile, load_profile
-from stagewright.cluster.variants import arranged, paced, with_slower_links, without
+from stagewright.cluster.variants import arranged, with_slower_devices, with_slower_links, without
 
 __all__ = [
     "Cluster",
@@ -36,10 +36,10 @@ __all__ = [
     "dispatch_seconds",
     "load_cluster",
     "load_profile",
-    "paced",
     "reduce_scatter_seconds",
     "ring_shift_seconds",
     "save_cluster",
+    "with_slower_devices",
     "with_slower_links",
     "without",
 ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from stagewright.cluster.attention import BACKWARD_FLOP, FORWARD_FLOP, Attention, Scores, attention_seconds
-from stagewright.cluster.matmul import MatmulShape, Products, product_seconds
+from stagewright.cluster.matmul import MatmulParameters, MatmulShape, shaped_matmul_seconds
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.cluster.schema import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
@@ -150,7 +150,7 @@ class Device(SourcedModel):
     """FLOP/s; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
     matmul_half_flop: float | None = Field(default=None, ge=0, le=MOST_FLOPS)
-    products: Products | None = None
+    products: MatmulParameters | None = None
     """Parameters of matmuls by shape; None: times depend on FLOP alone."""
     packing_bandwidth: Rate | None = None
     """Bytes/s at which matmuls on a CPU copy operands into blocks and results out of them; None: overlapped with
@@ -211,7 +211,7 @@ class Device(SourcedModel):
     def _attention_runs_on_multiprocessors(self) -> Device:
         if self.attention is not None and self.products is None:
             raise ValueError(
-                "attention is dealt out to multiprocessors: add products, which has their number"
+                "attention is divided over multiprocessors: add products, which has their number"
             )
         return self
 
@@ -259,7 +259,7 @@ class Device(SourcedModel):
         ramp = (self.matmul_half_flop or 0.0) / self.matmul_flops(next(half_precisions, dtype))
         return flop / self.matmul_flops(dtype) + ramp
 
-    def product_seconds(
+    def shaped_matmul_seconds(
         self,
         shapes: Sequence[MatmulShape],
         dtype: str,
@@ -276,15 +276,15 @@ class Device(SourcedModel):
         Source and ignores: `stagewright.cluster.matmul`, `stagewright.cluster.kernel_choice`; launch.
         """
         assert self.products is not None, "only for devices with `products`"
-        products, flops, share = self.products, self.matmul_flops(dtype), num_bytes / len(shapes)
+        parameters, flops, share = self.products, self.matmul_flops(dtype), num_bytes / len(shapes)
         precision = precision_name(dtype)
         item = 4.0 if precision in ("fp32", "tf32") else 2.0
         chosen = precision in ("bf16", "fp16") and not grouped
         return sum(
-            product_seconds(
-                products, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped
+            shaped_matmul_seconds(
+                parameters, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped
             )
-            * (products.kernel_factor(shape) if chosen else 1.0)
+            * (parameters.kernel_factor(shape) if chosen else 1.0)
             for shape in shapes
         )
 

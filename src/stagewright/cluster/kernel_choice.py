@@ -72,6 +72,6 @@ def _table(library: Library) -> tuple[Floats, Floats]:
     """Return the coordinates of the measured matmuls, and their weights."""
     file = resources.files("stagewright.cluster") / "catalog" / "kernels" / f"{library}.toml"
     held = tomllib.loads(file.read_text(encoding="utf-8"))
-    products: Sequence[Sequence[float]] = held["products"]
-    rows, columns, inner, weights = np.array(products, float).T
+    matmuls: Sequence[Sequence[float]] = held["products"]
+    rows, columns, inner, weights = np.array(matmuls, float).T
     return coordinates(rows, columns, inner, held["num_multiprocessors"]), weights

@@ -59,7 +59,7 @@ class MatmulShape(NamedTuple):
     inner: float
 
 
-class Products(StrictModel):
+class MatmulParameters(StrictModel):
     """Parameters of a device for the time of matmuls by shape, besides its peak and `matmul_efficiency`, which is that of
     tiles of 256 x 128 on all multiprocessors."""
 
@@ -83,7 +83,7 @@ class Products(StrictModel):
     fastest."""
 
     def kernel_factor(self, shape: MatmulShape) -> float:
-        """Return the factor by which a matmul in half precision takes longer than `product_seconds` with the chosen
+        """Return the factor by which a matmul in half precision takes longer than `shaped_matmul_seconds` with the chosen
         kernel."""
         if self.kernels is None or shape.batch != 1:
             return 1.0
@@ -106,8 +106,8 @@ class Products(StrictModel):
         return min(1.0, *map(self.kernel_factor, shapes))
 
 
-def product_seconds(
-    products: Products,
+def shaped_matmul_seconds(
+    parameters: MatmulParameters,
     shape: MatmulShape,
     flops: float,
     bandwidth: float,
@@ -127,10 +127,10 @@ def product_seconds(
 
     Source: wave quantization and tile efficiency as in NVIDIA's guide "Matrix Multiplication Background"; the roofline
     model for memory. Constants: fit of the matmuls by shape on A100, H100 and B200 published with aiconfigurator. Ignores:
-    layouts; caches; that libraries choose tiles by heuristics (`Products.kernel_factor`).
+    layouts; caches; that libraries choose tiles by heuristics (`MatmulParameters.kernel_factor`).
     """
-    share, processors = products.operand_share, products.num_multiprocessors
-    clock = (products.boost if alone else 1.0) * (products.grouped_share if grouped else 1.0)
+    share, processors = parameters.operand_share, parameters.num_multiprocessors
+    clock = (parameters.boost if alone else 1.0) * (parameters.grouped_share if grouped else 1.0)
     rate = clock * flops / processors * (1 + share / 2)
     memory = bandwidth * (_GROUPED_MEMORY_EFFICIENCY if grouped else _MEMORY_EFFICIENCY)
     traffic = (num_bytes / memory) ** _OVERLAP
@@ -145,13 +145,13 @@ def product_seconds(
     for rows, columns in _TILES:
         whole = shape.batch * math.ceil(shape.rows / rows) * math.ceil(shape.columns / columns) / processors
         step_s = 2 * rows * columns * (1 + share * (128 / rows + 128 / columns - 1)) / rate
-        ends_s = products.fill_s + _STORED * rows * columns * item_bytes * processors / memory
+        ends_s = parameters.fill_s + _STORED * rows * columns * item_bytes * processors / memory
         for split, step in inner:
             waves = max(split * whole, 1.0)
-            waves += products.tail_share * (math.ceil(waves) - waves)
+            waves += parameters.tail_share * (math.ceil(waves) - waves)
             arithmetic = waves * (step * step_s + ends_s)
             seconds = (arithmetic**_OVERLAP + traffic) ** (1 / _OVERLAP)
             best = min(best, seconds + (_SUM_S + split * sums_s if split > 1 else 0.0))
             if waves > _MOST_SPLIT_WAVES:  # more parts only add sums
                 break
-    return best * (1 - (products.sag - 1) * math.expm1(-best / _SAG_S)) if alone else best
+    return best * (1 - (parameters.sag - 1) * math.expm1(-best / _SAG_S)) if alone else best

@@ -15,7 +15,7 @@ from stagewright.cluster.link import Link
 from stagewright.errors import InputError
 
 _ALIKE = 1.1
-"""Devices whose paces differ by a smaller factor count as equally fast: it is the noise of a run."""
+"""Devices whose slowdowns differ by a smaller factor count as equally fast: it is the noise of a run."""
 
 
 class ArrangedCluster(Cluster):
@@ -113,19 +113,19 @@ def without(cluster: Cluster, lost: Collection[int]) -> Cluster:
     )  # fmt: skip
 
 
-def paced(cluster: Cluster, paces: Mapping[int, float]) -> Cluster:
-    """Return `cluster` with the measured pace (`Device.pace`) of some devices, by number; the others get the median.
+def with_slower_devices(cluster: Cluster, slowdowns: Mapping[int, float]) -> Cluster:
+    """Return `cluster` with the measured slowdown (`Device.pace`) of some devices, by number; the others get the median.
 
-    Devices of similar pace get the same one. A node is as fast as its slowest device; if the cluster is one node, its
-    devices become separate nodes joined by the same links. Ignores: the pace of links.
+    Devices of similar slowdown get the same one. A node is as fast as its slowest device; if the cluster is one node, its
+    devices become separate nodes joined by the same links. Ignores: slow links.
     """
-    middle = median(paces.values())
-    of_device = _alike([paces.get(number, middle) for number in range(cluster.num_devices)])
+    middle = median(slowdowns.values())
+    of_device = _alike([slowdowns.get(number, middle) for number in range(cluster.num_devices)])
     if cluster.num_nodes == 1:
         return _divided(cluster, of_device)
     of_node = [max(of_device[rank] for rank in cluster.ranks_of(node)) for node in range(cluster.num_nodes)]
-    kinds = [(cluster.group_of(cluster.ranks_of(node)[0]), pace) for node, pace in enumerate(of_node)]
-    groups = [_group(group, pace, count=len(list(run))) for (group, pace), run in groupby(kinds)]
+    kinds = [(cluster.group_of(cluster.ranks_of(node)[0]), slowdown) for node, slowdown in enumerate(of_node)]
+    groups = [_group(group, slowdown, count=len(list(run))) for (group, slowdown), run in groupby(kinds)]
     return cluster.model_copy(update={"nodes": tuple(groups)})
 
 
@@ -134,34 +134,36 @@ def _divided(cluster: Cluster, of_device: list[float]) -> Cluster:
     if len(set(of_device)) == 1:
         return cluster.model_copy(update={"nodes": (_group(node, of_device[0], count=1),)})
     groups = []
-    for pace, run in groupby(of_device):
+    for slowdown, run in groupby(of_device):
         size = len(list(run))
         part = {"devices_per_node": size, "num_nics": size, "inter_node": node.intra_node}
-        groups.append(_group(node, pace, count=1).model_copy(update=part))
+        groups.append(_group(node, slowdown, count=1).model_copy(update=part))
     return cluster.model_copy(update={"nodes": tuple(groups)})
 
 
-def _group(node: NodeGroup, pace: float, count: int) -> NodeGroup:
-    return node.model_copy(update={"count": count, "device": node.device.model_copy(update={"pace": pace})})
+def _group(node: NodeGroup, slowdown: float, count: int) -> NodeGroup:
+    return node.model_copy(
+        update={"count": count, "device": node.device.model_copy(update={"pace": slowdown})}
+    )
 
 
-def _alike(paces: list[float]) -> list[float]:
+def _alike(slowdowns: list[float]) -> list[float]:
     """
     >>> _alike([1.0, 1.5, 1.04, 1.52])
     [1.02, 1.51, 1.02, 1.51]
     """
     classes: list[list[int]] = []
-    for number in sorted(range(len(paces)), key=paces.__getitem__):
-        if classes and paces[number] < _ALIKE * paces[classes[-1][0]]:
+    for number in sorted(range(len(slowdowns)), key=slowdowns.__getitem__):
+        if classes and slowdowns[number] < _ALIKE * slowdowns[classes[-1][0]]:
             classes[-1].append(number)
         else:
             classes.append([number])
-    middle_paces = list(paces)
+    middle_slowdowns = list(slowdowns)
     for members in classes:
-        middle = round(median(paces[number] for number in members), 4)
+        middle = round(median(slowdowns[number] for number in members), 4)
         for number in members:
-            middle_paces[number] = middle
-    return middle_paces
+            middle_slowdowns[number] = middle
+    return middle_slowdowns
 
 
 def with_slower_links(cluster: Cluster, factors: Mapping[tuple[int, int], float]) -> Cluster:

@@ -104,10 +104,10 @@ class _MemoryReplay:
         self.fixed = self.lasting
         """Bytes that do not depend on microbatches, including temporary flat buffers."""
         self.actions = program.actions(rank)
-        self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
+        self.microbatches = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
         self.events = MemoryEvents(resident.has_slots)
-        self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
+        self.inputs = self.microbatches.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
         self.flat = FlatBytes(resident, self.actions, self._observe_flat) if resident.flats else None
@@ -134,7 +134,7 @@ class _MemoryReplay:
             self.at = "end of batch"
             self.flat.end()
             self.fixed = self.lasting + self.flat.total
-        self.live -= sum(self.flight.sending_bytes(state) for state in self.states)
+        self.live -= sum(self.microbatches.sending_bytes(state) for state in self.states)
         transient = self.resident.step_transient
         self.at = "optimizer step"
         self._observe(transient, 0, transient)
@@ -150,7 +150,7 @@ class _MemoryReplay:
 
     def _step(self, microbatch: int, event: Event) -> None:
         try:
-            step = self.flight.step(self.states[microbatch], event)
+            step = self.microbatches.step(self.states[microbatch], event)
         except ScheduleError as error:
             raise ScheduleError(f"rank {self.rank}: {self.at}: {error}") from None
         if self.live + step.above + self.fixed > self.peak.total:
@@ -184,7 +184,7 @@ class _MemoryReplay:
         alive = tuple(
             Alive(stage, microbatch, num_bytes)
             for microbatch, state in enumerate(peak.states)
-            for stage, num_bytes in self.flight.saved_bytes(state).items()
+            for stage, num_bytes in self.microbatches.saved_bytes(state).items()
         )
         return RankMemory(
             self.rank, peak.total, str(peak.at), categories, alive=alive, operator=peak.operator

@@ -40,7 +40,7 @@ def action_curves(
     Microbatches go through the same few transitions, each of which is computed once. Ignores: that operators take different
     times.
     """
-    flight = InFlight(memories, program.placement.rank_of_stage, rank, is_scripted=True)
+    microbatches = InFlight(memories, program.placement.rank_of_stage, rank, is_scripted=True)
     states, events = [0] * program.num_microbatches, MemoryEvents(has_slots)
     curves: dict[tuple[tuple[int, Event], ...], ActionCurve] = {}
     result: list[ActionCurve] = []
@@ -48,20 +48,20 @@ def action_curves(
         changes: list[tuple[int, Event]] = []
         for microbatch, event in events.of(action):
             changes.append((states[microbatch], event))
-            states[microbatch] = flight.step(states[microbatch], event).after
+            states[microbatch] = microbatches.step(states[microbatch], event).after
         key = tuple(changes)
         if key not in curves:
-            curves[key] = _of_events(flight, key)
+            curves[key] = _of_events(microbatches, key)
         result.append(curves[key])
     return result
 
 
-def _of_events(flight: InFlight, changes: Iterable[tuple[int, Event]]) -> ActionCurve:
+def _of_events(microbatches: InFlight, changes: Iterable[tuple[int, Event]]) -> ActionCurve:
     """Return the curve of an action that consists of these (state, event) transitions."""
     total, saved = None, 0
     for state, event in changes:
-        step = flight.step(state, event)
-        curve = _inside(step.script, flight.sizes(state))
+        step = microbatches.step(state, event)
+        curve = _inside(step.script, microbatches.sizes(state))
         total = curve if total is None else _then(total, curve, saved)
         saved += step.held
     return ActionCurve(*np.zeros((5, 1))) if total is None else total

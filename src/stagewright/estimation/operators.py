@@ -16,7 +16,7 @@ from stagewright.cluster.attention import Scores
 from stagewright.cluster.matmul import MatmulShape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
-from stagewright.graph.added_nodes import ACCUMULATE, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
 
@@ -122,13 +122,13 @@ def work(node: Node, value: Lookup) -> Work:
     dtype = _dtype(node, value)
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0]).meta
-        if not gradient.num_elements:  # the product has added it
+        if not gradient.num_elements:  # the matmul has accumulated it
             return Work(Kernel.VIEW, dtype)
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
     if is_kernel(node.op):
         return _fused(node, value, dtype)
     if (
-        node.op in MOVES
+        node.op in HOST_COPIES
         or name in _FREE
         or (outputs and all(output.storage != output.id for output in outputs))
     ):
@@ -244,11 +244,11 @@ class _OperatorCall:
         counted = arithmetic if flop is None else flop
         return Work(Kernel.MATMUL, self.dtype, counted, arithmetic, self.moved, shapes=shapes)
 
-    def adding(self, product: Work, num_results: float) -> Work:
-        """Return `product` with the traffic of accumulating `num_results` into a buffer, if it returns no results."""
+    def adding(self, matmul: Work, num_results: float) -> Work:
+        """Return `matmul` with the traffic of accumulating `num_results` into a buffer, if it returns no results."""
         if not _adds_up(self.node, self.value):
-            return product
-        return replace(product, bytes_moved=product.bytes_moved + _ADDED_BYTES * num_results)
+            return matmul
+        return replace(matmul, bytes_moved=matmul.bytes_moved + _ADDED_BYTES * num_results)
 
 
 def _product(first: int) -> Callable[[_OperatorCall], Work]:
@@ -378,11 +378,11 @@ def _attended(call: _OperatorCall, query: int, of_head: Scores) -> Work:
     The forward has two matmuls with scores: with the width of the keys, and with that of the values. The backward has three
     with the width of the keys, one of which recomputes the scores, and two with that of the values.
     """
-    kernel, products = (Kernel.ATTENTION_BACKWARD, (3, 2)) if query else (Kernel.ATTENTION, (1, 1))
+    kernel, matmuls = (Kernel.ATTENTION_BACKWARD, (3, 2)) if query else (Kernel.ATTENTION, (1, 1))
     *batch, num_queries, width = call.shape(query)
     num_keys, value_width = call.shape(query + 1)[-2], call.shape(query + 2)[-1]
     scores = of_head._replace(
-        batch=math.prod(batch), flop=2.0 * (products[0] * width + products[1] * value_width)
+        batch=math.prod(batch), flop=2.0 * (matmuls[0] * width + matmuls[1] * value_width)
     )
     flop = scores.flop * scores.batch * num_queries * num_keys
     return Work(kernel, call.dtype, flop, flop * (scores.seen / num_keys), call.moved, scores=scores)

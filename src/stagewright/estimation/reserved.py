@@ -77,12 +77,14 @@ class _AllocatorReplay:
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
-        self.flight = in_flight(tuple(memories), placed, rank, is_scripted=True)
+        self.microbatches = in_flight(tuple(memories), placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator()
         self.buffers = _Buffers(resident, self.actions, self.allocator)
         self.numbers: dict[Key, int] = {}
-        self.scripts: dict[int, tuple[Ints, Ints]] = {}  # by the identity of steps, which `flight` keeps
+        self.scripts: dict[
+            int, tuple[Ints, Ints]
+        ] = {}  # by the identity of steps, which `microbatches` keeps
         self.held = np.full((self.num_microbatches, 64), NONE, np.int64)
         self.state_bytes = resident.total
         self.slots = slot_bytes(memories, self.actions) if resident.has_slots else ()
@@ -159,13 +161,13 @@ class _AllocatorReplay:
     def _batch(self) -> None:
         """Replay all actions of one batch; free its remaining storages at the end."""
         states, events = [0] * self.num_microbatches, self.events()
-        inputs = self._script(list(self.flight.start_sizes.items()))
+        inputs = self._script(list(self.microbatches.start_sizes.items()))
         for blocks in self.held:
             self.allocator.run(*inputs, blocks)
         for index, action in enumerate(self.actions):
             self.buffers.before(index)
             for microbatch, event in events.of(action):
-                step = self.flight.step(states[microbatch], event)
+                step = self.microbatches.step(states[microbatch], event)
                 states[microbatch] = step.after
                 script = self.scripts.get(id(step))
                 if script is None:

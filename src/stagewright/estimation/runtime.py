@@ -99,15 +99,14 @@ class HostCosts(StrictModel):
 
 
 class Waits(StrictModel):
-    """For what a device stands still, in seconds.
+    """Seconds for which a device idles, and what it waits for.
 
-    * `product_s`: around a matrix product, beyond its ramp-up.
+    * `product_s`: around a matmul, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
-    * `scattered_s`: to send a part each of what all of a group of ranks have to another node, beside the transfer.
-    * `routing_s`: in a layer of experts that ranks share out, in either direction, for hosts that read how many tokens go
-      where.
-    * `beside_share`: part of a GPU's multiprocessors that collectives of shared-out parameters and gradients, hidden
-      dispatches and transfers within a node take from the computations they run beside.
+    * `scattered_s`: to send parts, one per rank of a group, to another node, in addition to the transfer.
+    * `routing_s`: in a layer of sharded experts, in either direction, for the host to read how many tokens go where.
+    * `beside_share`: fraction of a GPU's multiprocessors that collectives of sharded parameters and gradients, hidden
+      dispatches and transfers within a node take from the computations they overlap with.
     """
 
     product_s: Seconds = 0.0
@@ -126,19 +125,20 @@ class Selective(StrictModel):
 
 
 class OptimizerStorage(StrictModel):
-    """Types of what training keeps, and what a step of it moves.
+    """Data types of the training state, and the bytes that an optimizer step moves.
 
-    * `gradients`: in which gradients are added up: as the ``parameter``, as it where that is ``fp16`` and else in float32,
-      or in ``float32``; None: float32 for half precision, else as the parameter.
-    * `state`: of the moments and the master copy; None: as the gradients.
-    * `keeps_gradients`: whether gradients as backwards make them stay beside those of another type that they are added to.
-    * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
-      is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
-    * `gathers_masters`: whether shared-out parameters are cast and gathered from their master copies, so that nothing else
-      of them stays; state is then kept parameter by parameter.
-    * `keeps_shards`: whether replicas that share out state but not parameters keep their part of these beside the whole;
-      where there are master copies, these are such parts.
-    * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
+    * `gradients`: type in which gradients are accumulated: that of the ``parameter``; ``fp16``, which is that of the
+      parameter where it is fp16 and else float32; or ``float32``. None: float32 for half precision, else as the parameter.
+    * `state`: type of the moments and the master copy; None: as the gradients.
+    * `keeps_gradients`: whether gradients as the backward computes them are kept in addition to those of another type into
+      which they are accumulated.
+    * `moves_parameters`: whether parameters, created one by one, move into the buffers that are sharded over replicas, with
+      state per parameter; what they leave in the allocator's cache is reserved too.
+    * `gathers_masters`: whether sharded parameters are cast and gathered from their master copies, so that no other copy of
+      them is kept; state is then kept per parameter.
+    * `keeps_shards`: whether replicas that shard state but not parameters keep their shard of the parameters in addition to
+      the whole; where there are master copies, these are such shards.
+    * `step_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new copy; None: those of fused AdamW.
     """
 
     gradients: Literal["parameter", "fp16", "float32"] | None = None
@@ -151,15 +151,15 @@ class OptimizerStorage(StrictModel):
 
 
 class Loop(StrictModel):
-    """A training step on one device whose memory is not that of stages but of calls in autograd's order, one allocation
-    after the other (`stagewright.estimation.eager_step`).
+    """A training step on one device whose memory is that of calls in autograd's order, one allocation after the other,
+    instead of that of stages (`stagewright.estimation.eager_step`).
 
-    * `step_copies`: copies of all gradients' bytes that are there at the height of the optimizer step, one made after the
-      other and freed at its end; weight decay makes one more.
-    * `step_passes`: times that the optimizer step reads or writes as many elements as there are parameters; weight decay
-      makes three more.
-    * `num_moments`: tensors of the optimizer's state per parameter, made in the first step.
-    * `adds_in_place`: cotangents of a value with several uses are added into the first of them.
+    * `step_copies`: copies of all gradients that exist at the peak of the optimizer step, created one after the other and
+      freed at its end; weight decay needs one more.
+    * `step_passes`: number of times the optimizer step reads or writes as many elements as there are parameters; weight
+      decay adds three.
+    * `num_moments`: tensors of optimizer state per parameter, created in the first step.
+    * `adds_in_place`: whether cotangents of a value with several uses are added into the first of them.
     """
 
     step_copies: Annotated[int, Field(ge=0, le=100)]
@@ -169,65 +169,64 @@ class Loop(StrictModel):
 
 
 class Runtime(SourcedModel):
-    """One runtime.
+    """The description of a runtime: how a training framework executes a model.
 
     * `dtypes`: precisions of jobs that it trains.
-    * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
-      that traces (``traced``).
-    * `context`: whether ranks that divide a sequence gather keys and values for one kernel, or have a ``ring``.
-    * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
+    * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as on the device that
+      traces (``traced``).
+    * `context`: whether context-parallel ranks gather keys and values for one kernel (``gathered``), or use a ``ring``.
+    * `experts`: as the model's own code computes them (``traced``), or ``grouped``, with weights between their matmuls.
     * `embedding`: whether tensor-parallel ranks each have some rows of the embedding (``split``) or all (``whole``).
     * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
-      all tokens before the loss (``gathered``), or compute all of them (``whole``). Of a parameter that is embedding and
-      head, all ranks have all where either is whole.
+      all tokens before the loss (``gathered``), or compute all of them (``whole``). A parameter that is both embedding and
+      head is whole on all ranks if either is whole.
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
-    * `holds_logits`: whether the loop has logits in a variable while the loss is differentiated, so that they stay.
-    * `shares_gathers`: whether products that take the same tensor take one gathered copy of it, and the sum of its
-      gradients goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees
-      are made once. Ignores: memory of more copies than one.
-    * `casts_gathers`: whether with products in fp8 what tensor-parallel ranks gather inside of layers is cast before.
-    * `compiles`: whether what is compiled are the ``layers``, or the ``model`` as far as replicas do not share it out piece
-      by piece: its backward hands all gradients over at its end, beside those of earlier microbatches that they are added
-      to.
-    * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
-      replaced it, is 1.
-    * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
-    * `casts`: with products in fp8, whether operands are cast for ``every product``, or activations and gradients ``once``
-      for both products that take them, and weights once per step.
-    * `shard_units`: in what replicas gather and reduce a stage that they share out: in the pieces that are ``fastest``, or
-      each of its ``layers`` on its own and what is in front of and behind them.
-    * `reduces`: after which microbatches replicas that share out gradients do so: after ``every microbatch`` that adds to
-      them, or after the ``last microbatch``, until when they are whole, in the type of their sums.
-    * `keeps_root`: whether what surrounds the layers of a lone pipeline rank is gathered in front of a forward and
-      released, and its gradients reduced, behind its backward.
-    * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
-      the other.
+    * `holds_logits`: whether the loop keeps logits in a variable while the loss is differentiated.
+    * `shares_gathers`: whether matmuls with the same input share its gathered copy, and their input gradients are reduced
+      together; otherwise each gathers the input and reduces its own gradient. A compiler merges equal gathers. Ignores: the
+      memory of further copies.
+    * `casts_gathers`: whether with fp8 matmuls what tensor-parallel ranks gather inside layers is cast before.
+    * `compiles`: whether the ``layers`` are compiled, or the ``model`` where replicas do not shard it piece by piece: its
+      backward returns all gradients at its end, in addition to those of earlier microbatches that they are added to.
+    * `attention_rate`: speed of its fused attention relative to the device's file, which describes FlashAttention-2 or its
+      successor.
+    * `attention_kernels`: whether its fused attention is as the device's file describes (``described``), or the ``best``
+      available.
+    * `casts`: with fp8 matmuls, whether operands are cast for ``every product``, or activations and gradients ``once`` for
+      both matmuls that take them, and weights once per step.
+    * `shard_units`: the units in which replicas gather and reduce a sharded stage: the ``fastest``, or each of its
+      ``layers`` alone, and what comes before and after them.
+    * `reduces`: whether replicas that shard gradients reduce them after ``every microbatch``, or after the ``last
+      microbatch``, until when they are whole, in the type in which they are accumulated.
+    * `keeps_root`: whether what surrounds the layers of a lone pipeline rank is gathered before a forward, and released and
+      its gradients reduced after the backward.
+    * `copies_parts`: whether collectives copy what they send or receive because its parts are not contiguous.
     * `merges_views`: whether a view of a view is issued as one, and none where its result is at hand.
-    * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
-    * `unaligned_products`: where batched products are computed whose rows do not all begin at multiples of 16 bytes, those
-      of heads of 108 or 150 elements above all: by ``tensor cores`` as others, or by a device's ``other cores`` at its rate
-      in float32.
-    * `overlaps_reduction`: whether gradients are reduced beside the last backward, and parameters gathered beside the first
+    * `workspace_bytes`: memory of its kernels, in addition to the matrix library's workspace.
+    * `unaligned_products`: where batched matmuls run whose rows do not all begin at multiples of 16 bytes, above all those
+      of heads of 108 or 150 elements: on ``tensor cores`` as others, or on a device's ``other cores`` at its rate in
+      float32.
+    * `overlaps_reduction`: whether gradients are reduced during the last backward, and parameters gathered during the first
       forward, layer by layer.
-    * `overlapped_collectives`: which collectives of a split sequence run beside products: none, those of the backward, all.
-    * `adds_in_products`: whether products add gradients of weights up, in place of handing them on.
-    * `sums_once`: whether gradients of parameters that all ranks of a layer hold are summed over these once per step.
-    * `checks_after`: whether the optimizer looks at all gradients after its step, so that with split backwards a rank goes
-      on to the next one while others end theirs.
-    * `recomputes`: short names of operators whose results are always made again for the backward.
+    * `overlapped_collectives`: which collectives of sequence parallelism overlap with matmuls: none, those of the backward,
+      all.
+    * `adds_in_products`: whether matmuls accumulate weight gradients instead of returning them.
+    * `sums_once`: whether gradients of parameters that all tensor-parallel ranks hold are summed over them once per step.
+    * `checks_after`: whether the optimizer checks all gradients after its step, so that with split backwards a rank
+      continues with the next step while others finish theirs.
+    * `recomputes`: short names of operators that are always recomputed in the backward.
     * `selective`: what is kept under selective recomputation; None: all but attention's scores.
-    * `dispatch`: what travels to experts of other ranks: a copy of a token for each of them, or one to each node that has
-      any, which hands it on inside.
-    * `dispatch_multiprocessors`: how many of a device's multiprocessors then copy tokens.
-    * `hides_dispatch`: whether tokens travel beside another microbatch. Ignores: that one more is alive then, and
+    * `dispatch`: what is sent to experts on other ranks: a copy of a token for each of them, or one to each node that has
+      any, which forwards it inside the node.
+    * `dispatch_multiprocessors`: number of a device's multiprocessors that then copy tokens.
+    * `hides_dispatch`: whether sending tokens overlaps with another microbatch. Ignores: that one more is alive then, and
       that there may be no other.
-    * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
+    * `partition`: stages with numbers of layers as even as possible (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
-    * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
-    * `loop`: of a runtime that is a plain loop on one device, what its memory follows from.
-    * `transfers`: whether a rank stands still while it ``sends``, while it ``sends and receives``, or never
-      (``overlapped``).
-    * `scatters_boundaries`: whether tensor-parallel devices send a part each of what all of them have, and gather it behind.
+    * `recomputes_head`: whether what surrounds the layers is recomputed where they are.
+    * `loop`: for a plain loop on one device: parameters of its memory.
+    * `transfers`: whether a rank waits while it ``sends``, while it ``sends and receives``, or never (``overlapped``).
+    * `scatters_boundaries`: whether tensor-parallel ranks each send a part of a boundary value, which the receivers gather.
     """
 
     not_figures = frozenset({"name", "about", "dtypes", "kernels"})
@@ -394,18 +393,18 @@ def _build(name: str, document: dict[str, Any], origin: str) -> Runtime:
 
 
 def _document_of(name: str, child: str, origin: str) -> dict[str, Any]:
-    """What the runtime called `name`, or a file beside that of `child`, says."""
+    """Return the document of the runtime `name`, which may be a file in the folder of `child`."""
     if name.endswith(".toml"):
         path = Path(child).resolve().parent / name
         if not path.is_file():
             raise InputError(
-                f"{origin}: based_on = {name!r}, but there is no file '{path}': name one beside this file"
+                f"{origin}: based_on = {name!r}, but there is no file '{path}': name one in the folder of this file"
             )
         return load_runtime(str(path.resolve())).model_dump(exclude_unset=True)
     if name not in runtime_names():
         raise InputError(
             f"{origin}: based_on = {name!r} is no bundled runtime{nearest(name, runtime_names())}: use one of "
-            f"{', '.join(runtime_names())}, or a file beside this one that ends in .toml"
+            f"{', '.join(runtime_names())}, or a file next to this one that ends in .toml"
         )
     return load_runtime(name).model_dump(exclude_unset=True)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
-from stagewright.graph.added_nodes import ACCUMULATE, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.graph import Node, made_by
 from stagewright.graph.messages import Message, messages
 from stagewright.graph.stage import Function, Stage
@@ -77,7 +77,7 @@ class StageMemory:
 
     def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.recomputed.nodes)
-        again = frozenset(node.id for node in nodes if node.op not in MOVES)
+        again = frozenset(node.id for node in nodes if node.op not in HOST_COPIES)
         return function_memory(function, self.stage.value, again)
 
     @cached_property

@@ -18,7 +18,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin, Part
-from stagewright.graph.added_nodes import FETCH, FETCHED, MOVES, OFFLOAD, OFFLOADED
+from stagewright.graph.added_nodes import FETCH, FETCHED, HOST_COPIES, OFFLOAD, OFFLOADED
 from stagewright.graph.cuts import Cuts, find_cuts
 from stagewright.graph.messages import num_bytes
 from stagewright.graph.repeat import Copies, expanded
@@ -270,7 +270,7 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
     fetches while a rank waits for other ranks between R and its backward.
     """
     nodes = list(nodes)
-    if not any(node.op in MOVES for node in nodes):
+    if not any(node.op in HOST_COPIES for node in nodes):
         return 0.0
     costs = [costing.of(node, value) for node in nodes]
     by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)

@@ -99,7 +99,7 @@ def kernel_seconds(operator: Work, device: Device) -> float:
         return overlapped(operator.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if operator.kernel is Kernel.MATMUL and operator.shapes and device.products is not None:
         precision = _precision(operator, device)
-        return device.product_seconds(
+        return device.shaped_matmul_seconds(
             operator.shapes, precision, operator.bytes_moved, grouped=operator.grouped
         )
     if operator.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
@@ -154,13 +154,16 @@ def _issued(busy: float, issue: float, flop: float, model_flop: float, device: D
     return Cost(*times, flop, model_flop)
 
 
-def _paced(plain: Cost, device: Device) -> Cost:
-    """Return the cost `plain` scaled by the measured pace of the device."""
-    pace = device.pace
-    if pace is None:
+def _slowed(plain: Cost, device: Device) -> Cost:
+    """Return the cost `plain` scaled by the measured slowdown of the device."""
+    slowdown = device.pace
+    if slowdown is None:
         return plain
     return replace(
-        plain, device_s=pace * plain.device_s, host_s=pace * plain.host_s, product_s=pace * plain.product_s
+        plain,
+        device_s=slowdown * plain.device_s,
+        host_s=slowdown * plain.host_s,
+        product_s=slowdown * plain.product_s,
     )
 
 
@@ -214,13 +217,13 @@ class Costing:
         graph: OperatorGraph,
         device: Device,
         cluster: Cluster | None = None,
-        products: str | None = None,
+        matmul_precision: str | None = None,
         compiled: bool = False,
     ) -> None:
-        """`cluster` has the links of a graph with tensor parallelism; `products` is the type in which matmuls are computed
-        if it is not that of their operands (``tf32``, ``fp8``); `compiled`: see `estimation.compiled`.
+        """`cluster` has the links of a graph with tensor parallelism; `matmul_precision` is the type in which matmuls are
+        computed if it is not that of their operands (``tf32``, ``fp8``); `compiled`: see `estimation.compiled`.
         """
-        self.products = products
+        self.matmul_precision = matmul_precision
         self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
         self.runtime = runtime_of(graph)
         self.graph = graph
@@ -246,13 +249,13 @@ class Costing:
 
     def on(self, device: Device) -> Costing:
         """Return the costs of the same nodes on another device."""
-        costing = Costing(self.graph, device, self.cluster, self.products, self._given[1])
+        costing = Costing(self.graph, device, self.cluster, self.matmul_precision, self._given[1])
         costing._not_issued = self._not_issued
         return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
         """Return the costs of another graph on the same device; nodes of equal signature cost the same."""
-        costing = Costing(graph, self._given[0], self.cluster, self.products, self._given[1])
+        costing = Costing(graph, self._given[0], self.cluster, self.matmul_precision, self._given[1])
         costing._by_signature, costing.without_rule = self._by_signature, self.without_rule
         return costing
 
@@ -275,7 +278,7 @@ class Costing:
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
             result = replace(result, device_s=measured_s)
-        result = _paced(self._under_runtime(result, operator), self.device)
+        result = _slowed(self._under_runtime(result, operator), self.device)
         if self.runtime.context == "ring" and self.cluster is not None:
             ring_s = ring_seconds(node, value, self.cluster, self._strides, self.device)
             result = replace(result, device_s=result.device_s + ring_s)
@@ -295,7 +298,7 @@ class Costing:
     def measured_seconds(self, node: Node, value: Lookup) -> float | None:
         """Return the seconds of a node in the device's profile; None if it has none, or for another type of matmul."""
         profile = self.device.profile
-        if profile is None or node.id in self.fusions or self.products is not None:
+        if profile is None or node.id in self.fusions or self.matmul_precision is not None:
             return None
         signature = signature_of(node, value)
         return None if signature is None else profile.seconds.get(signature)
@@ -314,7 +317,7 @@ class Costing:
         if node.id in self._not_issued:
             return _NOT_ISSUED
         kind = node.signature * _MOST_COPIES + self._num_copies(node) - 1
-        if self.products != "fp8":
+        if self.matmul_precision != "fp8":
             return kind
         return (kind * len(Part) + node.part) * 2 + self._takes_fp8(node)
 
@@ -336,7 +339,7 @@ class Costing:
             return 1
         num_products = self._products_of.get(entry.id)
         if num_products is None:
-            num_products = self._products_of[entry.id] = _num_products(self.graph, entry)
+            num_products = self._products_of[entry.id] = _num_matmuls(self.graph, entry)
         return min(max(num_products, 1), _MOST_COPIES)
 
     def _under_runtime(self, plain: Cost, operator: Work) -> Cost:
@@ -359,7 +362,7 @@ class Costing:
         copying = runtime.dispatch_multiprocessors if once else None
         sent_s = collective_seconds(node, value, self.cluster, self._strides, copying, share)
         sent_s += runtime.waits.collective_s
-        beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
+        overlapped, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
             copied_s += runtime.waits.beside_share * sent_s
         if node.op == ALL_TO_ALL and _is_of_routing(value(node.inputs[0]).meta):
@@ -367,15 +370,15 @@ class Costing:
         num = self._num_copies(node)
         return replace(
             plain,
-            device_s=num * (copied_s + (0.0 if beside or hidden else sent_s)),
-            overlapped_s=num * sent_s if beside else 0.0,
+            device_s=num * (copied_s + (0.0 if overlapped or hidden else sent_s)),
+            overlapped_s=num * sent_s if overlapped else 0.0,
             hidden_s=num * sent_s if hidden else 0.0,
             host_s=num * (plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s),
         )
 
     def _sent_share(self, node: Node, value: Lookup) -> float:
         """Return the fraction of a collective's bytes that is sent if they are cast to eight bits before."""
-        if not (self.runtime.casts_gathers and self.products == "fp8" and node.op == ALL_GATHER):
+        if not (self.runtime.casts_gathers and self.matmul_precision == "fp8" and node.op == ALL_GATHER):
             return 1.0
         meta = value(node.inputs[0]).meta
         return (
@@ -404,16 +407,16 @@ class Costing:
             kernel_s = self.runtime.host.kernel_s
             issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
             host = issue_s if fusion.is_launched else 0.0
-            plain = _paced(_issued(busy, host, operator.flop, operator.flop, self.device), self.device)
+            plain = _slowed(_issued(busy, host, operator.flop, operator.flop, self.device), self.device)
             cached = self._in_turn(plain)
             self._fused_costs[node.id] = cached
         return cached
 
     def _in_products(self, operator: Work, node: Node, value: Lookup) -> Cost:
         """Return the cost of an operator, with its matmul in the job's type for matmuls."""
-        if self.products is None or operator.kernel is not Kernel.MATMUL:
+        if self.matmul_precision is None or operator.kernel is not Kernel.MATMUL:
             return cost(operator, self.device)
-        if self.products == "tf32":
+        if self.matmul_precision == "tf32":
             return cost(
                 replace(operator, dtype="tf32") if operator.dtype == "float32" else operator, self.device
             )
@@ -513,7 +516,7 @@ class Costing:
             in_blocks=None if operator.in_blocks is None else _GROWN * operator.in_blocks,
             scores=None if operator.scores is None else operator.scores._replace(batch=_GROWN * operator.scores.batch),
         )  # fmt: skip
-        seconds = _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
+        seconds = _slowed(self._in_products(grown, node, value), self.device).device_s / _GROWN
         if not is_product or self.device.products is None or operator.grouped:
             return seconds
         of_weights = node.part >= Part.WEIGHT_GRAD
@@ -554,9 +557,9 @@ def together(
     return np.maximum(busy, np.maximum(hidden_s, host_s))
 
 
-def _num_products(graph: OperatorGraph, node: Node) -> int:
+def _num_matmuls(graph: OperatorGraph, node: Node) -> int:
     """Count the matmuls of the forward that use a result of a node, directly or through views."""
-    waiting, products, seen = [node], set[int](), set[int]()
+    waiting, matmuls, seen = [node], set[int](), set[int]()
     while waiting:
         for output in waiting.pop().outputs:
             for user in graph.consumers.get(output, ()) if output is not None else ():
@@ -566,10 +569,10 @@ def _num_products(graph: OperatorGraph, node: Node) -> int:
                 seen.add(user)
                 kernel = work(reader, graph.values.__getitem__).kernel
                 if kernel is Kernel.MATMUL:
-                    products.add(user)
+                    matmuls.add(user)
                 elif kernel is Kernel.VIEW:
                     waiting.append(reader)
-    return len(products)
+    return len(matmuls)
 
 
 def _is_of_routing(sent: TensorMeta) -> bool:

@@ -82,19 +82,19 @@ class Adaptation:
     def has_proposal(self) -> bool:
         return self._proposal is not None
 
-    def after(self, step: int, paces: Sequence[float], seconds: float, num_left: int) -> list[str]:
-        """Record step number `step`, in which each rank computed for `paces` times as long as planned (zero where that was
-        not measured); `num_left` steps remain. Returns lines for the log."""
-        if not all(paces):
+    def after(self, step: int, slowdowns: Sequence[float], seconds: float, num_left: int) -> list[str]:
+        """Record step number `step`, whose computations took each rank `slowdowns` times as long as planned (zero where not
+        measured); `num_left` steps remain. Returns lines for the log."""
+        if not all(slowdowns):
             return []
-        self._recent = [*self._recent[-_STEPS + 1 :], paces]
+        self._recent = [*self._recent[-_STEPS + 1 :], slowdowns]
         self._seconds = [*self._seconds[-_STEPS + 1 :], seconds]
-        self.links.after(self.plan, step, paces, seconds)
-        self._streak = self._streak + 1 if _is_shifted(paces) else 0
+        self.links.after(self.plan, step, slowdowns, seconds)
+        self._streak = self._streak + 1 if _is_shifted(slowdowns) else 0
         if self._searcher.is_asked:
             return self._hear(step, num_left) if self._searcher.is_done and self._is_decided else []
         if step < self._quiet_until:
-            return self._told(step)
+            return self._changed_times(step)
         return self._look({}) if self._streak >= _SEARCHES_AFTER else []
 
     def looked(self, step: int, times: Sequence[LinkTime], num_left: int) -> list[str]:
@@ -119,7 +119,7 @@ class Adaptation:
         """End the process that searches."""
         self._searcher.close()
 
-    def _told(self, step: int) -> list[str]:
+    def _changed_times(self, step: int) -> list[str]:
         if self._before is None or len(self._seconds) < _STEPS or step < self._quiet_until - 1:
             return []
         before, self._before = self._before, None
@@ -143,9 +143,9 @@ class Adaptation:
         if self._streak >= _SEARCHES_AFTER:
             now = _medians(self._recent[-_SEARCHES_AFTER:])
         self._shifts = shifts
-        self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
+        self._wanted = [assumed * slowdown for assumed, slowdown in zip(self._assumed, now, strict=True)]
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
-        self._searcher.ask(self.plan, by_device, self.links.beside_figures(shifts))
+        self._searcher.ask(self.plan, by_device, self.links.factors_with(shifts))
         return self._searcher.unsaid()
 
     def _hear(self, step: int, num_left: int) -> list[str]:
@@ -171,7 +171,7 @@ class Adaptation:
                 return []
             self.links.settle(step, self._shifts)
             return [f"{self._seen()}; no other order or cuts are worth a change"]
-        what = "other cuts" if answer.plan.cuts != self.plan.cuts else "another order of passes"
+        what = "other cuts" if answer.plan.cuts != self.plan.cuts else "another order of actions"
         what += " and other recomputation" * (answer.plan.memory_policy != self.plan.memory_policy)
         self._proposal = PlanProposal(
             answer.plan,
@@ -194,19 +194,19 @@ class Adaptation:
         return self._proposal
 
 
-def _is_shifted(paces: Sequence[float]) -> bool:
+def _is_shifted(slowdowns: Sequence[float]) -> bool:
     """Return whether a rank is slower or faster than planned, relative to the median rank.
 
     >>> _is_shifted([1.1, 1.0, 1.15]), _is_shifted([1.0, 2.1, 1.0]), _is_shifted([2.0, 1.0, 2.1])
     (False, True, True)
     """
-    middle = statistics.median(paces)
-    return max(paces) > _SHIFT * middle or min(paces) * _SHIFT < middle
+    middle = statistics.median(slowdowns)
+    return max(slowdowns) > _SHIFT * middle or min(slowdowns) * _SHIFT < middle
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
-    """Return every rank's median pace over some steps."""
-    return [statistics.median(paces) for paces in zip(*steps, strict=True)]
+    """Return every rank's median slowdown over some steps."""
+    return [statistics.median(slowdowns) for slowdowns in zip(*steps, strict=True)]
 
 
 def _are_alike(before: Sequence[float], now: Sequence[float]) -> bool:
@@ -215,7 +215,7 @@ def _are_alike(before: Sequence[float], now: Sequence[float]) -> bool:
     >>> _are_alike([1.0, 2.0, 1.0], [1.5, 2.9, 1.6]), _are_alike([1.0, 2.0, 1.0], [1.0, 1.1, 1.0])
     (True, False)
     """
-    return not _is_shifted([pace / other for pace, other in zip(now, before, strict=True)])
+    return not _is_shifted([slowdown / other for slowdown, other in zip(now, before, strict=True)])
 
 
 class Searcher:
@@ -244,13 +244,13 @@ class Searcher:
             command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
         )
 
-    def ask(self, plan: Plan, paces: Mapping[int, float], links: Mapping[Pair, float]) -> None:
-        """Request the best replacement for `plan` on devices that take `paces` times as long as described, by number, and
-        over links that take `links` times as long, by pair of devices."""
+    def ask(self, plan: Plan, slowdowns: Mapping[int, float], links: Mapping[Pair, float]) -> None:
+        """Request the best replacement for `plan` on devices that take `slowdowns` times as long as described, by number,
+        and over links that take `links` times as long, by pair of devices."""
         assert self._process is not None and self._process.stdin is not None, "it was started with pipes"
         try:
             plan.save(self.folder / _NOW)
-            (self.folder / _PACES).write_text(json.dumps(paces))
+            (self.folder / _SLOWDOWNS).write_text(json.dumps(slowdowns))
             (self.folder / _LINKS).write_text(json.dumps([[*pair, factor] for pair, factor in links.items()]))
         except (OSError, StagewrightError) as error:
             self._fault = str(error)
@@ -301,24 +301,29 @@ class Searcher:
             self._process.communicate()
 
 
-_NOW, _PACES, _LINKS = "now.json", "paces.json", "links.json"
+_NOW, _SLOWDOWNS, _LINKS = "now.json", "slowdowns.json", "links.json"
 _NEXT, _ANSWER, _FAULT = "next.json", "found.json", "failed.txt"
 _FOUND, _FAILED = b"found", b"failed"
 
 
 def main(folder: Path) -> None:
     """Answer each line of stdin with a line on stdout, until stdin ends."""
-    from stagewright.cluster import paced, with_slower_links
+    from stagewright.cluster import with_slower_devices, with_slower_links
     from stagewright.planning.estimate import graph_of
     from stagewright.planning.replanning import replanned
 
     graph = graph_of(load_plan(folder / _NOW))
     for _ in sys.stdin.buffer:
         plan = load_plan(folder / _NOW)
-        paces = {int(device): pace for device, pace in json.loads((folder / _PACES).read_text()).items()}
+        slowdowns = {
+            int(device): slowdown
+            for device, slowdown in json.loads((folder / _SLOWDOWNS).read_text()).items()
+        }
         links = {(a, b): factor for a, b, factor in json.loads((folder / _LINKS).read_text())}
         try:
-            replacement = replanned(plan, with_slower_links(paced(plan.cluster.load(), paces), links), graph)
+            replacement = replanned(
+                plan, with_slower_links(with_slower_devices(plan.cluster.load(), slowdowns), links), graph
+            )
             replacement.plan.save(folder / _NEXT)
             (folder / _ANSWER).write_text(
                 json.dumps({"seconds": replacement.seconds, "stays_s": replacement.stays_s})

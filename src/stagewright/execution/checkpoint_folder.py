@@ -264,7 +264,7 @@ def _check_options(checkpoint: Checkpoint, was_job: Mapping[str, Any], now_job: 
 
 
 def has_same_stages(before: Plan, after: Plan) -> bool:
-    """Return whether two plans differ only in the order of passes and in predictions."""
+    """Return whether two plans differ only in the order of actions and in predictions."""
     was, now = identity(before), identity(after)
     return {**was, "program": None, "schedule": None} == {**now, "program": None, "schedule": None}
 

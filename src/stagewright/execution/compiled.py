@@ -10,7 +10,7 @@ import torch
 
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.allocation import cause_of
-from stagewright.graph.added_nodes import MOVES
+from stagewright.graph.added_nodes import HOST_COPIES
 from stagewright.graph.stage import Function, parted
 from stagewright.tracing.private import is_seen_by_modes
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
@@ -31,20 +31,20 @@ def compiled(
     make: Callable[[Function, str], Runnable],
 ) -> Runnable:
     """Return what `make` makes of `function`, compiled at its first call (`StageRunner.prepare` makes it, before training).
-    The parts between moves to or from the host are compiled separately.
+    The parts between copies to or from the host are compiled separately.
 
     The first call runs both versions and compares layouts, shared storages and contents. Warns, with the reason, where a
     function stays uncompiled.
     """
     whole = make(function, name)
-    if not any(node.op in MOVES for node in function.nodes):
+    if not any(node.op in HOST_COPIES for node in function.nodes):
         return _compiled(whole, function, resident, device, name)
     parts: list[Runnable] = []
-    for number, part in enumerate(parted(function, resident, lambda node: node.op in MOVES)):
+    for number, part in enumerate(parted(function, resident, lambda node: node.op in HOST_COPIES)):
         called = f"{name}_{number}"
         runnable = make(part, called)
-        moves = part.nodes[0].op in MOVES
-        parts.append(runnable if moves else _compiled(runnable, part, resident, device, called))
+        is_copy = part.nodes[0].op in HOST_COPIES
+        parts.append(runnable if is_copy else _compiled(runnable, part, resident, device, called))
     return replace(whole, call=_Parts(whole, parts))
 
 

@@ -30,15 +30,15 @@ class Conversions:
     """Conversions from the tensors of files, named `stored`, to those of the model `net`, named `expected`."""
 
     def __init__(self, net: Any, stored: Collection[str], expected: Collection[str]) -> None:
-        self._net, self._stored, self._known = net, stored, dict.fromkeys(expected, True)
+        self._net, self._stored, self._expected = net, stored, dict.fromkeys(expected, True)
 
     def sources(self, key: str) -> list[str]:
         """Return the stored tensors that tensor `key` of the model is made of; may be empty."""
         return [name for name, _ in self._sources.get(key, ())]
 
-    def made(self, key: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Make tensor `key` of the model from the stored tensors that `read` returns. Raises `InputError` where they do not
-        fit."""
+    def converted(self, key: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return tensor `key` of the model from the stored tensors that `read` returns. Raises `InputError` where they do
+        not fit."""
         pairs = self._sources[key]
         if pairs[0][1] is None:
             return read(pairs[0][0])
@@ -73,9 +73,9 @@ class Conversions:
         sources: dict[str, list[tuple[str, str | None]]] = {}
         for name in sorted(self._stored, key=dot_natural_key):
             key, pattern = rename_source_key(
-                name, renamings, converters, self._net.base_model_prefix, self._known
+                name, renamings, converters, self._net.base_model_prefix, self._expected
             )
-            if key in self._known:
+            if key in self._expected:
                 sources.setdefault(key, []).append((name, pattern))
         return sources
 

@@ -62,7 +62,7 @@ class Evaluator:
         session, batch_size = self.session, self.session.plan.job.global_batch
         num_samples = min(batches.num_samples, most_samples or batches.num_samples)
         steps = range(-(-num_samples // batch_size))
-        graph = session.lengths.turn_to(session.plan.job.sequence_length).graph
+        graph = session.by_length.turn_to(session.plan.job.sequence_length).graph
         return self.run(
             (session.microbatches(step, graph, batches) for step in steps), wants_tokens, num_samples
         )

@@ -86,8 +86,10 @@ def give(session: Session, taken: Taken, chunk_bytes: int = CHUNK_BYTES) -> None
     """
     rank = session.mesh.rank
     index = RegionIndex[int]()
-    offers = exchange([[name, region.start, region.shape] for name, region, _ in taken.regions.values()])
-    for source, regions in enumerate(offers):
+    regions_by_rank = exchange(
+        [[name, region.start, region.shape] for name, region, _ in taken.regions.values()]
+    )
+    for source, regions in enumerate(regions_by_rank):
         for name, start, shape in regions:
             index.add(name, Region(tuple(start), tuple(shape)), source)
     wanted: list[_RegionRequest] = []

@@ -48,7 +48,7 @@ class History:
         """Return the log entry of step `number`, counted from 0."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)
-        pace = predicted.step_seconds / result.seconds
+        speed = predicted.step_seconds / result.seconds
         recent = [step.seconds for step in self.results[-_RECENT_STEPS:]]
         return TrainingStep(
             number + 1,
@@ -58,16 +58,16 @@ class History:
             result.learning_rate,
             result.is_skipped,
             result.seconds,
-            predicted.tokens_per_second * pace,
-            predicted.mfu * pace,
+            predicted.tokens_per_second * speed,
+            predicted.mfu * speed,
             result.memory_bytes,
             statistics.median(recent) * (self.num_steps - number - 1),
         )
 
-    def paces(self, rank: int) -> list[float]:
+    def slowdowns(self, rank: int) -> list[float]:
         """Return the ratio of a rank's computing time to the planned time in every step but the first; zero for metered
         steps."""
-        return [result.paces[rank] for result in self.results[1:]]
+        return [result.slowdowns[rank] for result in self.results[1:]]
 
     @property
     def is_short(self) -> bool:
@@ -89,8 +89,8 @@ class History:
 
         first, results = self.first_step, self.results
         steps_run = range(first, first + len(results))
-        lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
-        timed = plan.at_length(max(lengths)) if lengths else plan
+        sequence_lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
+        timed = plan.at_length(max(sequence_lengths)) if sequence_lengths else plan
         return Record(
             stagewright=__version__,
             model=plan.model.name,
@@ -104,7 +104,7 @@ class History:
             skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
             went_back=tuple(self.returns),
             step_seconds=tuple(result.seconds for result in results),
-            sequence_lengths=lengths,
+            sequence_lengths=sequence_lengths,
             stopped_by=stopped_by,
             is_going_on=is_going_on,
             metered_steps=tuple(sorted({0, *(step - first for step in self.metered if step in steps_run)})),

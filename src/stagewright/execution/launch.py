@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import check_start, steps_of
-from stagewright.execution.data.prepared import ready, ready_beside
+from stagewright.execution.data.prepared import held_out_data, ready
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch_environment import start_timeout_s
 from stagewright.execution.options import RunOptions, options_as_keywords
@@ -62,7 +62,7 @@ def run(options: RunOptions) -> Record | None:
         data = ready(options.data, plan)
         identity = None if data is None else data.identity
         check_start(options, plan, identity)
-        held_out = ready_beside(options.held_out, data, plan)
+        held_out = held_out_data(options.held_out, data, plan)
         options = replace(options, data=data, held_out=held_out, device=kind, is_checked=True)
         with in_use(options.out, "--out"):
             if is_launched:

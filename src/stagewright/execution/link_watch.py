@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 """Numbers of two devices, the lower first."""
 
 _LATE = 1.2
-"""Factor by which a step must exceed its planned time, at the slowest rank's pace, before links are timed."""
+"""Factor by which a step must exceed its planned time, scaled to the slowest rank, before links are timed."""
 
 _SHIFT = 2.0
 """Factor by which a message, relative to computations, must exceed its planned time to count as slow; and by which a link
@@ -49,17 +49,17 @@ class LinkWatch:
         self.assumed: dict[Pair, float] = {}
         self._step = self._next_look = self._num_late = 0
         self._recent: list[tuple[float, float]] = []
-        """Median pace and seconds of the last steps."""
+        """Median slowdown and seconds of the last steps."""
         self._looks: list[dict[Pair, float]] = []
         """Results of the last timings, while shifts are seen: the factor of every shifted link."""
 
-    def after(self, plan: Plan, step: int, paces: Sequence[float], seconds: float) -> None:
-        """Record step number `step` under `plan`, in which each rank computed for `paces` times as long as planned."""
+    def after(self, plan: Plan, step: int, slowdowns: Sequence[float], seconds: float) -> None:
+        """Record step number `step` under `plan`, whose computations took each rank `slowdowns` times as long as planned."""
         predicted = plan.by_length.get(plan.job.length_of(step), plan.predictions)
-        is_late = seconds > _LATE * predicted.step_seconds * max(paces)
+        is_late = seconds > _LATE * predicted.step_seconds * max(slowdowns)
         self._num_late = self._num_late + 1 if is_late else 0
         self._step = step
-        self._recent = [*self._recent[1 - _LATE_STEPS :], (statistics.median(paces), seconds)]
+        self._recent = [*self._recent[1 - _LATE_STEPS :], (statistics.median(slowdowns), seconds)]
 
     @property
     def wants_look(self) -> bool:
@@ -69,11 +69,11 @@ class LinkWatch:
 
     def looked(self, plan: Plan, times: Sequence[LinkTime]) -> None:
         """Record the measured times of links."""
-        pace, seconds = (statistics.median(figures) for figures in zip(*self._recent, strict=True))
+        slowdown, seconds = (statistics.median(figures) for figures in zip(*self._recent, strict=True))
         shifts: dict[Pair, float] = {}
         for time in times:
             pair = self._devices(plan, time)
-            planned = self._planned_s(pair, time) * self.assumed.get(pair, 1.0) * pace
+            planned = self._planned_s(pair, time) * self.assumed.get(pair, 1.0) * slowdown
             factor = time.seconds / planned
             excess_s = (time.seconds - planned) * plan.num_microbatches
             if self._is_shifted(pair, factor, excess_s / seconds):
@@ -96,13 +96,13 @@ class LinkWatch:
             pair in last and 1 / _ALIKE <= last[pair] / shift <= _ALIKE for pair, shift in shifts.items()
         )
 
-    def beside_figures(self, shifts: Mapping[Pair, float]) -> dict[Pair, float]:
+    def factors_with(self, shifts: Mapping[Pair, float]) -> dict[Pair, float]:
         """Return the factors of all links, relative to their figures, with these shifts applied."""
         return {**self.assumed, **{pair: self.assumed.get(pair, 1.0) * by for pair, by in shifts.items()}}
 
     def settle(self, step: int, shifts: Mapping[Pair, float] | None = None) -> None:
         """Treat the present plan as made for links with these shifts from now on, and forget the last timings."""
-        factors = self.beside_figures(shifts or {})
+        factors = self.factors_with(shifts or {})
         self.assumed = {pair: factor for pair, factor in factors.items() if factor >= _SHIFT}
         self._looks, self._next_look = [], step + _PAUSE
 

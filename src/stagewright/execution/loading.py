@@ -139,8 +139,8 @@ class StoredWeights:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tied.setdefault(id(parameter), []).append(_key(name))
         self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
-        self._known = {_key(name) for name in self._layouts}
-        self._conversions = Conversions(getattr(module, "net", None), self._files.where, self._known)
+        self._keys = {_key(name) for name in self._layouts}
+        self._conversions = Conversions(getattr(module, "net", None), self._files.where, self._keys)
         self._stored = sorted(self._files.where)
         self._readers: dict[str, Any] = {}
         if (unread := self._unread(getattr(module, "net", None))) and os.environ.get("RANK", "0") == "0":
@@ -150,8 +150,8 @@ class StoredWeights:
 
     def _unread(self, net: Any) -> list[str]:
         """Return the stored tensors that no tensor of the model is read from, except those that transformers ignores too."""
-        read = {part for key in self._known for part in parts_of(key, self._files.where, self._method)}
-        read |= {source for key in self._known for source in self._conversions.sources(key)}
+        read = {part for key in self._keys for part in parts_of(key, self._files.where, self._method)}
+        read |= {source for key in self._keys for source in self._conversions.sources(key)}
         read |= {part for name in read for part in parts_of(name, self._files.where, self._method)}
         ignored = [*(getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()), *_BUFFERS_OF_OLD]
         return [
@@ -189,7 +189,7 @@ class StoredWeights:
         if self._is_plain(key):
             sources, whole = [key], self._stored_as(key, layout.dtype)
         elif sources := self._conversions.sources(key):
-            whole = self._conversions.made(key, lambda source: self._stored_as(source, layout.dtype))
+            whole = self._conversions.converted(key, lambda source: self._stored_as(source, layout.dtype))
         else:
             raise InputError(
                 f"'{self._files.folder}' has no tensor '{key}': the files belong to another model, or store it under "
@@ -212,9 +212,9 @@ class StoredWeights:
     def _stored_as(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Read a stored tensor into separate memory as numbers of type `dtype`. Raises as `read`."""
         parts = parts_of(key, self._files.where, self._method)
-        if leftovers := [name for name in leftovers_of(key, self._stored, self._known) if name not in parts]:
+        if leftovers := [name for name in leftovers_of(key, self._stored, self._keys) if name not in parts]:
             raise InputError(
-                f"'{self._files.folder}' has '{leftovers[0]}' beside '{key}', which is therefore quantised, in a way that "
+                f"'{self._files.folder}' has '{leftovers[0]}' next to '{key}', which is therefore quantised, in a way that "
                 f"its config.json does not name: {FIX}"
             )
         whole = dequantised(key, [self._get(part) for part in parts], self._scheme, dtype)

@@ -41,7 +41,7 @@ class TrainingStep:
     memory_bytes: int
     """Bytes reserved on its device by the rank that has reserved most; on a CPU, of its whole process."""
     seconds_left: float
-    """Estimated remaining seconds, at the pace of the last steps."""
+    """Estimated remaining seconds, at the speed of the last steps."""
 
     @property
     def figures(self) -> dict[str, float | int | None]:

@@ -35,9 +35,9 @@ class StorageMeter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         for tensor in elsewhere:
-            self._known[tensor.untyped_storage()] = 0
+            self._counted[tensor.untyped_storage()] = 0
         for tensor in already:
             self._count(tensor)
 
@@ -50,10 +50,10 @@ class StorageMeter(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._counted:
             return
         size = storage.nbytes()
-        self._known[storage] = size
+        self._counted[storage] = size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, size)

@@ -38,21 +38,21 @@ class HostCopy:
     views: tuple[_View, ...]
     num_bytes: int
     contents: torch.Tensor | IO[bytes]
-    left: Any = None
+    copied: Any = None
     """Device event that is recorded after the copy to the host."""
     piece: Piece | None = field(default=None, repr=False)
     """Piece of pinned memory that holds `contents`."""
-    arrived: Any = field(default=None, repr=False)
+    copied_back: Any = field(default=None, repr=False)
     """Device event that is recorded after the latest copy back."""
 
 
 class HostCopies:
-    """The implementation of offload operators: it moves storages off `device` and back, so that views stay views.
+    """The implementation of offload operators: it copies storages off `device` and back, so that views stay views.
 
     On a GPU each direction has a separate stream, the same for all of a process. A copy begins when the device has computed
-    everything issued before it, and the device waits for it at `left` or `arrived`. All memory is allocated, and freed after
-    that wait, on the stream of the computations, so that the allocator may reuse it at once: nothing is held longer than the
-    functions hold it, however far ahead of the device the host is.
+    everything issued before it, and the device waits for it at `offloaded` or `fetched`. All memory is allocated, and freed
+    after that wait, on the stream of the computations, so that the allocator may reuse it at once: nothing is held longer
+    than the functions hold it, however far ahead of the device the host is.
 
     Host memory is cut from the accelerator's arena of pinned memory, and reused after its last copy.
 
@@ -64,8 +64,8 @@ class HostCopies:
         self._accelerator = accelerator_of(device)
 
     @property
-    def moves(self) -> Mapping[str, Callable[..., Any]]:
-        return {OFFLOAD: self.offload, OFFLOADED: self.left, FETCH: self.fetch, FETCHED: self.arrived}
+    def operators(self) -> Mapping[str, Callable[..., Any]]:
+        return {OFFLOAD: self.offload, OFFLOADED: self.offloaded, FETCH: self.fetch, FETCHED: self.fetched}
 
     def offload(self, *tensors: torch.Tensor, offset: int, num_bytes: int) -> HostCopy:
         """Start to copy the storage of `tensors`: `num_bytes` bytes, from `offset` bytes before the first tensor on."""
@@ -93,14 +93,14 @@ class HostCopies:
         weakref.finalize(copy, arena.release, piece)
         return copy
 
-    def left(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
+    def offloaded(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
         """Make work issued from now on wait for the copy of `tensors`, so that it may overwrite them."""
-        if copy.left is not None:
-            self._accelerator.current_stream().wait_event(copy.left)
+        if copy.copied is not None:
+            self._accelerator.current_stream().wait_event(copy.copied)
 
     def fetch(self, copy: HostCopy) -> torch.Tensor:
-        """Start to copy back into a new storage, whose contents are valid after `arrived`."""
-        if copy.left is None and isinstance(copy.contents, torch.Tensor):  # it never was on the device
+        """Start to copy back into a new storage, whose contents are valid after `fetched`."""
+        if copy.copied is None and isinstance(copy.contents, torch.Tensor):  # it never was on the device
             return copy.contents
         flat = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self.device)
         if not isinstance(copy.contents, torch.Tensor):
@@ -111,16 +111,16 @@ class HostCopies:
         stream.wait_stream(self._accelerator.current_stream())
         with stream:
             flat.copy_(copy.contents, non_blocking=True)
-        copy.arrived = stream.record_event()
+        copy.copied_back = stream.record_event()
         if copy.piece is not None:
-            copy.piece.events.append(copy.arrived)
+            copy.piece.events.append(copy.copied_back)
         return flat
 
-    def arrived(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:
+    def fetched(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:
         """Return the offloaded tensors number `places` as views of the storage of `flat`; work issued from now on waits for
         its contents."""
-        if copy.arrived is not None:
-            self._accelerator.current_stream().wait_event(copy.arrived)
+        if copy.copied_back is not None:
+            self._accelerator.current_stream().wait_event(copy.copied_back)
         return [copy.views[place].on(flat.untyped_storage()) for place in places]
 
     def _written(self, views: tuple[_View, ...], flat: torch.Tensor) -> HostCopy:

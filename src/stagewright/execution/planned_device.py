@@ -1,4 +1,4 @@
-"""A plan's description of a process's device: its threads, its pace, and its probed reference time."""
+"""A plan's description of a process's device: its threads, its slowdown, and its probed reference time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def probed_reference(plan: Plan, device: int, kind: str) -> float | None:
     return described.reference_s if described is not None and described.kind == kind else None
 
 
-def measured_pace(plan: Plan, device: int, paces: Sequence[float]) -> float | None:
-    """Return `Device.pace` as measured in some steps, whose computations took `paces` times as long as planned (the median
-    counts); None where no step was measured."""
-    seen = [step_pace for step_pace in paces if step_pace]
+def measured_slowdown(plan: Plan, device: int, slowdowns: Sequence[float]) -> float | None:
+    """Return the median of `slowdowns`, the factors by which computations of some steps took longer than planned, as
+    `Device.pace`; None where no step was measured."""
+    seen = [slowdown for slowdown in slowdowns if slowdown]
     described = _described(plan, device)
     planned = (described and described.pace) or 1.0
     return planned * statistics.median(seen) if seen else None

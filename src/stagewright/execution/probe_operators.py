@@ -33,16 +33,16 @@ SIZES = ((64, 64), (128, 128), (256, 256))
 """Width and tokens of the reference networks: from one in which operators are mostly overhead to one in which they are
 not."""
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
-_WARM_UP, _LEAST_PASSES = 2, 4
+_WARM_UP, _LEAST_RUNS = 2, 4
 _ROUNDS, _LEAST_S = 8, 1e-8
 _WATCHED = 0.1
-"""Time for the reference computation, as a fraction of a pass."""
+"""Time for the reference computation, as a fraction of a run."""
 
 _CPU = torch.device("cpu")
 
 _T = TypeVar("_T")
 Samples = list[tuple[Work, float]]
-"""Work of operators, each with its mean seconds over the faster half of all passes."""
+"""Work of operators, each with its mean seconds over the faster half of all runs."""
 
 
 class _ReferenceBlock(nn.Module):
@@ -116,7 +116,7 @@ class OperatorMarks:
 
 
 @dataclass(frozen=True)
-class Pass:
+class TimedRun:
     """A forward and backward: the seconds of every operator, and those for which other programs had the processor."""
 
     seconds: np.ndarray
@@ -124,7 +124,7 @@ class Pass:
 
 
 class ReferenceNetwork:
-    """A small network whose operators are timed in place, pass after pass; on a GPU, the host's time to issue them is
+    """A small network whose operators are timed in place, run after run; on a GPU, the host's time to issue them is
     measured."""
 
     def __init__(self, width: int, length: int, device: torch.device = _CPU) -> None:
@@ -138,19 +138,19 @@ class ReferenceNetwork:
         self._runner = _runner(self._stage, network, self._marks, device)
         self._runner.begin_step(0)
         self._reference = Reference(device)
-        self._passes: list[tuple[Pass, float]] = []
+        self._runs: list[tuple[TimedRun, float]] = []
         for _ in range(_WARM_UP):
             self.step()
 
     def run(self, seconds: float) -> None:
-        """Run passes for about `seconds`, and at least a few; after each pass the reference computation is timed."""
-        end, least = time.perf_counter() + seconds, len(self._passes) + _LEAST_PASSES
-        while len(self._passes) < least or time.perf_counter() < end:
+        """Run forwards and backwards for about `seconds`, and at least a few; time the reference computation after each."""
+        end, least = time.perf_counter() + seconds, len(self._runs) + _LEAST_RUNS
+        while len(self._runs) < least or time.perf_counter() < end:
             taken = self.step()
-            self._passes.append((taken, self._reference.seconds(_WATCHED * float(taken.seconds.sum()))))
+            self._runs.append((taken, self._reference.seconds(_WATCHED * float(taken.seconds.sum()))))
 
     def samples(self) -> Samples:
-        """Return the samples of every issued operator, over the faster half of the passes of all runs."""
+        """Return the samples of every issued operator, over the faster half of all runs."""
         nodes = calls_of(self._stage)
         mean = np.mean([taken for taken, _ in self._kept()], axis=0)
         return [
@@ -161,36 +161,36 @@ class ReferenceNetwork:
 
     @property
     def reference_s(self) -> float:
-        """Mean seconds of the reference computation after those passes."""
+        """Mean seconds of the reference computation after those runs."""
         return float(np.mean([look for _, look in self._kept()]))
 
     def _kept(self) -> list[tuple[np.ndarray, float]]:
-        passes, looks = zip(*self._passes, strict=True)
+        runs, looks = zip(*self._runs, strict=True)
         return faster_half(
-            list(zip(undelayed(passes), looks, strict=True)), lambda sample: float(sample[0].sum())
+            list(zip(undelayed(runs), looks, strict=True)), lambda sample: float(sample[0].sum())
         )
 
-    def step(self) -> Pass:
+    def step(self) -> TimedRun:
         """Run and time a forward and backward."""
         self._marks.clear()
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
         self._runner.backward(0, {})
-        taken = Pass(np.concatenate([forward, self._marks.taken()]), self._marks.waited())
+        taken = TimedRun(np.concatenate([forward, self._marks.taken()]), self._marks.waited())
         synchronize(self._device)
         return taken
 
 
-def undelayed(passes: Sequence[Pass]) -> list[np.ndarray]:
-    """Return the seconds of each pass's operators without those for which other programs had the processor, which are
-    attributed to the operators that exceed their medians over all passes most.
+def undelayed(runs: Sequence[TimedRun]) -> list[np.ndarray]:
+    """Return the seconds of each run's operators without those for which other programs had the processor, which are
+    attributed to the operators that exceed their medians over all runs most.
 
-    >>> passes = [Pass(np.array([1.0, 1.0]), 0.0)] * 2 + [Pass(np.array([1.25, 5.0]), 4.0)]
-    >>> [taken.tolist() for taken in undelayed(passes)]
+    >>> runs = [TimedRun(np.array([1.0, 1.0]), 0.0)] * 2 + [TimedRun(np.array([1.25, 5.0]), 4.0)]
+    >>> [taken.tolist() for taken in undelayed(runs)]
     [[1.0, 1.0], [1.0, 1.0], [1.25, 1.0]]
     """
-    usual = np.median([timed.seconds for timed in passes], axis=0)
-    return [_without(timed.waited_s, timed.seconds, usual) for timed in passes]
+    usual = np.median([timed.seconds for timed in runs], axis=0)
+    return [_without(timed.waited_s, timed.seconds, usual) for timed in runs]
 
 
 def _without(waited: float, seconds: np.ndarray, usual: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import StartingTensors
 from stagewright.execution.probe import ProbeRequest, Progress, checked, run_workers
 from stagewright.execution.probe_description import processor_name
-from stagewright.execution.probe_operators import OperatorMarks, Pass, calls_of, faster_half, undelayed
+from stagewright.execution.probe_operators import OperatorMarks, TimedRun, calls_of, faster_half, undelayed
 from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageOptions, StageRunner
 from stagewright.execution.weights import Weights
@@ -45,10 +45,10 @@ _MOST_IN_FLIGHT, _MOST_HELD_BYTES = 8, GIB
 """Maximum number of microbatches in flight, and maximum bytes that they may save on the device together."""
 
 _WATCHED = 0.1
-"""Time for the reference computation, as a fraction of a round's passes."""
+"""Time for the reference computation, as a fraction of a round's forwards and backwards."""
 
 _PREPARED = 0.1
-"""Fraction of the time after which passes are timed."""
+"""Fraction of the time after which forwards and backwards are timed."""
 
 Seconds = dict[str, float]
 """Seconds by operator signature."""
@@ -74,7 +74,7 @@ def profile(
     """Measure the seconds of the operators of `reference` for microbatches of these sizes, while `processes` work at once.
 
     Args:
-        seconds: approximate seconds for the passes of each size.
+        seconds: approximate seconds for the forwards and backwards of each size.
         time_limit_s: seconds after which processes without progress are ended.
 
     Raises:
@@ -113,21 +113,21 @@ def _measure(rank: int, request: _ProfileRequest, device: torch.device, report: 
 
     Sizes take turns, so that fluctuations of the machine's speed affect them equally.
     """
-    passes = []
+    runners = []
     longest_s = request.seconds_per_figure / (_WARM_UP + _LEAST_ROUNDS)
     for place, size in enumerate(request.microbatches):
         report(f"preparing microbatches of {size}", _PREPARED * place / len(request.microbatches))
-        passes.append(_Passes(request.reference, request.job, size, device, longest_s))
+        runners.append(_SizeRunner(request.reference, request.job, size, device, longest_s))
     reference = Reference(device)
-    for size_passes in passes * _WARM_UP:
-        size_passes.step()
+    for runner in runners * _WARM_UP:
+        runner.step()
     dist.barrier()
-    begun, limit_s = time.perf_counter(), request.seconds_per_figure * len(passes)
+    begun, limit_s = time.perf_counter(), request.seconds_per_figure * len(runners)
     rounds: list[_Round] = []
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - begun < limit_s:
         done = min((time.perf_counter() - begun) / limit_s, 1.0)
         report(f"round {len(rounds) + 1}", _PREPARED + (1.0 - _PREPARED) * done)
-        sizes = tuple(size_passes.step() for size_passes in passes)
+        sizes = tuple(runner.step() for runner in runners)
         watched_s = _WATCHED * sum(float(timed.seconds.sum()) for timed in sizes)
         rounds.append(_Round(reference.seconds(watched_s), sizes))
     by_size = [undelayed(timed) for timed in zip(*(timed_round.sizes for timed_round in rounds), strict=True)]
@@ -136,8 +136,8 @@ def _measure(rank: int, request: _ProfileRequest, device: torch.device, report: 
         list(zip(looks, *by_size, strict=True)), lambda sample: sum(float(size.sum()) for size in sample[1:])
     )
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for size_passes, columns in zip(passes, zip(*(sizes for _, *sizes in kept), strict=True), strict=True):
-        for name, taken in zip(size_passes.signatures, np.mean(columns, axis=0), strict=True):
+    for runner, columns in zip(runners, zip(*(sizes for _, *sizes in kept), strict=True), strict=True):
+        for name, taken in zip(runner.signatures, np.mean(columns, axis=0), strict=True):
             if name is not None:
                 seconds[name].append(float(taken))
     means = {name: statistics.fmean(samples) for name, samples in seconds.items()}
@@ -152,17 +152,17 @@ class _RankProfile:
 
 @dataclass(frozen=True)
 class _Round:
-    """A pass of every size, and the seconds of the reference computation."""
+    """A run of every size, and the seconds of the reference computation."""
 
     reference_s: float
-    sizes: tuple[Pass, ...]
+    sizes: tuple[TimedRun, ...]
 
 
-class _Passes:
+class _SizeRunner:
     """Forwards and backwards of microbatches of one size through a model's few layers.
 
     Args:
-        longest_s: maximum seconds of the passes of all microbatches in flight, unless a single one takes longer.
+        longest_s: maximum seconds of the forwards and backwards of all microbatches in flight, unless one takes longer.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class _Passes:
 
     @property
     def signatures(self) -> list[str | None]:
-        """Signatures of the operators that a pass times, in order; None where none is issued."""
+        """Signatures of the operators that a run times, in order; None where none is issued."""
         value = self._stage.value
         nodes = calls_of(self._stage)
         return [None if node is None else signature_of(node, value) for node in nodes]
 
-    def step(self) -> Pass:
-        """Run a forward and backward of every microbatch in flight; return the mean pass."""
+    def step(self) -> TimedRun:
+        """Run a forward and backward of every microbatch in flight; return their mean."""
         in_flight = range(self._num_in_flight)
         self._marks.clear()
         forward, backward = [], []
@@ -209,7 +209,7 @@ class _Passes:
             backward.append(self._marks.taken())
         synchronize(self._device)
         seconds = np.concatenate([np.mean(forward, axis=0), np.mean(backward, axis=0)])
-        return Pass(seconds, self._marks.waited() / len(in_flight))
+        return TimedRun(seconds, self._marks.waited() / len(in_flight))
 
 
 class _Events:

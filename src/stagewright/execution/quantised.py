@@ -25,10 +25,10 @@ _LEFTOVER = re.compile(
     r"\.(SCB|weight_format|qweight|qzeros|g_idx|qscale_weight|codebooks)$|weight\.(absmax|quant_map|nested_|quant_state)"
     r"|weight_(scale|packed|zero_point|global_scale|g_idx)(_\w+)?$|_proj_(blocks|scales)$"
 )
-_BEHIND = re.compile(
+_SUFFIXES = re.compile(
     r"(_scales?|_scale_\w+|_blocks|_packed|_shape|_zero_point|_global_scale|_g_idx|[.](absmax|quant_\w+|SCB))$"
 )
-_BESIDE = (
+_SIBLINGS = (
     "SCB", "weight_format", "qweight", "qzeros", "g_idx", "scales", "zeros", "codes", "codebooks", "qscale_weight", "scale",
     "zero_point",
 )  # fmt: skip
@@ -98,10 +98,10 @@ def leftovers_of(key: str, stored: Sequence[str], model_names: Collection[str]) 
     ['a.SCB', 'a.weight_scale']
     """
     module, dot, _ = key.rpartition(".")
-    beside = (f"{module}{dot}{name}" for name in _BESIDE)
-    behind = takewhile(lambda name: name.startswith(key), islice(stored, bisect_left(stored, key), None))
-    related = [name for name in beside if _is_in(name, stored)]
-    related += [name for name in behind if _BEHIND.match(name, len(key))]
+    siblings = (f"{module}{dot}{name}" for name in _SIBLINGS)
+    suffixed = takewhile(lambda name: name.startswith(key), islice(stored, bisect_left(stored, key), None))
+    related = [name for name in siblings if _is_in(name, stored)]
+    related += [name for name in suffixed if _SUFFIXES.match(name, len(key))]
     return [name for name in related if name not in model_names]
 
 

@@ -116,7 +116,7 @@ class RankRunner:
     def follow(self, program: Program) -> None:
         """Run batches by another lowered program, of the same stages and microbatches, from now on."""
         self.actions = program.actions(self.rank)
-        *self._moves, self._last_moves = flat_operations(self.actions, self.shards.flats)
+        *self._flat_operations, self._last_operations = flat_operations(self.actions, self.shards.flats)
 
     def scale_loss(self, cotangent: float) -> None:
         """Set the cotangent of each microbatch's loss from which backwards start."""
@@ -165,7 +165,7 @@ class RankRunner:
         self.shards.drop_gradients()
         for runner in self.runners.values():
             runner.begin_step(step, cotangents)
-        for action, before in zip(self.actions, self._moves, strict=True):
+        for action, before in zip(self.actions, self._flat_operations, strict=True):
             self.watch(str(action))
             self._started = self.timer.mark()
             try:
@@ -178,7 +178,7 @@ class RankRunner:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
             result.marks.append((action, self._started, self.timer.mark()))
         self.watch("end of batch")
-        self.shards.end_batch(self._last_moves)
+        self.shards.end_batch(self._last_operations)
         self.transport.settle_all()
         return result
 

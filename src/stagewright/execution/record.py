@@ -165,7 +165,7 @@ class Record(StrictModel):
         return statistics.median(self.step_seconds[step] for step in at_once) / undelayed_seconds
 
     @property
-    def paces(self) -> dict[int, float]:
+    def device_slowdowns(self) -> dict[int, float]:
         """`RankRecord.pace` by the number of the device, where both are known."""
         return {
             rank.device: rank.pace for rank in self.ranks if rank.device is not None and rank.pace is not None

@@ -74,7 +74,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class MemoryRange:
     """A box that is contiguous in memory, `offset` elements from the first, with its dimensions in `order`."""
 
     region: Region
@@ -82,11 +82,11 @@ class Stretch:
     order: tuple[int, ...]
 
 
-def stretches(meta: TensorMeta, first: int, stop: int) -> Iterator[Stretch]:
+def memory_ranges(meta: TensorMeta, first: int, stop: int) -> Iterator[MemoryRange]:
     """Divide the elements from `first` to `stop` of a dense tensor into boxes, in memory order; offsets count from `first`.
 
-    >>> for stretch in stretches(TensorMeta((3, 4), (4, 1), "float32"), 2, 9):
-    ...     print(stretch.region.start, stretch.region.shape, stretch.offset)
+    >>> for memory_range in memory_ranges(TensorMeta((3, 4), (4, 1), "float32"), 2, 9):
+    ...     print(memory_range.region.start, memory_range.region.shape, memory_range.offset)
     (0, 2) (1, 2) 0
     (1, 0) (1, 4) 2
     (2, 0) (1, 1) 6
@@ -97,7 +97,7 @@ def stretches(meta: TensorMeta, first: int, stop: int) -> Iterator[Stretch]:
         start, shape = [0] * len(order), [0] * len(order)
         for place, dim in enumerate(order):
             start[dim], shape[dim] = box.start[place], box.shape[place]
-        yield Stretch(Region(tuple(start), tuple(shape)), offset, order)
+        yield MemoryRange(Region(tuple(start), tuple(shape)), offset, order)
         offset += box.num_elements
 
 

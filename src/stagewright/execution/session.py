@@ -26,7 +26,6 @@ from stagewright.execution.data.prefetch import Prefetcher, PrefetchRequest
 from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
-from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StartingTensors, StoredAdapters, StoredWeights, part_of
 from stagewright.execution.mesh import STAGE, Groups, Mesh, connect_everyone
 from stagewright.execution.metering import Metering, TimedStep
@@ -36,9 +35,10 @@ from stagewright.execution.options import OnNan
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, PipelineRank, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
+from stagewright.execution.sequence_lengths import AtLength, RunnersByLength
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageOptions
-from stagewright.execution.stragglers import pace_of
+from stagewright.execution.stragglers import slowdown_of
 from stagewright.execution.watchdog import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
@@ -48,9 +48,9 @@ from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify import verify_stages
-from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
+from stagewright.planning.sequence_lengths import check_same_operators
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lanes import check_lanes, lanes_of
 from stagewright.schedule.lower import insert_communication, receives_ahead
@@ -72,7 +72,7 @@ class StepResult:
     seconds: float = 0.0
     votes: frozenset[str] = frozenset()
     """Names of the questions of `Session.votes` that a rank answered with yes; the same on all ranks."""
-    paces: tuple[float, ...] = ()
+    slowdowns: tuple[float, ...] = ()
     """Ratio of each rank's computing time to its planned time, the same on all ranks; zero for metered steps."""
     memory_bytes: int = 0
     """Peak bytes reserved on its device by the rank that has reserved most so far; on a CPU, of its process."""
@@ -117,7 +117,7 @@ class Session:
         self.device = device
         self._report_position = watch
         self.position = "starting"
-        accelerator_of(device).allow_tf32(plan.job.products == "tf32")
+        accelerator_of(device).allow_tf32(plan.job.matmul_precision == "tf32")
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
         if dist.get_world_size() != self.mesh.size:
             raise RunError(
@@ -193,7 +193,7 @@ class Session:
         del starting, model, stored, adapters
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
-        self.lengths = Lengths(job.sequence_length, longest, self._at_length)
+        self.by_length = RunnersByLength(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         if accelerator.is_asynchronous:
             predicted = [
@@ -226,12 +226,12 @@ class Session:
         self._report_position(position, **details)
 
     def follow(self, plan: Plan) -> None:
-        """Continue with the order of passes of `plan`, which must have the same stages as the present plan."""
+        """Continue with the order of actions of `plan`, which must have the same stages as the present plan."""
         self.plan, self.program = plan, stage_program(plan)
         program = self.lowered(self.program, self.stages)
         if is_ordered():
             check_lanes(program, stage_edges(self.stages))
-        for runner in self.lengths.runners:
+        for runner in self.by_length.runners:
             runner.follow(program)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class Session:
     @property
     def runner(self) -> RankRunner:
         """Runner of batches of the present sequence length."""
-        return self.lengths.now.runner
+        return self.by_length.now.runner
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Session:
         """Begin to read the data of a step, unless the run ends before it."""
         if self._reader is None or step >= self.plan.job.num_steps:
             return
-        graph = self.lengths.graph_of(self.plan.job.length_of(step))
+        graph = self.by_length.graph_of(self.plan.job.length_of(step))
         if graph is not None and (wanted := self._wanted(step, graph)) is not None:
             self._reader.read_ahead(wanted)
 
@@ -379,7 +379,7 @@ class Session:
         samples of the longest sequence length or of `length`. Raises `InputError` where the batch lacks inputs, or has
         another number of samples."""
         plan = self.plan
-        graph = self.lengths.turn_to(length or plan.job.sequence_length).graph
+        graph = self.by_length.turn_to(length or plan.job.sequence_length).graph
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
@@ -417,7 +417,7 @@ class Session:
         """Take an optimizer step, on microbatches `inputs` if given, else on the data's; with `metered`, the peak of live
         bytes is counted (which makes the step slow)."""
         length = self.plan.job.length_of(step)
-        graph = self.lengths.turn_to(length).graph
+        graph = self.by_length.turn_to(length).graph
         if inputs is None:
             inputs = self.microbatches(step, graph)
             self._read_ahead(step + 1)
@@ -441,7 +441,7 @@ class Session:
 
         Nothing is clipped and no parameter changes. `gradients` returns the sums.
         """
-        now = self.lengths.turn_to(self.plan.job.length_of(step))
+        now = self.by_length.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
         self._begin_together()
         shares = self._shares(inputs)
@@ -483,23 +483,25 @@ class Session:
         loss = self._own_loss(batch, shares)
         norm, is_skipped = self.optimizer.step(rate, self._num_lost(loss) if self._wants_number else None)
         if self.cotangent != cotangent:
-            self.lengths.scale_loss(self.cotangent)
+            self.by_length.scale_loss(self.cotangent)
         end = timer.mark()
         length = self.plan.job.length_of(step)
         timed = TimedStep(length, replace(batch, losses={}), start, 0.0)
-        pace = self._pace(timed, metered)
+        slowdown = self._slowdown(timed, metered)
         self.watch("agreeing on the loss")
-        agreed = self._agreed(loss, norm, pace, shares is not None)
+        agreed = self._agreed(loss, norm, slowdown, shares is not None)
         seconds = timer.seconds(end)
         self.metering.took(replace(timed, optimizer_seconds=seconds - timer.seconds(computed)))
         return replace(agreed, learning_rate=rate, is_skipped=is_skipped, seconds=seconds - start)
 
-    def _pace(self, timed: TimedStep, metered: bool) -> float:
+    def _slowdown(self, timed: TimedStep, metered: bool) -> float:
         """Return the ratio of this rank's computing time to the planned time; where the device has not done the step yet,
         that of the previous step. Zero for metered steps."""
         current = None if metered else timed
         read, self._unread = (self._unread, current) if self._is_asynchronous else (current, None)
-        return 0.0 if read is None else pace_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
+        return (
+            0.0 if read is None else slowdown_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
+        )
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -548,7 +550,7 @@ class Session:
         return lost
 
     def _agreed(
-        self, loss: torch.Tensor, norm: torch.Tensor | None, pace: float, is_weighted: bool
+        self, loss: torch.Tensor, norm: torch.Tensor | None, slowdown: float, is_weighted: bool
     ) -> StepResult:
         """Return the figures of a step that all ranks share: the mean loss over all microbatches of all replicas (over all
         counted tokens where it `is_weighted`), the norm of the gradient, and each rank's own figures. Waits for the
@@ -558,7 +560,7 @@ class Session:
         totals[2 : 2 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
         of_ranks = totals[2 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor(
-            [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
+            [slowdown, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
         )
         totals = accelerator_of(self.device).to_device(totals)
         totals[0] = loss
@@ -567,13 +569,13 @@ class Session:
         dist.all_reduce(totals)
         loss_sum, norm_value, *figures = totals.tolist()
         yes = frozenset(name for (name, _), count in zip(votes, figures, strict=False) if count)
-        paces, taken = figures[len(votes) : -num_ranks], figures[-num_ranks:]
+        slowdowns, taken = figures[len(votes) : -num_ranks], figures[-num_ranks:]
         num_losses = 1 if is_weighted else self.plan.num_microbatches * self.plan.dp
         return StepResult(
             loss=loss_sum / (num_losses * self.plan.tp),
             gradient_norm=math.nan if norm is None else norm_value,
             votes=yes,
-            paces=tuple(paces),
+            slowdowns=tuple(slowdowns),
             memory_bytes=int(max(taken)),
             has_scale=self.loss_scale is not None,
         )
@@ -594,7 +596,7 @@ class Session:
             reserved_peak_bytes=self.metering.reserved_bytes,
             communicator_bytes=self._communicator_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
-            sent_bytes=self.lengths.num_bytes_sent,
+            sent_bytes=self.by_length.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
             actions=tuple((str(m.action), m.start - began, m.end - began) for m in moments),
             began_seconds=began + offset.seconds,

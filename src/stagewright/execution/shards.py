@@ -249,12 +249,16 @@ class Shards:
         for buffer in self.buffers.values():
             buffer.drop_gradients()
 
-    def before(self, moves: FlatOperations) -> None:
+    def before(self, operations: FlatOperations) -> None:
         """Do the operations on buffers before an action, except passing parameters to its stage."""
         for flats, operation in (
-            (moves.settles, FlatBuffer.settle), (moves.crosses, FlatBuffer.cross), (moves.releases, FlatBuffer.release),
-            (moves.gathers, FlatBuffer.gather), (moves.opens, FlatBuffer.open), (moves.reduces, FlatBuffer.reduce),
-        ):  # fmt: skip
+            (operations.settles, FlatBuffer.settle),
+            (operations.crosses, FlatBuffer.cross),
+            (operations.releases, FlatBuffer.release),
+            (operations.gathers, FlatBuffer.gather),
+            (operations.opens, FlatBuffer.open),
+            (operations.reduces, FlatBuffer.reduce),
+        ):
             for flat in flats:
                 operation(self.buffers[flat])
 
@@ -263,10 +267,10 @@ class Shards:
         flats = (flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages)
         return {name: tensor for flat in flats for name, tensor in self.buffers[flat].gathered().items()}
 
-    def end_batch(self, moves: FlatOperations) -> None:
+    def end_batch(self, operations: FlatOperations) -> None:
         """Sum the gradients that no REDUCE has summed, and wait for all sums."""
-        self.before(moves)
-        for flat in moves.reduces:
+        self.before(operations)
+        for flat in operations.reduces:
             self.buffers[flat].settle()
             self.buffers[flat].cross()
         for buffer in self.buffers.values():

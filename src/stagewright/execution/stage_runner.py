@@ -86,7 +86,7 @@ class StageRunner:
         self._cotangents: Sequence[float] | torch.Tensor | None = None
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
-        self._moves = HostCopies(device).moves
+        self._host_copies = HostCopies(device).operators
         self._compile()
 
     def _compile(self) -> None:
@@ -125,7 +125,7 @@ class StageRunner:
 
         def make(part: Function, called: str) -> Runnable:
             return compile_function(
-                part, resident, self.device, called, self._mark, self._moves, self.stage.value
+                part, resident, self.device, called, self._mark, self._host_copies, self.stage.value
             )
 
         is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "seeded", "derived"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from stagewright.errors import InputError
-from stagewright.execution.regions import Region, in_whole, stretches
+from stagewright.execution.regions import Region, in_whole, memory_ranges
 from stagewright.graph.flat_buffers import BufferEntry
 from stagewright.graph.tensor_parallel import parallelism
 
@@ -209,7 +209,7 @@ def resumed(session: Session, loss_scale: LossScaleState | None) -> None:
     if session.loss_scale is not None:
         if loss_scale is not None:
             session.loss_scale.value, session.loss_scale.num_good = loss_scale
-        session.lengths.scale_loss(session.cotangent)
+        session.by_length.scale_loss(session.cotangent)
     session.runner.release()  # values computed from parameters, which have changed
     session.runner.restore()
 
@@ -225,9 +225,9 @@ def _of_flat(
             continue
         first = max(entry.offset, part.start)
         stop = min(entry.offset + entry.meta.num_elements, part.stop)
-        for stretch in stretches(entry.meta, first - entry.offset, stop - entry.offset):
-            begin = first - part.start + stretch.offset
-            rows = shard[begin : begin + stretch.region.num_elements]
-            turned = rows.view([stretch.region.shape[dim] for dim in stretch.order])
-            inverse = sorted(range(len(stretch.order)), key=stretch.order.__getitem__)
-            yield entry.value, stretch.region, turned.permute(inverse)
+        for memory_range in memory_ranges(entry.meta, first - entry.offset, stop - entry.offset):
+            begin = first - part.start + memory_range.offset
+            rows = shard[begin : begin + memory_range.region.num_elements]
+            turned = rows.view([memory_range.region.shape[dim] for dim in memory_range.order])
+            inverse = sorted(range(len(memory_range.order)), key=memory_range.order.__getitem__)
+            yield entry.value, memory_range.region, turned.permute(inverse)

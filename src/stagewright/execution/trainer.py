@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.checkpoint_folder import changed_state, check_start, has_same_stages, steps_of
-from stagewright.execution.data.prepared import PreparedData, ready, ready_beside
+from stagewright.execution.data.prepared import PreparedData, held_out_data, ready
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.history import History
 from stagewright.execution.launch_environment import kind_of_device, launched, start_timeout_s
 from stagewright.execution.logs import Callback, StepLog, figures_sent
 from stagewright.execution.options import RunOptions, options_as_keywords
-from stagewright.execution.planned_device import measured_pace, num_threads, probed_reference
+from stagewright.execution.planned_device import measured_slowdown, num_threads, probed_reference
 from stagewright.execution.preflight import prepare
 from stagewright.execution.rank_process import rank_process
 from stagewright.execution.record import Record
@@ -74,7 +74,7 @@ class Trainer:
         """Exits that may take long, run once the other ranks know how this rank ended."""
         self._is_open = True
         data = ready(options.data, plan)
-        self._held_out = ready_beside(options.held_out, data, plan)
+        self._held_out = held_out_data(options.held_out, data, plan)
         if not options.is_checked:
             try:
                 self._check(data)
@@ -143,7 +143,7 @@ class Trainer:
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()
         self._speed = SpeedWatch(self.device, probed_reference(self.plan, self._place, self.device.type))
-        self._paces = StragglerWatch()
+        self._stragglers = StragglerWatch()
         if (
             self._held_out is not None
         ):  # so that errors of the evaluation come now and not after the last step
@@ -246,10 +246,10 @@ class Trainer:
                 done = history.log_entry(self.plan, number, result)
                 for callback in self._callbacks:
                     callback(done)
-                messages = self._paces.after(number, result.paces, result.seconds)
+                messages = self._stragglers.after(number, result.slowdowns, result.seconds)
                 if self._adaptation is not None:
                     num_left = self.num_steps - self.step_number
-                    messages += self._adaptation.after(number, result.paces, result.seconds, num_left)
+                    messages += self._adaptation.after(number, result.slowdowns, result.seconds, num_left)
                 for message in messages:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
@@ -267,8 +267,8 @@ class Trainer:
         so_far = self.session.passed_over
         self._renew(self.plan)
         done = self._saving.restore(self.session)
-        lengths = len(self.plan.job.sequence_lengths)
-        self.session.passed_over = batches_to_skip(number, so_far, done, lengths)
+        num_lengths = len(self.plan.job.sequence_lengths)
+        self.session.passed_over = batches_to_skip(number, so_far, done, num_lengths)
         self.step_number = self._watch.num_steps = done
         history.went_back(number, done)
         if self.is_first:
@@ -455,7 +455,7 @@ class Trainer:
             update={
                 "slowdowns": tuple(self._speed.slowdowns),
                 "device": self._place,
-                "pace": measured_pace(plan, self._place, history.paces(watch.rank)),
+                "pace": measured_slowdown(plan, self._place, history.slowdowns(watch.rank)),
             }
         )
         ranks = exchange(rank_record.model_dump(mode="json"))

@@ -52,8 +52,8 @@ def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
         )
     stages = split_graph(graph, list(stage_cuts(plan, graph)))
     program = stage_program(plan)
-    passes = _arriving(stages)
-    classes = [_class(stage, passes[stage.index], passes[stage.index + 1]) for stage in stages]
+    received = _received(stages)
+    classes = [_class(stage, received[stage.index], received[stage.index + 1]) for stage in stages]
     head = _template("stages_head.txt")
     script = _template("train.txt")
     facts = {
@@ -84,7 +84,7 @@ def not_translated(plan: Plan) -> Iterator[str]:
     if any(policy != "keep" for policy in plan.memory_policy):
         yield (
             "stages recompute or offload under the plan, and here they keep everything: wrap layers in "
-            "torch.utils.checkpoint, or leave room"
+            "torch.utils.checkpoint, or leave headroom"
         )
     if any(plan.sharding):
         yield "replicas shard state under the plan, and here each holds all of it (gradients are averaged after the batch)"
@@ -107,7 +107,7 @@ def _computing(program: Program) -> Program:
     return Program(program.name, program.placement, program.num_microbatches, ranks)
 
 
-def _arriving(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+def _received(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
     """Return the values each stage receives from the previous one: those that it or a later stage uses. The last entry is
     empty."""
     arriving: list[tuple[int, ...]] = [()]
@@ -246,7 +246,8 @@ def _readme(plan: Plan) -> str:
         f"torchrun --nproc-per-node {plan.num_ranks} train.py --steps 10",
         "```",
         "",
-        "`stages.py` has the modules, `schedule.csv` the order of their passes, `stage-N.safetensors` what they start with.",
+        "`stages.py` has the modules, `schedule.csv` the order of their forwards and backwards, `stage-N.safetensors`",
+        "their initial tensors.",
         "Batches are random in `train.py`: put your own in the place of `batches`.",
         *omissions,
     ]

@@ -27,7 +27,7 @@ SCHEDULES = {
 """PyTorch's names of our schedules."""
 
 ANY_ORDER = "PipelineScheduleMulti"
-"""PyTorch's schedule that takes the order of passes from a file."""
+"""PyTorch's schedule that takes the order of forwards and backwards from a file."""
 
 RUNTIME = "torch-fsdp"
 
@@ -72,7 +72,7 @@ def known_keys() -> Mapping[str, Mapping[str, Any]]:
 
 
 def torchtitan_files(translation: Translation) -> dict[str, str]:
-    """Return `train.toml`, and `schedule.csv` if the order of passes has no name.
+    """Return `train.toml`, and `schedule.csv` if the schedule has no name there.
 
     Raises:
         InputError: torchtitan has no model of this family, or does not train in this precision.

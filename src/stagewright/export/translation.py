@@ -1,8 +1,8 @@
 """Translation of a plan to the nearest configuration another framework runs, and the predicted cost of the difference.
 
-A plan may be cut inside a layer, order its passes as no schedule does, and recompute different tensors on every stage. The
-configurations closest to the plan that a framework runs are predicted as by `stagewright estimate`, and the fastest one that
-fits is taken.
+A plan may be cut inside a layer, order forwards and backwards as no named schedule does, and recompute different tensors on
+every stage. The configurations closest to the plan that a framework runs are predicted as by `stagewright estimate`, and
+the fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stack:
     parallelism: tuple[str, ...] = ("tp", "cp", "ep")
     """Supported kinds of parallelism other than pipelines and replicas."""
     reads_orders: bool = False
-    """Whether it runs any order of passes of stages that are placed round-robin."""
+    """Whether it runs any order of forwards and backwards of stages that are placed round-robin."""
     cuts_freely: bool = True
     """Whether stages may have any numbers of layers."""
     shards_in_groups: bool = False
@@ -166,16 +166,16 @@ def _pipelines(
     """Return configurations with the schedules and cuts closest to those of `plan`, and their differences."""
     if plan.pp == 1:
         return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
-    counts, moves = whole_layers(plan, graph)
+    counts, is_moved = whole_layers(plan, graph)
     what = "cuts inside layers go to the nearest place between layers"
-    differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if moves else []
+    differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if is_moved else []
     if not stack.cuts_freely:
         even = even_layers(graph, plan.pp)
         what = "stages have even numbers of layers there"
-        is_even = not moves and counts == even
+        is_even = not is_moved and counts == even
         differences = [] if is_even else [PlanDifference(what, lambda: with_layers(plan, graph, even))]
         if plan.schedule not in stack.schedules:
-            what = f"the order of passes is that of {stack.schedules[0]} there, and {plan.schedule} under the plan"
+            what = f"the schedule is {stack.schedules[0]} there, and {plan.schedule} under the plan"
             differences.append(PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)))
         return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
@@ -199,7 +199,7 @@ def _pipelines(
     if plan.schedule in stack.schedules:
         what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
         return candidates, [*differences, PlanDifference(what)]
-    what = f"the order of passes that {plan.schedule} has {unsupported}"
+    what = f"the schedule {plan.schedule} {unsupported}"
     return candidates, [
         *differences,
         PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)),

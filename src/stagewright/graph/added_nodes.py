@@ -10,7 +10,7 @@ from stagewright.graph.tensor import TensorMeta
 ACCUMULATE = "stagewright.accumulate"
 OFFLOAD, OFFLOADED = "stagewright.offload", "stagewright.offloaded"
 FETCH, FETCHED = "stagewright.fetch", "stagewright.fetched"
-MOVES = frozenset({OFFLOAD, OFFLOADED, FETCH, FETCHED})
+HOST_COPIES = frozenset({OFFLOAD, OFFLOADED, FETCH, FETCHED})
 """Copies between the device and the host, and waits for them."""
 
 

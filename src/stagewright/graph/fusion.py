@@ -307,8 +307,8 @@ def _reads_all(graph: OperatorGraph, view: Node, members: set[int]) -> bool:
     """Whether members read every element of the base of a view, through the view or directly."""
     base, views = view.inputs[0], [value for value in view.outputs if value is not None]
     elements = sum(graph.values[value].meta.num_elements for value in views)
-    beside = {user for user in graph.consumers.get(base, ()) if not _is_view(graph, graph.nodes[user])}
-    return elements == graph.values[base].meta.num_elements or bool(members & beside)
+    readers = {user for user in graph.consumers.get(base, ()) if not _is_view(graph, graph.nodes[user])}
+    return elements == graph.values[base].meta.num_elements or bool(members & readers)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import fitter_of
 from stagewright.planning.job import Job
-from stagewright.planning.joint.finalists import MOST_FILLED
+from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked

@@ -69,7 +69,7 @@ class Configuration:
     offload: bool = False
     """Whether stages that recompute as memory asks for may offload as well."""
     host_optimizer: bool = False
-    """Whether the optimizer runs on the host, for every rank that has no room for its state."""
+    """Whether the optimizer runs on the host, for every rank that lacks memory for its state."""
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other; 0: several where logits are large."""
     headroom: int = 0

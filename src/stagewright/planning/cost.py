@@ -89,7 +89,7 @@ def price_of(cluster: Cluster, terms: Terms = "on-demand") -> float | None:
 
 
 @dataclass(frozen=True)
-class Offer:
+class PricedResult:
     """The plans for one part of a cluster, and the bill of training with the best of them."""
 
     cluster: Cluster
@@ -101,7 +101,7 @@ class Offer:
         return self.result.plans[0]
 
 
-def offers(
+def priced_results(
     model: str | ModelReference,
     cluster: Cluster,
     job: Job,
@@ -112,14 +112,15 @@ def offers(
     terms: Terms = "on-demand",
     report: Callable[[str], None] = lambda stage: None,
     **options: Any,
-) -> tuple[Offer, ...]:
-    """Return the offers, best first: for speed, the whole cluster and each kind of its devices alone; for cost, its halves.
+) -> tuple[PricedResult, ...]:
+    """Plan for parts of a cluster and return the results, best first: for speed, the whole cluster and each kind of its
+    devices alone; for cost, its halves.
 
     Days and dollars are those of training on `tokens`, at `price_per_hour` per device, else at the price of the cluster's
     description, or of the catalog's list for the `terms`.
 
     Args:
-        options: further arguments of `stagewright.planning.search.plan`; `patience_s` is for all offers together.
+        options: further arguments of `stagewright.planning.search.plan`; `patience_s` is for all parts together.
 
     Raises:
         InputError: cost without a price, or an impossible price or number of tokens.
@@ -133,7 +134,7 @@ def offers(
         )
     check_tokens(tokens)
     check_price(price_per_hour)
-    ranked: list[Offer] = []
+    ranked: list[PricedResult] = []
     failure: PlanError | InputError | None = None
     patience_s, begun_s = options.pop("patience_s", None), time.monotonic()
     for part in _parts(cluster, objective):
@@ -150,13 +151,15 @@ def offers(
             continue
         rate = result.plans[0].predictions.tokens_per_second
         price = price_of(part, terms) if price_per_hour is None else price_per_hour
-        ranked.append(Offer(part, result, bill(tokens, job.global_batch, rate, part.num_devices, price)))
+        ranked.append(
+            PricedResult(part, result, bill(tokens, job.global_batch, rate, part.num_devices, price))
+        )
         if result.ended_early is not None:
             break
     if not ranked:
         raise failure or PlanError("nothing to try: give a larger cluster")
     by_cost = objective == "cost"
-    ranked.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
+    ranked.sort(key=lambda priced: priced.bill.dollars or 0.0 if by_cost else priced.bill.days)
     return tuple(ranked)
 
 

@@ -18,7 +18,6 @@ from stagewright.graph.policy import attention_scores
 from stagewright.planning.candidate import make_candidate, make_plan
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
-from stagewright.planning.lengths import with_lengths
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
 from stagewright.planning.plan import ClusterSection, Plan
 from stagewright.planning.plan_stages import planned_line
@@ -27,6 +26,7 @@ from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
+from stagewright.planning.sequence_lengths import with_lengths
 from stagewright.planning.space import recompute_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve

@@ -18,7 +18,7 @@ from stagewright.planning.prediction.bubble import COMPUTING, with_equal_stages,
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
-from stagewright.schedule.families import FAMILIES, build, options_of
+from stagewright.schedule.builders import BUILDERS, build, options_of
 from stagewright.schedule.in_flight import in_flight, peak_activations
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.schedule.program import Program
@@ -226,7 +226,7 @@ def _schedules(plan: Plan, program: Program) -> Iterator[Change]:
         return
     recomputed = {part.stage for action in program for part in action.parts if part.kind is Kind.R}
     peaks = peak_activations(program)
-    for name in FAMILIES:
+    for name in BUILDERS:
         candidate = _built(name, program)
         if candidate is None:
             continue

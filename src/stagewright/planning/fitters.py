@@ -85,7 +85,7 @@ class Fitter(ABC):
             self.nearest_bound = missing, entry
 
     def _shared_s(self, entry: Entry) -> float:
-        """Return the seconds that passes take at least, as if ranks could share them evenly."""
+        """Return a lower bound on the seconds of forwards and backwards, as if ranks could divide them evenly."""
         traced = entry.graph_key
         share = entry.configuration.microbatch / traced.microbatch
         if entry.bounded_by is not None:
@@ -226,8 +226,8 @@ class OperatorFitter(Fitter):
         self._misses: list[Miss] = []
         self._misjudged: dict[Configuration, float] = {}
         """Step seconds of plans as shares of what was expected, by `_alike` configurations."""
-        self._without_room: dict[tuple[object, ...], list[tuple[Floats, float]]] = {}
-        """By `_room`, what `_needs` says of configurations that lack memory whatever they save."""
+        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, float]]] = {}
+        """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
         self._tried_on_host: set[Configuration] = set()
@@ -247,7 +247,7 @@ class OperatorFitter(Fitter):
         return self.with_network(entry, max(entry.compute_s, shared_s + fill_s))
 
     def with_network(self, entry: Entry, compute_s: float) -> float:
-        """Return the seconds of a step whose passes take so long."""
+        """Return the seconds of a step whose forwards and backwards take so long."""
         traced = entry.graph_key
         sharding_s = self.coarse.sharding_s(entry.configuration, traced, entry.cluster)
         return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, traced, entry.cluster)
@@ -290,7 +290,7 @@ class OperatorFitter(Fitter):
                 within = self._within_memory(split)
             if within is None:
                 needs = self._needs(configuration)
-                self._without_room.setdefault(_room(entry, len(needs[0])), []).append(needs)
+                self._without_headroom.setdefault(_headroom_key(entry, len(needs[0])), []).append(needs)
                 self._lacks_whatever(entry, missing)
                 return None
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
@@ -331,10 +331,10 @@ class OperatorFitter(Fitter):
 
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
         """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
-        if not self._without_room:
+        if not self._without_headroom:
             return False
         counts, share = self._needs(entry.configuration)
-        misses = self._without_room.get(_room(entry, len(counts)), ())
+        misses = self._without_headroom.get(_headroom_key(entry, len(counts)), ())
         return any(share >= least and (counts >= fewest).all() for fewest, least in misses)
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
@@ -468,7 +468,7 @@ def _alike(configuration: Configuration) -> Configuration:
     return replace(configuration, host_optimizer=False, offload=False)
 
 
-def _room(entry: Entry, num_stages: int) -> tuple[object, ...]:
+def _headroom_key(entry: Entry, num_stages: int) -> tuple[object, ...]:
     """The same for all whose stages, so many, have the same operators to keep the values of, and as much memory for them."""
     configuration = entry.configuration
     return configuration.traced, configuration.pp, num_stages, configuration.host_optimizer, entry.cluster

@@ -11,7 +11,7 @@ from stagewright.errors import InputError, TraceError
 from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.joint.finalists import NUM_FINALISTS, joint_plans
+from stagewright.planning.joint.top_configurations import NUM_SEARCHED, joint_plans
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.plan import Plan
 from stagewright.planning.search_result import Excluded
@@ -40,14 +40,14 @@ def improve(search: Search) -> None:
     _try_pieces(search)
     _try_whole_sequences(search)
     if not search.fits:
-        search.report("making room")
+        search.report("recomputing and offloading more")
         last = fitter.last_resort()
         if last is not None:
             search.fits.append(last)
         return
     _refine(search, fitter)
     if JOINT in (search.space.schedules or ()):
-        _add_finalists(search, fitter)
+        _add_joint_plans(search, fitter)
         _search_jointly(search)
 
 
@@ -138,7 +138,7 @@ def _may_be_refined(plan: Plan) -> bool:
 
 
 def _search_jointly(search: Search) -> None:
-    """Add plans of the joint search that are faster than the best of the families."""
+    """Add plans of the joint search that are faster than the best of the built schedules."""
     stop = threading.Event()
     for fit in joint_plans(list(search.fits), search.coarse, search.space, stop):
         search.fits.append(fit)
@@ -146,7 +146,7 @@ def _search_jointly(search: Search) -> None:
         raise KeyboardInterrupt
 
 
-def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
+def _add_joint_plans(search: Search, fitter: OperatorFitter) -> None:
     """Add plans of pipelines that are slower for their bubbles alone, which the joint search may fill."""
     if (best := search.best) is None:
         return
@@ -155,7 +155,7 @@ def _add_finalists(search: Search, fitter: OperatorFitter) -> None:
     for entry in search.slower:
         busy_s = fitter.with_network(entry, entry.busy_s)
         least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
-    lacking = NUM_FINALISTS - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
+    lacking = NUM_SEARCHED - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
     for entry in search.slower:
         if lacking <= 0:
             break

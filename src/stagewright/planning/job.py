@@ -331,10 +331,10 @@ class Job(StrictModel):
     @property
     def computed_in(self) -> str:
         """The dtype of matmuls: that of parameters, or the one they are cast to."""
-        return self.products or self.autocast or self.torch_name
+        return self.matmul_precision or self.autocast or self.torch_name
 
     @property
-    def products(self) -> str | None:
+    def matmul_precision(self) -> str | None:
         """The precision of matmuls where it is not a type of tensors in the graph, else None."""
         return self.dtype if self.dtype in ("tf32", "fp8") else None
 

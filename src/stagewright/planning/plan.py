@@ -58,7 +58,11 @@ class ModelSection(StrictModel):
     def of(cls, reference: ModelReference, graph: OperatorGraph | None = None) -> ModelSection:
         """Return the section of the model of `reference`, traced to `graph`."""
         factory = None if graph is None else factory_file(reference.text)
-        files = {} if graph is None or factory is None else Dependencies.of_facts(graph.facts).beside(factory)
+        files = (
+            {}
+            if graph is None or factory is None
+            else Dependencies.of_facts(graph.facts).contents_relative_to(factory)
+        )
         return cls(
             files=files,
             text=reference.text,

@@ -14,9 +14,9 @@ from stagewright.planning.bounds.coarse import Trace
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.improvement import improve
 from stagewright.planning.job import Job
-from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.memory.host_optimizer import checked
 from stagewright.planning.search_result import EarlyEnd, SearchResult
+from stagewright.planning.sequence_lengths import best_over_lengths
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve

@@ -19,7 +19,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import fewest_layers
 from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
-from stagewright.schedule import FAMILIES
+from stagewright.schedule import BUILDERS
 
 HostOptimizer = Literal["auto", "never", "always"]
 HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
@@ -109,10 +109,10 @@ class Space:
         check_shard_size(level, self.shard_size)
         check_shard_units(level, self.shard_units)
         for name in self.schedules or ():
-            if name != JOINT and name not in FAMILIES:
-                choices = ", ".join((*sorted(FAMILIES), JOINT))
+            if name != JOINT and name not in BUILDERS:
+                choices = ", ".join((*sorted(BUILDERS), JOINT))
                 raise InputError(
-                    f"unknown schedule '{name}'{nearest(name, (*FAMILIES, JOINT))}; known: {choices}"
+                    f"unknown schedule '{name}'{nearest(name, (*BUILDERS, JOINT))}; known: {choices}"
                 )
         for setting in self.recompute or ():
             if setting not in RECOMPUTE:
@@ -149,7 +149,7 @@ class Space:
         )
 
     @property
-    def families(self) -> tuple[str, ...]:
+    def built_schedules(self) -> tuple[str, ...]:
         """The schedules that are built, not searched."""
         return tuple(name for name in self.schedules or () if name != JOINT) or ("1f1b",)
 
@@ -294,14 +294,14 @@ def _schedules(
     shape: Configuration, num_layers: int, job: Job, space: Space
 ) -> Iterator[tuple[str, int | None]]:
     """Yield the schedules that a pipeline allows, with the stages per rank of those that place any number."""
-    for name in space.families if shape.pp > 1 else space.families[:1]:
+    for name in space.built_schedules if shape.pp > 1 else space.built_schedules[:1]:
         if name not in _LOOPED or shape.pp == 1:
             yield ("1f1b" if shape.pp == 1 and name in _LOOPED else name), None
             continue
         for chunks in space.chunks:
-            if chunks == 1 and (name == "interleaved-1f1b" and "1f1b" in space.families):
+            if chunks == 1 and (name == "interleaved-1f1b" and "1f1b" in space.built_schedules):
                 continue
-            if chunks == 1 and name == "breadth-first" and "gpipe" in space.families:
+            if chunks == 1 and name == "breadth-first" and "gpipe" in space.built_schedules:
                 continue
             num_stages = shape.pp * chunks
             wanted = (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NUM_NAMED = 3
 _UNEQUAL = 1.15
-"""Ratio of paces above which ranks count as unequal."""
+"""Ratio of slowdowns above which ranks count as unequal."""
 _WORTH_NAMING = 0.05
 """Minimum share of the step, or of a rank's peak, for a disagreement to be reported."""
 
@@ -161,13 +161,13 @@ def _of_memory(peaks: Sequence[tuple[int, int]]) -> Iterator[Disagreement]:
 def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Record) -> list[str]:
     """Return suggestions to reconcile prediction and run, the most important first; empty if they agree."""
     steps = []
-    paces = {rank.rank: rank.pace for rank in record.ranks if rank.pace is not None}
+    slowdowns = {rank.rank: rank.pace for rank in record.ranks if rank.pace is not None}
     step = plan.predictions.step_seconds
-    if paces and max(paces.values()) > _UNEQUAL * min(paces.values()):
-        slowest = max(paces, key=paces.__getitem__)
+    if slowdowns and max(slowdowns.values()) > _UNEQUAL * min(slowdowns.values()):
+        slowest = max(slowdowns, key=slowdowns.__getitem__)
         steps.append(
-            f"rank {slowest} computes {paces[slowest] / min(paces.values()):.1f} times as long as the fastest, relative "
-            "to the plan: check its device, or plan again with --record and this record, which gives it less work"
+            f"rank {slowest} computes {slowdowns[slowest] / min(slowdowns.values()):.1f} times as long as the fastest, "
+            "relative to the plan: check its device, or plan again with --record and this record, which gives it less work"
         )
     elif abs(float(measured.busy_s.max() - predicted.busy_s.max())) > _WORTH_NAMING * step:
         steps.append(

@@ -11,7 +11,7 @@ from stagewright.cluster import Cluster
 from stagewright.cluster.prices import Price
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
-from stagewright.planning.cost import Offer
+from stagewright.planning.cost import PricedResult
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.planning.search_result import Excluded, SearchResult
@@ -88,14 +88,14 @@ def _nearest(group: Sequence[Excluded]) -> str:
     )
 
 
-def offers_table(offers: Sequence[Offer]) -> Table:
+def sizes_table(priced_results: Sequence[PricedResult]) -> Table:
     """Return days and dollars to the target, best first."""
     rows = [
         (
-            offer.cluster.name, offer.bill.num_devices, offer.bill.global_batch, f"{offer.bill.tokens:.3g}",
-            f"{offer.bill.days:,.2f}", "" if offer.bill.dollars is None else f"{offer.bill.dollars:,.0f}",
+            priced.cluster.name, priced.bill.num_devices, priced.bill.global_batch, f"{priced.bill.tokens:.3g}",
+            f"{priced.bill.days:,.2f}", "" if priced.bill.dollars is None else f"{priced.bill.dollars:,.0f}",
         )
-        for offer in offers
+        for priced in priced_results
     ]  # fmt: skip
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
 
@@ -110,20 +110,20 @@ def price_lines(prices: Mapping[str, Price], terms: str) -> list[str]:
     ]
 
 
-def offers_document(offers: Sequence[Offer]) -> dict[str, Any]:
+def sizes_document(priced_results: Sequence[PricedResult]) -> dict[str, Any]:
     """Return all sizes for `plan --json`, best first."""
-    return {"sizes": [_size(offer) for offer in offers]}
+    return {"sizes": [_size(priced) for priced in priced_results]}
 
 
-def _size(offer: Offer) -> dict[str, Any]:
+def _size(priced: PricedResult) -> dict[str, Any]:
     return {
-        "devices": offer.bill.num_devices,
-        **{name: getattr(offer.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
+        "devices": priced.bill.num_devices,
+        **{name: getattr(priced.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
         "configurations": [
             plan_document(plan, None)
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
-            for plan in offer.result.plans
+            for plan in priced.result.plans
         ],
-        "excluded": [asdict(item) for item in offer.result.excluded],
-        "num_bounded": offer.result.num_bounded,
+        "excluded": [asdict(item) for item in priced.result.excluded],
+        "num_bounded": priced.result.num_bounded,
     }  # fmt: skip

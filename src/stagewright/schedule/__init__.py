@@ -1,7 +1,7 @@
 """Schedules: actions, programs and placements, and one pure function per schedule."""
 
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families import FAMILIES, build
+from stagewright.schedule.builders import BUILDERS, build
 from stagewright.schedule.lower import insert_communication, insert_recomputation
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
@@ -12,7 +12,7 @@ from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
 from stagewright.schedule.verify import verify
 
 __all__ = [
-    "FAMILIES",
+    "BUILDERS",
     "Action",
     "Kind",
     "Placement",

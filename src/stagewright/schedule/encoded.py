@@ -27,7 +27,7 @@ class Effects(NamedTuple):
 class EncodedRules:
     """`rules` with tokens as numbers; actions have microbatches below `num_microbatches`.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> program = build("1f1b", 2, 4)
     >>> codes = EncodedRules(TokenRules.of(program), program.num_microbatches)
     >>> made, needed = codes.effects(Action.parse("0F3")).makes, codes.effects(Action.parse("1F3")).needs

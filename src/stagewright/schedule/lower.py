@@ -37,7 +37,7 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
     and a rank that is stuck without a blocked send would be stuck with unlimited buffers too, so every program whose
     computations can run becomes free of deadlock.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print(insert_communication(build("1f1b", 2, 2)).to_text())
     program 1f1b
     microbatches 2
@@ -166,7 +166,7 @@ def _move_up(receive: Action, replay: Replay) -> int:
 def insert_recomputation(program: Program, stages: Collection[int]) -> Program:
     """Insert R before every backward of `stages`: recomputation, or fetches from the host, of what that needs first.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print("\\n".join(insert_recomputation(build("1f1b", 2, 1), [0]).lines()))
     0F0 0R0 0B0
     1F0 1B0

@@ -30,13 +30,13 @@ def insert_gathers(
     every stage is gathered once per forward and backward, in depth-first order once per round of microbatches. Source:
     Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4 (arXiv 2211.05953).
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print("\\n".join(insert_gathers(build("breadth-first", 1, 1, 3)).lines()))
     0GATHER 1GATHER 0F0 0RELEASE 2GATHER 1F0 2F0 2B0 2RELEASE 0GATHER 1B0 1RELEASE 0B0 0RELEASE
     """
     if num_buffers < 1:
         raise ScheduleError(
-            f"num_buffers={num_buffers}: a rank needs room for the weights of one stage at least"
+            f"num_buffers={num_buffers}: a rank needs buffers for the weights of at least one stage"
         )
     chosen = set(range(program.num_stages) if stages is None else stages)
     reading = set(weight_grads)
@@ -52,7 +52,7 @@ def insert_microbatch_gathers(
     after its last backward: a sharding unit that stays gathered in between. With `reduces_once` gradients are reduced only
     after the last microbatch.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print("\\n".join(insert_microbatch_gathers(build("breadth-first", 1, 1, 3), [0, 2]).lines()))
     0GATHER 2GATHER 0F0 1F0 2F0 2B0 1B0 0B0 0RELEASE 2RELEASE 0REDUCE 2REDUCE
     """
@@ -90,7 +90,7 @@ def insert_reductions(
     A rank has buffers for the gradients of `num_buffers` stages; None: of all, so that each stage is reduced once, right
     after its last backward, overlapped with the backwards of the stages before it.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print("\\n".join(insert_reductions(build("breadth-first", 1, 2, 2)).lines()))
     0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE 0B0 0B1 0REDUCE
     """

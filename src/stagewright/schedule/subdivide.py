@@ -21,7 +21,7 @@ def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
     a time is recomputed. In an overlapped pair, forwards of parts overlap with backwards of parts one to one, and the
     remainder of the longer follows.
 
-    >>> from stagewright.schedule.families import build
+    >>> from stagewright.schedule.builders import build
     >>> print(subdivided(build("1f1b", 2, 2), [2, 1]).to_text())
     program 1f1b
     microbatches 2

@@ -40,8 +40,8 @@ class PatternBytes:
         at_start = structure.per_pattern(costs.bytes_at_start)
         at_end = structure.per_pattern(costs.bytes_at_end)
         transient = structure.per_pattern(costs.transient_bytes)
-        beside = structure.runs_beside
-        changes = beside.any() and any(part[beside].any() for part in (at_start, at_end, transient))
+        overlapped = structure.is_overlapped
+        changes = overlapped.any() and any(part[overlapped].any() for part in (at_start, at_end, transient))
         return cls(at_start, at_end, transient, not changes)
 
 

@@ -60,7 +60,7 @@ class Structure:
         return _ints(slot for slot, _, _ in self.journeys)
 
     @cached_property
-    def runs_beside(self) -> NDArray[np.bool_]:
+    def is_overlapped(self) -> NDArray[np.bool_]:
         """Per pattern, whether it overlaps with the computations."""
         return self.tables.stream != COMPUTE_STREAM
 

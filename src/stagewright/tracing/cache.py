@@ -76,7 +76,7 @@ def trace(
     if use_cache:
         stamp = _stamp()
         path = _entry(facts, stamp)
-        graph = _known(facts, stamp, reference.kind != "factory")
+        graph = _cached(facts, stamp, reference.kind != "factory")
     if graph is None:
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
@@ -114,7 +114,7 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
     stamp, missing = _stamp(), dict[Path, Mapping[str, Any]]()
     follows_by_degrees: dict[str, bool] = {}
 
-    def is_known(facts: dict[str, Any]) -> bool:
+    def is_cached(facts: dict[str, Any]) -> bool:
         path = _entry(facts, stamp)
         if path is None or path in missing or path.exists() or path.with_suffix(_REFUSED).exists():
             return True
@@ -124,7 +124,7 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
         for axis, (_, pairs) in _AXES.items():
             for pair in (pair for pair in pairs if max(pair) < facts.get(axis, 1)):
                 neighbours = [{**facts, axis: other} for other in pair]
-                if all(map(is_known, neighbours)):
+                if all(map(is_cached, neighbours)):
                     return axis == "microbatch_size" or is_alike(facts, neighbours)
         return False
 
@@ -135,12 +135,12 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
             is_there = all(
                 path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp)) is not None
             )
-            follows_by_degrees[degrees] = not is_there or _known(facts, stamp, follows=True) is not None
+            follows_by_degrees[degrees] = not is_there or _cached(facts, stamp, follows=True) is not None
         return follows_by_degrees[degrees]
 
     for setting in settings:
         facts = _facts_of(model, setting)
-        if not is_known(facts) and (path := _entry(facts, stamp)) is not None:
+        if not is_cached(facts) and (path := _entry(facts, stamp)) is not None:
             missing[path] = setting
     return list(missing.values())
 
@@ -185,7 +185,7 @@ def _facts(reference: ModelReference, settings: TraceSettings) -> dict[str, Any]
 def inputs_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, TensorMeta]:
     """Return the inputs of the graph of these settings by name: from the cached graph, else from the model."""
     wanted = TraceSettings.of(settings)
-    graph = _known(_facts(model, wanted), _stamp(), model.kind != "factory")
+    graph = _cached(_facts(model, wanted), _stamp(), model.kind != "factory")
     if graph is not None:
         return {name: graph.values[value].meta for name, value in graph.inputs.items()}
     from stagewright.tracing.arguments import meta_of
@@ -196,7 +196,7 @@ def inputs_of(model: ModelReference, settings: Mapping[str, Any]) -> dict[str, T
     return {name: meta_of(tensor) for name, tensor in built.inputs.items()}
 
 
-def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:
+def _cached(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:
     """Return the graph of these facts if it is cached, or `follows` from cached ones of the same model.
 
     Code of a factory may ask for sizes, and do what it likes; what is bundled and the classes of transformers are tried out.
@@ -217,7 +217,7 @@ def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
     for axis, (follow, pairs) in _AXES.items():
         size = facts.get(axis, 1)
         for pair in (pair for pair in pairs if max(pair) < size):
-            neighbours = [_known({**facts, axis: other}, stamp, follows=True) for other in pair]
+            neighbours = [_cached({**facts, axis: other}, stamp, follows=True) for other in pair]
             if neighbours[0] is None or neighbours[1] is None:
                 continue
             try:

@@ -129,7 +129,7 @@ def _captured(
         mode,
         as_run(packed=True),
         stubbed(model, blocks),
-        marks.left(),
+        marks.placed(),
     ):
         outer = _export(model, (), inputs)
     repeats, skipped = ((), {}) if whole else left_out(model, blocks, outer, _surroundings, _is_check)
@@ -167,8 +167,8 @@ class _Marks:
     hooks: TensorHooks
 
     @contextmanager
-    def left(self) -> Iterator[None]:
-        """Leave marks inside."""
+    def placed(self) -> Iterator[None]:
+        """Place marks in what is exported inside."""
         with self.regions.marked(), self.functions.kept(), self.hooks.marked(), plain_execution():
             yield
 
@@ -215,7 +215,7 @@ class _Bodies:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
         # A block of a transformers model on its own must be traced under the patches its model would enter.
-        with tracing_errors(self.model), self.mode, as_run(), self.marks.left():
+        with tracing_errors(self.model), self.mode, as_run(), self.marks.placed():
             tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
             with restored_attributes(self.model):
                 return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})

@@ -102,11 +102,11 @@ def like_queries(query: Tensor, width: int) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
-    ctx.rest = inputs[3:]
+    ctx.arguments = inputs[3:]
 
 
 def _backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Any, ...]:
-    gradients = torch.ops.stagewright.shared_attention_backward(cotangent, *ctx.saved_tensors, *ctx.rest)
+    gradients = torch.ops.stagewright.shared_attention_backward(cotangent, *ctx.saved_tensors, *ctx.arguments)
     return (*gradients, None, None)
 
 

@@ -64,7 +64,7 @@ class Dependencies:
         """Return the dependencies of the graph with these `facts`, empty if they have none."""
         return cls(**facts.get(FACT, {}))
 
-    def beside(self, factory: Path) -> dict[str, str]:
+    def contents_relative_to(self, factory: Path) -> dict[str, str]:
         """Return the contents of the user's other files, by their paths relative to the folder of the `factory`'s file."""
         return {
             os.path.relpath(path, factory.parent): state.rpartition(" ")[2]
@@ -106,8 +106,8 @@ def is_as_before(path: str, before: str) -> bool:
 
 
 def other_contents(factory: Path, contents: Mapping[str, str]) -> str:
-    """Return the first file that lacks the `contents` from `Dependencies.beside`, or an empty text. Missing files outside
-    the folder of `factory`, which may now be on another machine, are skipped."""
+    """Return the first file that lacks the `contents` from `Dependencies.contents_relative_to`, or an empty text. Missing
+    files outside the folder of `factory`, which may now be on another machine, are skipped."""
     for name, before in contents.items():
         path = os.path.normpath(factory.parent / name)
         now = _contents(path) if _status(path) else ""

@@ -135,10 +135,10 @@ def inference_as_no_grad() -> Iterator[None]:
     def entered(self: Any) -> None:
         self._grad = torch.set_grad_enabled(torch.is_grad_enabled() and not self.mode)
 
-    def left(self: Any, *raised: Any) -> None:
+    def exited(self: Any, *raised: Any) -> None:
         self._grad.__exit__(*raised)
 
-    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign]
+    mode.__enter__, mode.__exit__ = entered, exited  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ def light_exports() -> Iterator[None]:
     of graphs that nobody runs. Together these take an eighth of a trace."""
     original = _exported._collect_all_valid_cia_ops
 
-    def known() -> set[Any]:
+    def cached_operators() -> set[Any]:
         num_registered = len(
             torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
         )
@@ -254,7 +254,7 @@ def light_exports() -> Iterator[None]:
             _COMPOSITES[num_registered] = original()
         return _COMPOSITES[num_registered]
 
-    _exported._collect_all_valid_cia_ops = known
+    _exported._collect_all_valid_cia_ops = cached_operators
     try:
         with _use_lazy_graph_module(True):
             yield

@@ -15,7 +15,7 @@ import torch
 
 import stagewright.tracing.attention  # noqa: F401 it defines an operator, which a graph out of the cache names
 from stagewright.graph import Node, Ref, Symbol
-from stagewright.graph.added_nodes import ACCUMULATE, FETCHED, MOVES
+from stagewright.graph.added_nodes import ACCUMULATE, FETCHED, HOST_COPIES
 from stagewright.graph.stage import Function
 from stagewright.graph.views import Issued, Lookup, issued
 from stagewright.tracing.arguments import operator, symbol
@@ -43,19 +43,20 @@ def compile_function(
     device: torch.device,
     name: str = "run",
     mark: Callable[[], None] | None = None,
-    moves: Mapping[str, Callable[..., Any]] | None = None,
+    host_copies: Mapping[str, Callable[..., Any]] | None = None,
     value: Lookup | None = None,
 ) -> Runnable:
     """Return Python code for `function`; values in `resident` are looked up instead of passed.
 
-    `mark` is called in front of the first operator and after each. `moves` do what operators of `MOVES` say. `value`
-    describes a value by its id: with it views that do nothing are left out, and operators called in their cheapest form.
+    `mark` is called in front of the first operator and after each. `host_copies` implement the operators in `HOST_COPIES`.
+    `value` describes a value by its id: with it views that do nothing are left out, and operators are called in their
+    cheapest form.
     """
     resident = frozenset(resident)
     calls = Issued(function.nodes, {}) if value is None else issued(function, value)
     outputs = calls.of(function.outputs)
     names: dict[str, Any] = {} if mark is None else {"mark": mark}
-    names |= {_called(op): move for op, move in (moves or {}).items()}
+    names |= {_called(op): copy for op, copy in (host_copies or {}).items()}
     lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
     last = {used: index for index, node in enumerate(calls.nodes) if node for used in node.inputs}
     if function.inputs:
@@ -126,7 +127,7 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     if node.op == ACCUMULATE:
         return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
     function, given = _called(node.op), node.args
-    if node.op not in MOVES:
+    if node.op not in HOST_COPIES:
         binding = Binding(operator(node.op)) if value is None else binding_of(node, value)
         function += f"_{binding.label}" if binding.label else ""
         names[function] = binding.function
@@ -134,7 +135,7 @@ def _statement(node: Node, names: dict[str, Any], device: torch.device, value: L
     arguments = [_text(argument, names, device) for argument in given]
     arguments += [f"{key}={_text(argument, names, device)}" for key, argument in node.kwargs]
     targets = [f"v{number}" if number is not None else "_" for number in node.outputs]
-    is_list = node.op == FETCHED or (node.op not in MOVES and returns_list(operator(node.op)))
+    is_list = node.op == FETCHED or (node.op not in HOST_COPIES and returns_list(operator(node.op)))
     assigned = "".join(f"{target}, " for target in targets) if is_list else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
     statement = f"{function}({', '.join(arguments)})"

@@ -77,7 +77,7 @@ def ready(data: Data, plan: Plan) -> PreparedData | None:
     return data if isinstance(data, PreparedData) else prepared(DataRequest.of(data), plan)
 
 
-def ready_beside(data: Data, trained: PreparedData | None, plan: Plan) -> PreparedData | None:
+def held_out_data(data: Data, trained: PreparedData | None, plan: Plan) -> PreparedData | None:
     """Return held-out data, prepared. Raises `InputError` where it needs inputs of the model that the training data
     `trained` does not give."""
     held_out = ready(data, plan)

@@ -22,7 +22,7 @@ _MOST_ACTIONS = 50_000
 
 
 @dataclass(frozen=True)
-class Family:
+class Baseline:
     """A schedule as a baseline: its placement by ranks and chunks, and the chunks it may have (None where there is no
     choice)."""
 
@@ -33,20 +33,20 @@ class Family:
     is_common: bool = False
 
 
-FAMILIES = (
-    Family("1f1b", lambda ranks, _: linear(ranks), is_common=True),
-    Family("interleaved-1f1b", loop, (2, 3, 4, 6, 8), is_common=True),
-    Family("zb-h1", lambda ranks, _: linear(ranks), is_common=True),
-    Family("zb-h2", lambda ranks, _: linear(ranks)),
-    Family("zb-v", lambda ranks, _: v(ranks), is_common=True),
-    Family("interleaved-zb", loop, (2, 4)),
-    Family("dualpipe-v", lambda ranks, _: v(ranks)),
-    Family("gpipe", lambda ranks, _: linear(ranks)),
-    Family("breadth-first", loop, (2, 4)),
-    Family("hanayo", wave, (2, 4)),
-    Family("v-half", lambda ranks, _: v(ranks), searches=True),
-    Family("v-min", lambda ranks, _: v(ranks), searches=True),
-    Family("zb-auto", lambda ranks, _: linear(ranks), searches=True),
+BASELINES = (
+    Baseline("1f1b", lambda ranks, _: linear(ranks), is_common=True),
+    Baseline("interleaved-1f1b", loop, (2, 3, 4, 6, 8), is_common=True),
+    Baseline("zb-h1", lambda ranks, _: linear(ranks), is_common=True),
+    Baseline("zb-h2", lambda ranks, _: linear(ranks)),
+    Baseline("zb-v", lambda ranks, _: v(ranks), is_common=True),
+    Baseline("interleaved-zb", loop, (2, 4)),
+    Baseline("dualpipe-v", lambda ranks, _: v(ranks)),
+    Baseline("gpipe", lambda ranks, _: linear(ranks)),
+    Baseline("breadth-first", loop, (2, 4)),
+    Baseline("hanayo", wave, (2, 4)),
+    Baseline("v-half", lambda ranks, _: v(ranks), searches=True),
+    Baseline("v-min", lambda ranks, _: v(ranks), searches=True),
+    Baseline("zb-auto", lambda ranks, _: linear(ranks), searches=True),
 )
 
 
@@ -54,17 +54,17 @@ def baselines(problem: JointProblem) -> Iterator[JointPlan]:
     """Yield every schedule on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages comes
     first. Large problems have only the common schedules."""
     is_large = 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS
-    for family in FAMILIES:
-        if is_large and not family.is_common:
+    for baseline in BASELINES:
+        if is_large and not baseline.is_common:
             continue
-        for num_chunks in _chunks(family, problem):
-            placement = family.placement(problem.num_ranks, num_chunks or 1)
+        for num_chunks in _chunks(baseline, problem):
+            placement = baseline.placement(problem.num_ranks, num_chunks or 1)
             if placement.num_stages > problem.layers.num_layers:
                 continue
             num_actions = 3 * placement.num_stages * problem.num_microbatches
-            if family.searches and num_actions > _MOST_ACTIONS_SEARCHED:
+            if baseline.searches and num_actions > _MOST_ACTIONS_SEARCHED:
                 continue
-            program = _built(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
+            program = _built(baseline.name, problem.num_ranks, problem.num_microbatches, num_chunks)
             if program is None:
                 continue
             layouts: dict[str, Layout | None] = {
@@ -74,16 +74,16 @@ def baselines(problem: JointProblem) -> Iterator[JointPlan]:
             loops = f" x{num_chunks}" if num_chunks else ""
             for kind, layout in layouts.items():
                 if layout is not None:
-                    yield judged(f"{family.name}{loops}, {kind}", problem, layout, program)
+                    yield judged(f"{baseline.name}{loops}, {kind}", problem, layout, program)
 
 
-def _chunks(family: Family, problem: JointProblem) -> list[int | None]:
+def _chunks(baseline: Baseline, problem: JointProblem) -> list[int | None]:
     """Return the numbers of stages per rank: those of the schedule, and for 1F1B also as many as there are layers for."""
     most = problem.layers.num_layers // problem.num_ranks
-    chunks = [number for number in family.chunks if number is None or number <= most]
+    chunks = [number for number in baseline.chunks if number is None or number <= most]
     if 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS:
         chunks = chunks[:1]
-    if family.name == "interleaved-1f1b" and most > 1 and most not in chunks:
+    if baseline.name == "interleaved-1f1b" and most > 1 and most not in chunks:
         chunks.append(most)
     return chunks
 

@@ -36,7 +36,7 @@ def lower_bound(problem: JointProblem, packing: Packing | None = None) -> Bound:
     """Return the largest of all bounds below and that of `packing` (computed by default)."""
     packed = packing or pack(problem)
     bounds = (
-        Bound(chain_bound(problem), "one microbatch, all its passes in a row"),
+        Bound(chain_bound(problem), "one microbatch, its forwards and backwards in a row"),
         Bound(load_bound(problem), "all work shared by all ranks, none starting early"),
         Bound(layer_bound(problem), "all work of one layer on one rank, fill and drain around it"),
         Bound(memory_bound(problem), "what microbatches keep in memory, and for how long"),
@@ -100,8 +100,8 @@ def memory_bound(problem: JointProblem) -> float:
     headroom = float(problem.memory_bytes.sum() - layers.parameter_bytes.sum())
     if not np.isfinite(headroom):
         return 0.0
-    passes = layers.forward_s + layers.input_grad_s
-    stay = np.cumsum(passes[::-1])[::-1]
+    seconds = layers.forward_s + layers.input_grad_s
+    stay = np.cumsum(seconds[::-1])[::-1]
     tables = (layers, *problem.recomputing)
     held = np.min([table.held_bytes * table.weight_grad_s for table in tables], axis=0)
     kept = (tables[-1].saved_bytes * stay + held).sum()

@@ -26,8 +26,8 @@ def improve_order(stages, num_microbatches, order, num_steps, start_share, good_
     state, none = new_state(stages, num_microbatches), new_order(0)
     least = least_times(stages, num_microbatches, False)
     current = time_order(order, stages, None, False, least, np.inf, state, none)
-    best, best_order = current, Order(order.passes.copy(), order.stages.copy())
-    order = Order(order.passes.copy(), order.stages.copy())
+    best, best_order = current, Order(order.kinds.copy(), order.stages.copy())
+    order = Order(order.kinds.copy(), order.stages.copy())
     for step in range(num_steps):
         if best <= good_enough_s:
             break
@@ -38,9 +38,9 @@ def improve_order(stages, num_microbatches, order, num_steps, start_share, good_
         distance = 1 + int(8 * np.random.random() ** 3)
         target = source + distance if np.random.random() < 0.5 else source - distance
         target = min(max(target, low), high - 1)
-        if order.passes[source] == order.passes[target] and order.stages[source] == order.stages[target]:
+        if order.kinds[source] == order.kinds[target] and order.stages[source] == order.stages[target]:
             continue
-        shift(order.passes, source, target)
+        shift(order.kinds, source, target)
         shift(order.stages, source, target)
         share = start_share * (0.01 ** (step / num_steps))
         limit = current - share * best * np.log(1.0 - np.random.random())
@@ -48,8 +48,8 @@ def improve_order(stages, num_microbatches, order, num_steps, start_share, good_
         if makespan <= limit:
             current = makespan
             if makespan < best:
-                best, best_order = makespan, Order(order.passes.copy(), order.stages.copy())
+                best, best_order = makespan, Order(order.kinds.copy(), order.stages.copy())
         else:
-            shift(order.passes, target, source)
+            shift(order.kinds, target, source)
             shift(order.stages, target, source)
     return best, best_order

@@ -36,7 +36,7 @@ class _Kinds:
     and the number of layers. Per rank, in the order of first layers: its earliest start, and the seconds after its last
     input gradient."""
 
-    passes_s: Floats
+    chain_s: Floats
     weight_grad_s: Floats
     count: Ints
     starts: Floats
@@ -106,7 +106,7 @@ def _kinds(problem: JointProblem) -> tuple[_Kinds, Ints]:
 
 def _num_steps(kinds: _Kinds, limit: float) -> float:
     """Return the number of steps: states times patterns times ranks."""
-    most = np.minimum(kinds.count, limit // np.maximum(kinds.passes_s, 1e-30))
+    most = np.minimum(kinds.count, limit // np.maximum(kinds.chain_s, 1e-30))
     return float(np.prod(kinds.count + 1.0) * np.prod(most[:-1] + 1.0) * len(kinds.starts))
 
 
@@ -136,15 +136,15 @@ def _patterns(kinds: _Kinds, start: float, tail: float, limit: float) -> Ints:
     available_s = limit - start
     ranges = (
         range(int(min(count, max(0.0, available_s // max(seconds, 1e-30)))) + 1)
-        for seconds, count in zip(kinds.passes_s[:-1], kinds.count[:-1], strict=True)
+        for seconds, count in zip(kinds.chain_s[:-1], kinds.count[:-1], strict=True)
     )
     patterns = []
     for few in product(*ranges):
-        passes = float(np.dot(few, kinds.passes_s[:-1]))
+        chained = float(np.dot(few, kinds.chain_s[:-1]))
         weight_grads = float(np.dot(few, kinds.weight_grad_s[:-1]))
-        by_tail = (available_s - tail - passes) / max(kinds.passes_s[-1], 1e-30)
-        last = kinds.passes_s[-1] + kinds.weight_grad_s[-1]
-        by_load = (available_s - passes - weight_grads) / max(last, 1e-30)
+        by_tail = (available_s - tail - chained) / max(kinds.chain_s[-1], 1e-30)
+        last = kinds.chain_s[-1] + kinds.weight_grad_s[-1]
+        by_load = (available_s - chained - weight_grads) / max(last, 1e-30)
         most = np.floor(min(by_tail, by_load, float(kinds.count[-1])))
         if most >= 0:
             patterns.append((*few, int(most)))

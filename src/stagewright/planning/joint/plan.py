@@ -99,8 +99,8 @@ def scheduled(name: str, problem: JointProblem, layout: Layout, policy: Deadline
 
 def encode_order(name: str, layout: Layout, stages: Stages, order: Order) -> EncodedProgram:
     """Return the program that runs `order`; the k-th occurrence of an action is for microbatch k."""
-    num_microbatches = len(order.passes) // (3 * layout.num_stages)
-    pattern = order.stages.astype(np.int64) * 3 + order.passes
+    num_microbatches = len(order.kinds) // (3 * layout.num_stages)
+    pattern = order.stages.astype(np.int64) * 3 + order.kinds
     microbatch = np.empty(len(pattern), np.int32)
     microbatch[np.argsort(pattern, kind="stable")] = np.tile(
         np.arange(num_microbatches, dtype=np.int32), 3 * layout.num_stages

@@ -1,4 +1,4 @@
-"""Fitting a configuration in memory: the plan that leaves room for fragmentation, or why there is none."""
+"""Fitting a configuration in memory: the plan that leaves headroom for fragmentation, or why there is none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Entry:
     is_split: bool = False
     """Whether it is partitioned, so that its bound is that of its stages."""
     compute_s: float = 0.0
-    """Seconds that its passes take; a lower bound until it is partitioned."""
+    """Seconds of its forwards and backwards; a lower bound until it is partitioned."""
     busy_s: float = 0.0
     """Mean seconds that its ranks compute, once it is partitioned."""
     bounded_by: Configuration | None = None
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def shape(self) -> Configuration:
-        """The same for all that differ by the order of passes, what is sharded and how the loss is evaluated."""
+        """The same for all that differ by the order of actions, what is sharded and how the loss is evaluated."""
         configuration = self.configuration
         gives_up = configuration.recompute in ("full", "auto")
         return replace(
@@ -149,7 +149,7 @@ class Fitting:
         headroom: int | None = None,
         lost_share: float = 0.0,
     ) -> Fit | Miss:
-        """Return the plan of a partitioned configuration that leaves room for fragmentation, or why there is none.
+        """Return the plan of a partitioned configuration that leaves headroom for fragmentation, or why there is none.
 
         Args:
             below_s: steps that save values by recomputing or offloading and take as long are of no use.

@@ -17,7 +17,7 @@ from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
 from stagewright.planning.prediction.pipeline import Pipeline, stage_bodies
 from stagewright.planning.prediction.transfers import message_seconds
 from stagewright.schedule import Program
-from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.builders.asynchronous import weight_versions
 from stagewright.schedule.in_flight import in_flight
 from stagewright.simulation import StageCosts, simulate
 

@@ -27,7 +27,7 @@ from stagewright.graph.tensor_parallel import parallelism, tensor_parallel_size
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Kind, Program
-from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.schedule.builders.asynchronous import weight_versions
 from stagewright.schedule.in_flight import changes
 from stagewright.schedule.lanes import Lane
 from stagewright.schedule.lower import receives_ahead
@@ -299,10 +299,10 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
     Raises:
         InputError: a device has no figures for the precision of the job's matmuls.
     """
-    if job.products is not None:
+    if job.matmul_precision is not None:
         for group in cluster.nodes:
-            group.device.matmul_flops(job.products)
-    return Costing(graph, cluster.nodes[0].device, cluster, job.products, job.compiled)
+            group.device.matmul_flops(job.matmul_precision)
+    return Costing(graph, cluster.nodes[0].device, cluster, job.matmul_precision, job.compiled)
 
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
@@ -310,7 +310,7 @@ def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
 
     Raises as `costing`. The most recent results are cached by graph, cluster, runtime and precision.
     """
-    request = _CostsRequest(graph, cluster, job.runtime, job.products, job.compiled, job.kept)
+    request = _CostsRequest(graph, cluster, job.runtime, job.matmul_precision, job.compiled, job.kept)
     for earlier, body in tuple(_RECENT):
         if earlier.graph is request.graph and earlier[1:] == request[1:]:
             return body
@@ -328,7 +328,7 @@ class _CostsRequest(NamedTuple):
     graph: OperatorGraph
     cluster: Cluster
     runtime: str
-    products: str | None
+    matmul_precision: str | None
     compiled: bool
     kept: OptimizerState
 

@@ -97,9 +97,9 @@ def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
     order = np.lexsort((bars.start_s, bars.is_overlapped, bars.rank))
     lanes = np.bincount(2 * bars.rank + bars.is_overlapped, minlength=2 * scene.num_ranks)
     offsets = [0, *np.cumsum(lanes).tolist()]
-    moves = scene.transfers
-    moving = np.flatnonzero(moves.end_s > moves.start_s)
-    edges = np.stack([moves.source_stage, moves.target_stage])[:, moving]
+    transfers = scene.transfers
+    moving = np.flatnonzero(transfers.end_s > transfers.start_s)
+    edges = np.stack([transfers.source_stage, transfers.target_stage])[:, moving]
     firsts = np.flatnonzero(np.diff(edges, axis=1, prepend=-1).any(axis=0)).tolist()
     return {
         "title": printable(scene.title),
@@ -132,9 +132,9 @@ def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
         "transfers": {
             "source": columns.add(edges[0], "i2"),
             "target": columns.add(edges[1], "i2"),
-            "microbatch": columns.add_steps(moves.microbatch[moving], "i4"),
-            "start": columns.add_steps(moves.start_s[moving], "f4", firsts),
-            "seconds": columns.add((moves.end_s - moves.start_s)[moving], "f4"),
+            "microbatch": columns.add_steps(transfers.microbatch[moving], "i4"),
+            "start": columns.add_steps(transfers.start_s[moving], "f4", firsts),
+            "seconds": columns.add((transfers.end_s - transfers.start_s)[moving], "f4"),
         },
         "curves": [_curve(curve, columns) for curve in scene.curves],
         "curvesAreBytes": scene.curves_are_bytes,

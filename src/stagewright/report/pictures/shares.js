@@ -1,4 +1,4 @@
-// Lengths beside lengths: the model as its stages cut it, and the memory of each rank by category below its capacity.
+// Bars next to each other: the model as its stages cut it, and the memory of each rank by category below its capacity.
 
 const HUES = ["#3a6fd8", "#2f9461", "#c98a12", "#a04fc4", "#1591a3", "#d0573f", "#7b8494", "#8c6d46", "#5b6472"];
 

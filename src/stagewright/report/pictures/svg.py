@@ -177,14 +177,14 @@ def _labels(layout: _TimelineLayout, chunk: np.ndarray, start: np.ndarray, end: 
 
 
 def _transfers(layout: _TimelineLayout) -> Iterator[str]:
-    moves, placed = layout.scene.transfers, np.array(layout.scene.rank_of_stage)
+    transfers, placed = layout.scene.transfers, np.array(layout.scene.rank_of_stage)
     visible = _visible_transfers(layout.scene)
     for is_value, colour in ((True, layout.theme.value), (False, layout.theme.gradient)):
         lines = []
-        for index in visible[(moves.source_stage < moves.target_stage)[visible] == is_value]:
-            source, target = placed[moves.source_stage[index]], placed[moves.target_stage[index]]
+        for index in visible[(transfers.source_stage < transfers.target_stage)[visible] == is_value]:
+            source, target = placed[transfers.source_stage[index]], placed[transfers.target_stage[index]]
             y, to = (layout.y(int(rank)) + layout.row / 2 for rank in (source, target))
-            x, until = layout.x(float(moves.start_s[index])), layout.x(float(moves.end_s[index]))
+            x, until = layout.x(float(transfers.start_s[index])), layout.x(float(transfers.end_s[index]))
             edge = layout.row / 2 * np.sign(to - y)
             lines.append(f"M{x:.1f} {y + edge:.1f}L{until:.1f} {to - edge:.1f}")
         if lines:
@@ -193,9 +193,9 @@ def _transfers(layout: _TimelineLayout) -> Iterator[str]:
 
 def _visible_transfers(scene: Scene) -> np.ndarray:
     """Return transfers between neighbouring ranks that take time; none if there are too many."""
-    moves, placed = scene.transfers, np.array(scene.rank_of_stage)
-    is_near = np.abs(placed[moves.source_stage] - placed[moves.target_stage]) == 1
-    visible = np.flatnonzero((moves.end_s > moves.start_s) & is_near)
+    transfers, placed = scene.transfers, np.array(scene.rank_of_stage)
+    is_near = np.abs(placed[transfers.source_stage] - placed[transfers.target_stage]) == 1
+    visible = np.flatnonzero((transfers.end_s > transfers.start_s) & is_near)
     return visible if len(visible) <= _MOST_TRANSFERS else visible[:0]
 
 

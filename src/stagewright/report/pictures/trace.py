@@ -84,12 +84,12 @@ def _actions(scene: Scene) -> Iterator[Event]:
 def _transfers(scene: Scene) -> Iterator[Event]:
     """Yield each transfer that takes time on the tracks of its sender and of its receiver, with an arrow between them (an
     arrow needs events at both ends)."""
-    moves, placed = scene.transfers, scene.rank_of_stage
-    for index in range(len(moves.microbatch)):
-        source, target = int(moves.source_stage[index]), int(moves.target_stage[index])
-        microbatch = int(moves.microbatch[index])
+    transfers, placed = scene.transfers, scene.rank_of_stage
+    for index in range(len(transfers.microbatch)):
+        source, target = int(transfers.source_stage[index]), int(transfers.target_stage[index])
+        microbatch = int(transfers.microbatch[index])
         what = "F" if source < target else "B"
-        start, end = float(moves.start_s[index]), float(moves.end_s[index])
+        start, end = float(transfers.start_s[index]), float(transfers.end_s[index])
         category, span = "value" if what == "F" else "gradient", _span(start, end)
         if not span["dur"]:
             continue

@@ -14,7 +14,7 @@ from stagewright.schedule.list_scheduler.terms import Stages
 
 
 def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.random.Generator) -> Patterns:
-    """Return random patterns, half of them for equal passes without transfer times, half for the given passes.
+    """Return random patterns, half of them for equal costs without transfer times, half for the given costs.
 
     Source: the building blocks of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv
     2405.15362).
@@ -36,20 +36,20 @@ def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.r
 def _gap_choices(stages: Stages, rng: np.random.Generator) -> Iterator[Floats]:
     """Yield random gaps without end, equal along each leg of the path (a run of stages on successive ranks).
 
-    Gaps that fit whole passes of other microbatches are more likely.
+    Gaps that fit whole actions of other microbatches are more likely.
     """
     legs = _legs(stages.rank)
     num_legs = int(legs.max()) + 1
-    pass_s = np.array([stages.forward.mean(), stages.input_grad.mean(), stages.weight_grad.mean()])
-    lengths = np.concatenate([[0.0], pass_s, pass_s + np.roll(pass_s, 1), 2 * pass_s[:1]])
+    action_s = np.array([stages.forward.mean(), stages.input_grad.mean(), stages.weight_grad.mean()])
+    gaps = np.concatenate([[0.0], action_s, action_s + np.roll(action_s, 1), 2 * action_s[:1]])
     while True:
-        chosen = np.where(rng.random((2, num_legs)) < 0.5, rng.choice(lengths, (2, num_legs)), 0.0)
+        chosen = np.where(rng.random((2, num_legs)) < 0.5, rng.choice(gaps, (2, num_legs)), 0.0)
         loose = rng.random((2, num_legs)) < 0.15
-        yield np.where(loose, rng.uniform(0, lengths.max(), (2, num_legs)), chosen)[:, legs]
+        yield np.where(loose, rng.uniform(0, gaps.max(), (2, num_legs)), chosen)[:, legs]
 
 
 def _uniform_times(stages: Stages) -> Stages:
-    """Return the same pipeline with passes of one second and no transfer times; its patterns often carry over."""
+    """Return the same pipeline with actions of one second and no transfer times; its patterns often carry over."""
     ones, zeros = np.ones(len(stages.rank)), np.zeros(len(stages.rank))
     return stages._replace(forward=ones, input_grad=ones, weight_grad=ones, transfer=zeros)
 

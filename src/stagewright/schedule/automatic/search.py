@@ -12,10 +12,16 @@ from stagewright.arrays import Floats, Ints
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Kind
 from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
-from stagewright.schedule.automatic.orders import Finalists, Patterns, choose_patterns, choose_starts, improve
+from stagewright.schedule.automatic.orders import (
+    BestOrders,
+    Patterns,
+    choose_patterns,
+    choose_starts,
+    improve,
+)
 from stagewright.schedule.automatic.patterns import patterns
-from stagewright.schedule.families.linear import zb_h1, zb_h2
-from stagewright.schedule.families.v_shaped import zb_v
+from stagewright.schedule.builders.linear import zb_h1, zb_h2
+from stagewright.schedule.builders.v_shaped import zb_v
 from stagewright.schedule.list_scheduler.priorities import UNLIMITED
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
 from stagewright.schedule.list_scheduler.terms import TINY, Order, Stages
@@ -27,9 +33,9 @@ FILL_RULES = np.array(
 )
 """Rows are `FillRule`s."""
 WINDOWS = (1.0, 1.5, 2.0, 3.0)
-NUM_FINALISTS = 4
+NUM_BEST_ORDERS = 4
 START_SHARES = (0.0, 0.0003, 0.001, 0.003)
-"""Fraction of its length by which an order may temporarily become longer, in each turn; see `improve`. The finalists take
+"""Fraction of its length by which an order may temporarily become longer, in each turn; see `improve`. The best orders take
 turns."""
 PATIENCE = 3
 """The turn in which an order may not become longer ends after this many times the moves of another turn without a gain."""
@@ -131,20 +137,20 @@ class _OrderSearch:
 
     def under(self, stages: Stages, enough_s: float) -> None:
         """Search for a shorter order under the limit of `stages`, until one takes `enough_s` or less."""
-        finalists = self._starts(stages, enough_s)
-        is_worth = finalists.seconds[0] < NEARLY * self.best_s
-        num_worth = int((finalists.seconds < WORTH_A_TRY * finalists.seconds[0]).sum()) if is_worth else 0
-        for turn in range(NUM_FINALISTS if num_worth else 0):
+        best_orders = self._starts(stages, enough_s)
+        is_worth = best_orders.seconds[0] < NEARLY * self.best_s
+        num_worth = int((best_orders.seconds < WORTH_A_TRY * best_orders.seconds[0]).sum()) if is_worth else 0
+        for turn in range(NUM_BEST_ORDERS if num_worth else 0):
             if self.best_s <= enough_s:
                 break
-            self._improve(turn, turn % num_worth, finalists, stages, enough_s)
+            self._improve(turn, turn % num_worth, best_orders, stages, enough_s)
 
-    def _starts(self, stages: Stages, enough_s: float) -> Finalists:
+    def _starts(self, stages: Stages, enough_s: float) -> BestOrders:
         """Return the shortest of the known schedules, list schedules and patterns."""
-        shape = NUM_FINALISTS, 2 * self.num_microbatches * len(stages.rank)
-        finalists = Finalists(
-            np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64),
-            np.zeros((NUM_FINALISTS, len(stages.limit))), np.empty(shape, np.int8), np.empty(shape, np.int16),
+        shape = NUM_BEST_ORDERS, 2 * self.num_microbatches * len(stages.rank)
+        best_orders = BestOrders(
+            np.full(NUM_BEST_ORDERS, np.inf), np.zeros(NUM_BEST_ORDERS, np.int64),
+            np.zeros((NUM_BEST_ORDERS, len(stages.limit))), np.empty(shape, np.int8), np.empty(shape, np.int16),
         )  # fmt: skip
         problem = (
             stages,
@@ -153,10 +159,10 @@ class _OrderSearch:
             FILL_RULES,
             NEARLY * WORTH_A_TRY * self.best_s,
         )
-        choose_starts(*problem, enough_s, self.handmade, _windows(stages), finalists)
-        if finalists.seconds[0] > enough_s:
-            choose_patterns(*problem, self.patterns(stages), finalists)
-        return finalists
+        choose_starts(*problem, enough_s, self.handmade, _windows(stages), best_orders)
+        if best_orders.seconds[0] > enough_s:
+            choose_patterns(*problem, self.patterns(stages), best_orders)
+        return best_orders
 
     @cached_property
     def handmade(self) -> Order:
@@ -169,21 +175,23 @@ class _OrderSearch:
             self._patterns = patterns(stages, self.num_microbatches, self.settings.num_patterns, rng)
         return self._patterns
 
-    def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
+    def _improve(
+        self, turn: int, place: int, best_orders: BestOrders, stages: Stages, enough_s: float
+    ) -> None:
         """Improve a start within the memory that it needs, so that the result is the same under any limit."""
-        peak, order = finalists.peak[place], Order(finalists.passes[place], finalists.stages[place])
-        key = turn, int(finalists.rule[place]), peak.tobytes(), *(row.tobytes() for row in order)
+        peak, order = best_orders.peak[place], Order(best_orders.kinds[place], best_orders.stages[place])
+        key = turn, int(best_orders.rule[place]), peak.tobytes(), *(row.tobytes() for row in order)
         if key in self.tried:
             return
         self.tried.add(key)
         needed = np.ceil((peak - TINY) / self.step) * self.step if self.step > 0 else stages.limit
         num_actions = 3 * len(stages.rank) * self.num_microbatches
         times = min(ACTIONS_PER_MOVE / num_actions, MOVES_PER_ACTION * num_actions)
-        num_moves = int(self.settings.num_moves * times / NUM_FINALISTS)
+        num_moves = int(self.settings.num_moves * times / NUM_BEST_ORDERS)
         is_annealed = START_SHARES[turn] > 0
         seconds, complete = improve(
             order, stages._replace(limit=np.minimum(stages.limit, needed)),
-            self.num_microbatches, self.settings.by_span, FILL_RULES[finalists.rule[place]],
+            self.num_microbatches, self.settings.by_span, FILL_RULES[best_orders.rule[place]],
             num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
             START_SHARES[turn], self.settings.seed + turn, enough_s,
         )  # fmt: skip
@@ -199,13 +207,11 @@ def _handmade(placement: Placement, num_microbatches: int) -> Order:
         programs = [zb_h1(num_ranks, num_microbatches), zb_h2(num_ranks, num_microbatches)]
     elif placement == v(num_ranks):
         programs = [zb_v(num_ranks, num_microbatches)]
-    passes = [[a for a in program if a.kind is not Kind.W] for program in programs]
+    actions = [[a for a in program if a.kind is not Kind.W] for program in programs]
     shape = len(programs), 2 * num_microbatches * placement.num_stages
     return Order(
-        np.array(
-            [[KINDS.index(a.kind) for a in program_passes] for program_passes in passes], np.int8
-        ).reshape(shape),
-        np.array([[a.stage for a in program_passes] for program_passes in passes], np.int16).reshape(shape),
+        np.array([[KINDS.index(a.kind) for a in program] for program in actions], np.int8).reshape(shape),
+        np.array([[a.stage for a in program] for program in actions], np.int16).reshape(shape),
     )
 
 

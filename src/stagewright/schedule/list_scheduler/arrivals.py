@@ -1,6 +1,7 @@
-"""Arrival times of the inputs of passes, compiled: dependencies of `TokenRules` for a chain of stages, with transfer times.
+"""Arrival times of the inputs of forwards and input gradients, compiled: dependencies of `TokenRules` for a chain of stages,
+with transfer times.
 
-Microbatches pass every stage in order. That is no restriction: microbatches are equal, so the k-th start of a pass can
+Microbatches pass every stage in order. That is no restriction: microbatches are equal, so the k-th forward of a stage can
 always be that of microbatch k.
 """
 
@@ -13,28 +14,28 @@ from stagewright.schedule.list_scheduler.terms import FORWARD
 
 
 @compiled_helper
-def arrival(kind, stage, stages, passes):
+def arrival(kind, stage, stages, progress):
     """Return when the input of the next forward or input gradient of `stage` arrives; infinite while unknown and after the
     last.
 
-    `passes` describes the passes that have run: their ends `forward_end` and `input_grad_end`, [stage, microbatch], and
-    their counts `num_forward` and `num_input_grad` per stage.
+    `progress` describes what has run: the ends `forward_end` and `input_grad_end`, [stage, microbatch], and the counts
+    `num_forward` and `num_input_grad` per stage.
     """
     if kind == FORWARD:
-        m = passes.num_forward[stage]
+        m = progress.num_forward[stage]
         if stage == 0:
-            return 0.0 if m < passes.forward_end.shape[1] else np.inf
-        if m >= passes.num_forward[stage - 1]:
+            return 0.0 if m < progress.forward_end.shape[1] else np.inf
+        if m >= progress.num_forward[stage - 1]:
             return np.inf
-        return passes.forward_end[stage - 1, m] + stages.transfer[stage]
-    m = passes.num_input_grad[stage]
-    if m >= passes.num_forward[stage]:
+        return progress.forward_end[stage - 1, m] + stages.transfer[stage]
+    m = progress.num_input_grad[stage]
+    if m >= progress.num_forward[stage]:
         return np.inf
     if stage == len(stages.rank) - 1:
-        return passes.forward_end[stage, m]
-    if m >= passes.num_input_grad[stage + 1]:
+        return progress.forward_end[stage, m]
+    if m >= progress.num_input_grad[stage + 1]:
         return np.inf
-    return passes.input_grad_end[stage + 1, m] + stages.transfer[stage + 1]
+    return progress.input_grad_end[stage + 1, m] + stages.transfer[stage + 1]
 
 
 @compiled

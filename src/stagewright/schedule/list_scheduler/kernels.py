@@ -69,7 +69,7 @@ def list_within(stages, num_microbatches, rule, window, deadlines, slack):
             clocks.last_pass[rank] = kind
         clocks.last_stage[rank] = stage
         clocks.last_start[rank] = now
-        order.passes[place[rank]] = kind
+        order.kinds[place[rank]] = kind
         order.stages[place[rank]] = stage
         place[rank] += 1
         remaining -= 1

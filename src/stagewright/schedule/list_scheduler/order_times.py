@@ -1,4 +1,4 @@
-"""Timing of a given order of passes, compiled.
+"""Timing of a given order of actions, compiled.
 
 An order lists the weight gradients too, or only forwards and input gradients, into which weight gradients are then filled.
 """
@@ -83,7 +83,7 @@ def time_order(order, stages, rule, by_span, least, give_up_s, state, complete):
     `rule` says how weight gradients are filled in; None: the order lists them. The order with the filled-in ones is written
     to `complete` if that has space for one.
     """
-    num_ranks, per_stage = len(state.clock), len(order.passes) // len(stages.rank)
+    num_ranks, per_stage = len(state.clock), len(order.kinds) // len(stages.rank)
     _reset(stages, per_stage, least, give_up_s, state)
     longest_idle = 0.0
     moved = True
@@ -103,7 +103,7 @@ def time_order(order, stages, rule, by_span, least, give_up_s, state, complete):
             )
             most = stages.limit[rank] * (1.0 + TINY)
             while at < last:
-                kind, stage = order.passes[at], order.stages[at]
+                kind, stage = order.kinds[at], order.stages[at]
                 if rule is None and kind == WEIGHT_GRAD:
                     if state.num_weight_grad[stage] >= state.num_input_grad[stage]:
                         break
@@ -218,8 +218,8 @@ def _next_waiting(rank, state, complete):
 
 @compiled_helper
 def _write(rank, kind, stage, state, complete):
-    if len(complete.passes) > 0:
-        complete.passes[state.written[rank]] = kind
+    if len(complete.kinds) > 0:
+        complete.kinds[state.written[rank]] = kind
         complete.stages[state.written[rank]] = stage
         state.written[rank] += 1
 

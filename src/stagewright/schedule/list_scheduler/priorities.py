@@ -1,4 +1,5 @@
-"""Windows and deadlines of a list schedule, compiled: how far ahead a stage may run, and in what order passes should."""
+"""Windows and deadlines of a list schedule, compiled: how far ahead a stage may run, and in what order
+forwards and input gradients should."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ UNLIMITED = 1 << 40
 def window_of(stages, depth):
     """Return the maximum microbatches of each stage between forward and input gradient.
 
-    A microbatch stays for the passes of all deeper stages, and a new one comes as often as the busiest rank allows, so full
-    speed needs the quotient of the two; `depth` times that number are admitted.
+    A microbatch stays until all deeper stages have run its forward and input gradient, and a new one comes as often as the
+    busiest rank allows, so full speed needs the quotient of the two times; `depth` times that number are admitted.
     """
     num_stages = len(stages.rank)
     if depth > 1e6:
@@ -34,7 +35,8 @@ def window_of(stages, depth):
 
 @compiled
 def deadlines_of(stages, rule, shifts):
-    """Return when each pass of microbatch 0 should run: `deadline_scale` times the passes before it, plus its shift.
+    """Return when each forward and input gradient of microbatch 0 should run: `deadline_scale` times the seconds of those
+    before it, plus its shift.
 
     Microbatches follow each other at the seconds of the busiest rank. So an input gradient goes before the forward of a
     microbatch that is further back than the scaled time from that forward to that input gradient: with a larger
@@ -42,7 +44,7 @@ def deadlines_of(stages, rule, shifts):
     then fractions per layer by which microbatches follow each other more slowly, for both. So forwards of a rank may run
     further and further ahead.
 
-    With a `deadline_scale` of 0 passes are ordered by microbatch, and within a microbatch the shallowest forward and the
+    With a `deadline_scale` of 0 actions are ordered by microbatch, and within a microbatch the shallowest forward and the
     deepest input gradient come first; or by depth alone, deepest first: forwards with `deep_forwards`, input gradients
     unless `oldest`.
     """

@@ -9,13 +9,13 @@ import numpy as np
 
 from stagewright.arrays import Floats, Ints
 from stagewright.schedule.action import Kind
-from stagewright.schedule.families.pieces import numbered
+from stagewright.schedule.builders.pieces import numbered
 from stagewright.schedule.list_scheduler.terms import Order, Stages
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 
 KINDS = (Kind.F, Kind.I, Kind.W)
-"""Kinds of the passes `FORWARD`, `INPUT_GRAD` and `WEIGHT_GRAD`."""
+"""Kinds of the actions `FORWARD`, `INPUT_GRAD` and `WEIGHT_GRAD`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Flo
 def program_of(
     name: str, placement: Placement, num_microbatches: int, order: Order, offsets: Ints
 ) -> Program:
-    """Return the program of an `order`; the k-th occurrence of a pass is for microbatch k."""
-    kinds = (KINDS[index] for index in order.passes)
+    """Return the program of an `order`; the k-th occurrence of a kind of action on a stage is for microbatch k."""
+    kinds = (KINDS[index] for index in order.kinds)
     steps = [*zip(kinds, map(int, order.stages), strict=True)]
     bounds = pairwise((3 * num_microbatches * offsets).tolist())
     return Program(

@@ -61,7 +61,7 @@ class Rule(NamedTuple):
 
 
 class Deadlines(NamedTuple):
-    """Order in which passes should run: the times of microbatch 0 at each stage, and the interval to each further
+    """Order in which actions should run: the times of microbatch 0 at each stage, and the interval to each further
     microbatch; `cycle` is the seconds of the busiest rank. With a `deadline_scale` of 0 these are counts, not times."""
 
     forward: Floats
@@ -72,7 +72,7 @@ class Deadlines(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Passes and their stages in the order of each rank; rank `r` begins at ``3 M offsets[r]``."""
+    """Kinds and stages of the actions in the order of each rank; rank `r` begins at ``3 M offsets[r]``."""
 
-    passes: NDArray[np.int8]
+    kinds: NDArray[np.int8]
     stages: NDArray[np.int16]

@@ -23,7 +23,7 @@ def greedy(
     delays_unhidden: bool = True,
     max_in_flight: int | None = None,
 ) -> Program:
-    """Greedy schedule with split backwards for given pass times on any placement (default: looped, equal passes).
+    """Greedy schedule with split backwards for given stage times on any placement (default: looped, equal times).
 
     Ready work is taken in the order input gradient, forward, weight gradient; after an input gradient the forward comes
     first. Input gradients of the deepest stage come first, other work is ordered by microbatch. With `delays_unhidden`, once

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule import (
-    FAMILIES,
+    BUILDERS,
     Program,
     build,
     insert_communication,
@@ -21,7 +21,7 @@ SEARCHED = {"zb-auto", "v-half", "v-min"}
 LOOPED = {"interleaved-1f1b", "interleaved-zb", "breadth-first", "greedy"}
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(BUILDERS))
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
 def test_programs_verify_lower_and_round_trip(name, num_ranks, num_microbatches, num_chunks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families.pieces import backward, in_turn
+from stagewright.schedule.builders.pieces import backward, in_turn
 from stagewright.schedule.placement import linear
 from stagewright.schedule.program import Program, build_program
 

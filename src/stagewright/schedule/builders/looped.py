@@ -7,7 +7,7 @@ from itertools import chain
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families.pieces import backward, in_turn, rounds
+from stagewright.schedule.builders.pieces import backward, in_turn, rounds
 from stagewright.schedule.placement import loop
 from stagewright.schedule.program import Program, build_program
 
@@ -48,7 +48,7 @@ def interleaved_1f1b(
         )
 
     def order(rank: int) -> Iterator[Action]:
-        forwards, backwards = _passes(num_ranks, num_microbatches, num_chunks, rank, size)
+        forwards, backwards = _orders(num_ranks, num_microbatches, num_chunks, rank, size)
         whole = [backward(stage, m, split_backward) for stage, m in backwards]
         longest = len(rounds(num_microbatches, size)[0])
         return in_turn(forwards, whole, (num_chunks - 1) * longest + 2 * (num_ranks - 1 - rank))
@@ -68,7 +68,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
     """
 
     def order(rank: int) -> Iterator[Action]:
-        forwards, backwards = _passes(num_ranks, num_microbatches, num_chunks, rank, num_ranks)
+        forwards, backwards = _orders(num_ranks, num_microbatches, num_chunks, rank, num_ranks)
         deferred: list[list[Action]] = [[]] * rank + [[Action(Kind.W, stage, m)] for stage, m in backwards]
         split = [
             [Action(Kind.I, stage, m), *late] for (stage, m), late in zip(backwards, deferred, strict=False)
@@ -80,7 +80,7 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
     return build_program("interleaved-zb", loop(num_ranks, num_chunks), num_microbatches, order)
 
 
-def _passes(
+def _orders(
     num_ranks: int, num_microbatches: int, num_chunks: int, rank: int, round_size: int
 ) -> tuple[list[Action], list[tuple[int, int]]]:
     """Return all forwards of `rank` in order, and (stage, microbatch) of all backwards, in rounds of at least

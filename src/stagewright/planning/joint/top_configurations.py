@@ -50,7 +50,7 @@ from stagewright.planning.space import JOINT, HostOptimizer, Space
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 
-NUM_FINALISTS = 2
+NUM_SEARCHED = 2
 """Number of configurations that are searched jointly."""
 MOST_FILLED = 0.15
 """Fraction of a step that the joint search may gain over the schedules; pipelines that are slower than the best by more are
@@ -72,9 +72,9 @@ _SAVED = 1
 """Number of these that are made to fit by recomputation and offload, which takes long."""
 
 
-def finalists(fits: Iterable[Fit]) -> list[Fit]:
+def top_configurations(fits: Iterable[Fit]) -> list[Fit]:
     """Return the fastest pipeline of each configuration that could still become the fastest plan: those with the lowest
-    bounds, at most `NUM_FINALISTS`.
+    bounds, at most `NUM_SEARCHED`.
 
     What their ranks compute, recomputation included, a joint plan hardly shortens: it fills the time between.
     """
@@ -88,7 +88,7 @@ def finalists(fits: Iterable[Fit]) -> list[Fit]:
         if plan.pp > 1 and is_near and least_s < best_s:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, fit)
-    return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_FINALISTS]
+    return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_SEARCHED]
 
 
 def joint_plans(
@@ -102,7 +102,7 @@ def joint_plans(
     stop = stop or threading.Event()
     job = coarse.job
     best = min((fit.step_seconds for fit in fits), default=0.0)
-    for fit in finalists(fits):
+    for fit in top_configurations(fits):
         if stop.is_set():
             return
         base, entry = fit.plan, fit.entry
@@ -329,9 +329,9 @@ def _worth_judging(result: JointResult) -> Iterator[JointPlan]:
         if _stages(plan) not in seen and len(seen) < _JUDGED:
             seen.add(_stages(plan))
             yield plan
-    family = next((plan for plan in result.baselines if plan.fits), None)
-    if family is not None and _stages(family) not in seen:
-        yield family
+    baseline = next((plan for plan in result.baselines if plan.fits), None)
+    if baseline is not None and _stages(baseline) not in seen:
+        yield baseline
 
 
 def _stages(plan: JointPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,15 +13,15 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.split import split_graph
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.joint.finalists import (
+from stagewright.planning.joint.problem import JointProblem, LayerTable
+from stagewright.planning.joint.search import Effort, search
+from stagewright.planning.joint.top_configurations import (
     Searches,
     _joint,
     _worth_judging,
-    finalists,
     joint_candidate,
+    top_configurations,
 )
-from stagewright.planning.joint.problem import JointProblem, LayerTable
-from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
@@ -32,21 +32,21 @@ from stagewright.planning.space import JOINT, Space
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("4x-h100")
-FAMILIES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-zb")
+SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-zb")
 JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")
 
 
 @cache
 def found() -> SearchResult:
     return plan(
-        "tiny-gemma", CLUSTER, JOB, schedules=(*FAMILIES, JOINT), pp=4, microbatch=1, chunks=(1, 2), keep=20
+        "tiny-gemma", CLUSTER, JOB, schedules=(*SCHEDULES, JOINT), pp=4, microbatch=1, chunks=(1, 2), keep=20
     )
 
 
 def test_the_joint_plan_is_first_and_no_family_is_faster() -> None:
     best, *others = found().plans
     assert best.schedule == JOINT
-    assert {other.schedule for other in others} == set(FAMILIES)
+    assert {other.schedule for other in others} == set(SCHEDULES)
     seconds = best.predictions.step_seconds
     assert best.predictions.lower_bound_seconds <= seconds < others[0].predictions.step_seconds
 
@@ -63,12 +63,12 @@ def test_the_joint_plan_is_complete() -> None:
     assert len(split_graph(graph, cuts)) == best.num_stages
 
 
-def test_finalists_are_pipelines_that_could_still_win() -> None:
+def test_top_configurations_are_pipelines_that_could_still_win() -> None:
     entry = Entry(Configuration(), CLUSTER)
     known = [Fit(plan, entry) for plan in found().plans if plan.schedule != JOINT]
-    assert finalists(known) == [known[0]]
+    assert top_configurations(known) == [known[0]]
     slow = known[0].plan.predictions.model_copy(update={"lower_bound_seconds": 1.0})
-    assert finalists([Fit(known[0].plan.model_copy(update={"predictions": slow}), entry)]) == []
+    assert top_configurations([Fit(known[0].plan.model_copy(update={"predictions": slow}), entry)]) == []
 
 
 def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
@@ -82,7 +82,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
         searched.append(float(problem.memory_bytes.max()))
         raise PlanError("no plan fits")
 
-    monkeypatch.setattr("stagewright.planning.joint.finalists.search", nothing_fits)
+    monkeypatch.setattr("stagewright.planning.joint.top_configurations.search", nothing_fits)
     body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
     configuration = Configuration(1, 4, 1, 8, known.schedule, recompute="auto")
     searches = Searches(known, body, _joint(configuration, known, Space()), CLUSTER, float("inf"))

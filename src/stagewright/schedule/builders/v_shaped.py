@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from stagewright.schedule.action import Action, Kind, pair
-from stagewright.schedule.families.pieces import numbered
+from stagewright.schedule.builders.pieces import numbered
 from stagewright.schedule.placement import v
 from stagewright.schedule.program import Program, build_program
 

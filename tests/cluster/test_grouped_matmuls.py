@@ -1,19 +1,19 @@
-"""Products of experts by one kernel, against hand-worked figures."""
+"""MatmulParameters of experts by one kernel, against hand-worked figures."""
 
 from __future__ import annotations
 
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.cluster.matmul import MatmulShape, Products, product_seconds
+from stagewright.cluster.matmul import MatmulParameters, MatmulShape, shaped_matmul_seconds
 
-PLAIN = Products(num_multiprocessors=100, operand_share=0, fill_s=0, tail_share=1)
+PLAIN = MatmulParameters(num_multiprocessors=100, operand_share=0, fill_s=0, tail_share=1)
 TILE_S = 2 * 128 * 128 * 6400 / 1e12
 """Of a tile of 128 x 128 on one of a hundred multiprocessors of 1e14 FLOP a second together."""
 
 
-def seconds(shape: MatmulShape, *, grouped: bool = True, products: Products = PLAIN) -> float:
-    return product_seconds(products, shape, 1e14, 1e17, 0.0, grouped=grouped)
+def seconds(shape: MatmulShape, *, grouped: bool = True, parameters: MatmulParameters = PLAIN) -> float:
+    return shaped_matmul_seconds(parameters, shape, 1e14, 1e17, 0.0, grouped=grouped)
 
 
 def test_rows_of_every_expert_are_rounded_up_to_tiles() -> None:
@@ -34,16 +34,16 @@ def test_no_inner_dimension_is_split() -> None:
 def test_a_kernel_may_run_at_less_than_the_dense_rate() -> None:
     shape = MatmulShape(10, 1280, 1280, 6400)
     slow = PLAIN.model_copy(update={"grouped_share": 0.5})
-    assert seconds(shape, products=slow) == pytest.approx(2 * seconds(shape), rel=1e-2)
-    assert seconds(shape, grouped=False, products=slow) == seconds(shape, grouped=False)
+    assert seconds(shape, parameters=slow) == pytest.approx(2 * seconds(shape), rel=1e-2)
+    assert seconds(shape, grouped=False, parameters=slow) == seconds(shape, grouped=False)
 
 
 def test_pytorchs_kernel_on_b200_is_slower_than_those_of_runtimes() -> None:
     device = load_cluster("1x-b200").device
     shape, num_bytes = MatmulShape(4, 32000, 8192, 5120), 3e9
-    own = device.product_seconds([shape], "bf16", num_bytes, grouped=True)
+    own = device.shaped_matmul_seconds([shape], "bf16", num_bytes, grouped=True)
     others = device.with_grouped_share(1.0)
-    assert others.product_seconds([shape], "bf16", num_bytes, grouped=True) == pytest.approx(
+    assert others.shaped_matmul_seconds([shape], "bf16", num_bytes, grouped=True) == pytest.approx(
         0.73 * own, rel=0.05
     )
     assert others.with_grouped_share(1.0) is others

@@ -8,15 +8,15 @@ from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
 from stagewright.limits import MOST_ACTIONS, MOST_PREDICTED
-from stagewright.schedule.families.asynchronous import pipedream, pipedream_2bw
-from stagewright.schedule.families.from_times import v_half, v_min, zb_auto
-from stagewright.schedule.families.greedy import greedy, hanayo
-from stagewright.schedule.families.linear import gpipe, one_f_one_b, zb_h1, zb_h2
-from stagewright.schedule.families.looped import breadth_first, interleaved_1f1b, interleaved_zero_bubble
-from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
+from stagewright.schedule.builders.asynchronous import pipedream, pipedream_2bw
+from stagewright.schedule.builders.from_times import v_half, v_min, zb_auto
+from stagewright.schedule.builders.greedy import greedy, hanayo
+from stagewright.schedule.builders.linear import gpipe, one_f_one_b, zb_h1, zb_h2
+from stagewright.schedule.builders.looped import breadth_first, interleaved_1f1b, interleaved_zero_bubble
+from stagewright.schedule.builders.v_shaped import dualpipe_v, zb_v
 from stagewright.schedule.program import Program, check_size
 
-FAMILIES: dict[str, Callable[..., Program]] = {
+BUILDERS: dict[str, Callable[..., Program]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved-1f1b": interleaved_1f1b,
@@ -48,7 +48,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def options_of(name: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the builder of the schedule `name`; empty if there is no such schedule."""
-    builder = FAMILIES.get(name.lower())
+    builder = BUILDERS.get(name.lower())
     return {} if builder is None else inspect.signature(builder).parameters
 
 
@@ -76,10 +76,10 @@ def build(
     Traceback (most recent call last):
     stagewright.errors.ScheduleError: unknown schedule '1f1' (did you mean '1f1b'?); known: ...
     """
-    builder = FAMILIES.get(name.lower())
+    builder = BUILDERS.get(name.lower())
     if builder is None:
-        names = ", ".join(sorted(FAMILIES))
-        raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), FAMILIES)}; known: {names}")
+        names = ", ".join(sorted(BUILDERS))
+        raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), BUILDERS)}; known: {names}")
     if num_ranks < 1:
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
     check_size(name, num_ranks * (num_chunks or 1), num_microbatches)

@@ -22,7 +22,7 @@ def zb_auto(
 ) -> Program:
     """Automatic zero-bubble schedule with one stage per rank.
 
-    `times` default to equal passes of one second and one unit of memory per microbatch, half of it saved for the weight
+    `times` default to one second for each action and one unit of memory per microbatch, half of it saved for the weight
     gradient; `memory_limit` to that of 1F1B on rank 0, P units. See `automatic.automatic`.
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 3 (arXiv 2401.10241).
 
@@ -82,7 +82,7 @@ def _searched(
     memory_limit: float,
     **settings: Any,
 ) -> Program:
-    """Return the result of `automatic.automatic`, by default for equal passes."""
+    """Return the result of `automatic.automatic`, by default for equal stage times."""
     from stagewright.schedule.automatic import (  # numba takes half a second
         SearchSettings,
         StageTimes,

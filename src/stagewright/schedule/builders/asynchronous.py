@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families.linear import one_f_one_b
+from stagewright.schedule.builders.linear import one_f_one_b
 from stagewright.schedule.program import Program, build_program
 
 
