@@ -58,7 +58,9 @@ MODELS = (
         2048,
         ("--lora", "16"),
     ),
-    Model("t5-large", "an encoder and a decoder: values of the encoder go to every layer of the decoder", 512),
+    Model(
+        "t5-large", "an encoder and a decoder: values of the encoder go to every layer of the decoder", 512
+    ),
     Model("bert-large", "an encoder of masked tokens", 512),
     Model(
         "vit-huge", "a vision transformer; images have no length, of which a job needs one all the same", 1

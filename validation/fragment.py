@@ -75,6 +75,8 @@ class Fragment:
         found = [work(node, self.values.__getitem__) for node in self.nodes]
         return sum(
             device.launch_overhead_s
-            + device.shaped_matmul_seconds(one.shapes, one.dtype, one.bytes_moved, alone=True, grouped=one.grouped)
+            + device.shaped_matmul_seconds(
+                one.shapes, one.dtype, one.bytes_moved, alone=True, grouped=one.grouped
+            )
             for one in found
         )
