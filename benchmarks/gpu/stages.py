@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ whether stages are compiled."""
 
 POLICIES = ("keep", "recompute", "offload attention", "offload all")
 _FETCH_AHEAD = 4  # largest offloaded values that are on their way back at once, as in plans
+_LATEST: dict[tuple[object, ...], nn.Module] = {}
 _METERED = 1  # the first step makes the state of the optimizer
 _SECONDS = {
     Kind.F: "forward_seconds", Kind.B: "backward_seconds", Kind.I: "input_grad_seconds", Kind.W: "weight_grad_seconds",
@@ -114,10 +117,19 @@ def alone(device: torch.device) -> Iterator[None]:
 def plain_model(session: Session) -> nn.Module:
     """The model of a session, on its device, for plain autograd."""
     plan = session.plan
-    built = build(
+    module = _built(
         session.reference, plan.microbatch_size, plan.job.sequence_length, plan.job.torch_name, plan.job.seed
     )
-    return built.module.to(session.device)
+    return copy.deepcopy(module).to(session.device)
+
+
+def _built(reference: ModelReference, *arguments: Any) -> nn.Module:
+    """The model of `build`, whose weights take seconds to draw: it is kept for the next cases of the same."""
+    key = reference.digest, *arguments
+    if key not in _LATEST:
+        _LATEST.clear()
+        _LATEST[key] = build(reference, *arguments).module
+    return _LATEST[key]
 
 
 def difference(session: Session) -> float:
