@@ -343,6 +343,11 @@ class Device(SourcedModel):
         )
 
     @property
+    def allocated_workspace_bytes(self) -> int:
+        """Bytes that the matmul library's workspace takes from the allocator: none on a CPU."""
+        return 0 if self.kind == "cpu" else self.workspace_bytes
+
+    @property
     def view_seconds(self) -> float:
         """Host time of an operator that only makes a view."""
         return self.host_overhead_s * _VIEW_SHARE if self.view_overhead_s is None else self.view_overhead_s

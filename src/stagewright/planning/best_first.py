@@ -133,8 +133,8 @@ class Search:
     fitted_s: float = math.inf
     """Lower bound of the entry that is being fitted."""
     is_hurried: bool = False
-    """Whether a plan is wanted soon. What is lost to fragmentation is looked for from what the plan before lost, so that
-    another order of fits gives plans that differ by some thousandths."""
+    """Whether a first plan is wanted before all graphs are traced. That changes the order of fits, each of which expects to
+    lose as much memory to fragmentation as the one before: steps may differ by thousandths from those of a whole search."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
@@ -314,18 +314,14 @@ class Search:
     def _fit_first(self) -> None:
         """Fit a promising configuration of the graphs that are there, before more are traced: so there is a plan soon, and
         degrees that cannot be faster are never traced."""
-        if self.fits:
-            return
         for _ in range(_FIRST_STEPS):
-            # What is partitioned is fitted next.
-            first = self.waiting.take(lambda entry: entry.is_split) or self.waiting.take(
-                lambda entry: entry.bounded_by is None
-            )
-            if first is None:
-                break
-            self._work_out(*first, len(self.waiting))
             if self.fits:
-                break
+                return
+            partitioned = self.waiting.take(lambda entry: entry.is_split)
+            first = partitioned or self.waiting.take(lambda entry: entry.bounded_by is None)
+            if first is None:
+                return
+            self._work_out(*first, len(self.waiting))
 
     def _work_out(self, bound_s: float, entry: Entry, total: int) -> None:
         """Trace, partition or fit an entry, whichever is next, and queue it again unless it is fitted or left out."""

@@ -189,9 +189,7 @@ def _of_loop(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
 
 def _of_calls(loop: Loop, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Predictions:
     """Return the predictions of `plan` for its one device, with the memory of calls outside a pipeline."""
-    device = cluster.device
-    workspace = 0 if device.kind == "cpu" else device.workspace_bytes
-    memory = step_memory(graph_of(plan, report, trace), loop, workspace)
+    memory = step_memory(graph_of(plan, report, trace), loop, cluster.device.allocated_workspace_bytes)
     rank = plan.predictions.ranks[0]
     parameters = rank.categories["parameters"]
     changed = rank.model_copy(

@@ -47,7 +47,7 @@ def improve(search: Search) -> None:
         return
     _refine(search, fitter)
     if JOINT in (search.space.schedules or ()):
-        _add_joint_plans(search, fitter)
+        _fit_slower_pipelines(search, fitter)
         _search_jointly(search)
 
 
@@ -146,8 +146,8 @@ def _search_jointly(search: Search) -> None:
         raise KeyboardInterrupt
 
 
-def _add_joint_plans(search: Search, fitter: OperatorFitter) -> None:
-    """Add plans of pipelines that are slower for their bubbles alone, which the joint search may fill."""
+def _fit_slower_pipelines(search: Search, fitter: OperatorFitter) -> None:
+    """Fit pipelines that were left out as too slow, where the joint search may fill their bubbles."""
     if (best := search.best) is None:
         return
     shapes = {fit.entry.shape for fit in search.fits}

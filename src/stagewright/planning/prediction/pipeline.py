@@ -339,7 +339,7 @@ _RECENT: deque[tuple[_CostsRequest, RangeCosts]] = deque(maxlen=8)
 
 def allocated_bytes(memory: RankMemory, device: Device) -> int:
     """Return the bytes alive at the peak; on a GPU including the matrix library's workspace."""
-    return memory.peak_bytes + (0 if device.kind == "cpu" else device.workspace_bytes)
+    return memory.peak_bytes + device.allocated_workspace_bytes
 
 
 def reserved_bytes(memory: RankMemory, device: Device) -> int:

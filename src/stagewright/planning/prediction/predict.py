@@ -79,7 +79,7 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
                 busy_seconds=float(timeline.busy_s[memory.rank]),
                 allocated_peak_bytes=allocated_bytes(memory, line.device_of(memory.rank)),
                 reserved_peak_bytes=reserved[memory.rank],
-                categories=_categories(memory, line.device_of(memory.rank)),
+                categories=_categories(memory, line.device_of(memory.rank).allocated_workspace_bytes),
                 host_bytes=line.resident(memory.rank).host_bytes,
                 offloaded_bytes=line.offloaded_bytes(memory.rank),
                 communicator_bytes=line.communicator_bytes[memory.rank],
@@ -94,8 +94,7 @@ def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | N
     )
 
 
-def _categories(memory: RankMemory, device: Device) -> dict[str, int]:
-    workspace = allocated_bytes(memory, device) - memory.peak_bytes
+def _categories(memory: RankMemory, workspace: int) -> dict[str, int]:
     return {**memory.categories, **({WORKSPACE: workspace} if workspace else {})}
 
 
