@@ -24,10 +24,15 @@ def kind_of(kind: str, plan: Plan, num_ranks_here: int) -> str:
     if kind == "cpu" or (kind == "auto" and not (available and plan.cluster.kind == "cuda")):
         return "cpu"
     if available < num_ranks_here and not (available and gpus_are_shared()):
+        sharing = (
+            f", or set {SHARING}=1, by which NCCL 2.30 and later let ranks share a device"
+            if available
+            else ""
+        )
         raise InputError(
             f"NCCL runs one rank per GPU: {num_ranks_here} ranks of the plan run on this machine, which has "
             f"{available} CUDA devices. Plan for as many ranks as there are devices (`stagewright probe --device cuda` "
-            f"describes them), give --device cpu, or set {SHARING}=1, by which NCCL 2.30 and later let ranks share a device"
+            f"describes them), or give --device cpu{sharing}"
         )
     return "cuda"
 
