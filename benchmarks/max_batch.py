@@ -42,8 +42,8 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.staged_model import costing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
@@ -94,7 +94,7 @@ class Setting:
             found = self._candidate(planner, size)
             fits = found is not None and found.excess_bytes <= 0
             self.known[key] = (
-                run_timeline(found.line, steps=False).makespan_s if found is not None and fits else None
+                run_timeline(found.staged, steps=False).makespan_s if found is not None and fits else None
             )
         return self.known[key]
 
@@ -102,10 +102,10 @@ class Setting:
         count = 4 * self.num_stages
         job = Job(global_batch=size * count, sequence_length=MODELS[self.model].sequence_length, dtype="fp32")
         graph = graph_of(self.model, size)
-        body = RangeCosts(graph, costing(graph, self.cluster, job))
+        model_costs = RangeCosts(graph, costing(graph, self.cluster, job))
         try:
             configuration = Configuration(1, self.num_stages, size, count, "1f1b")
-            return STRATEGIES[planner].candidate(body, configuration, self.cluster, job)
+            return STRATEGIES[planner].candidate(model_costs, configuration, self.cluster, job)
         except PlanError:
             return None
 
@@ -156,7 +156,7 @@ def worked_out(model: str, num_stages: int, device: str) -> Record:
 
 def noted(path: Path) -> list[Record]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Record(**json.loads(line)) for line in lines]
+    return [Record(**json.loads(staged)) for staged in lines]
 
 
 def records(models: Sequence[str], path: Path, at_most: int) -> Iterator[Record]:

@@ -27,8 +27,8 @@ from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Pipeline, allocatable_bytes, pipeline
 from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.staged_model import StagedModel, allocatable_bytes, staged_model
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Program
 from stagewright.schedule.builders import build
@@ -71,12 +71,12 @@ def repeated(nodes: Iterable[Node], value: Lookup, seconds: float) -> Recomputed
 class Saved:
     """The stage under a policy."""
 
-    line: Pipeline
+    staged: StagedModel
     memory: RankMemory
 
     @property
     def stage(self) -> Stage:
-        return self.line.stages[0]
+        return self.staged.stages[0]
 
     @property
     def again(self) -> tuple[Node, ...]:
@@ -85,7 +85,7 @@ class Saved:
 
     @property
     def added_seconds(self) -> float:
-        summary = self.line.summaries[0]
+        summary = self.staged.summaries[0]
         return summary.rebuild_s + summary.recompute_s
 
     @cached_property
@@ -95,7 +95,7 @@ class Saved:
     @property
     def peak_bytes(self) -> int:
         """As replayed; see the module for what counts."""
-        return self.memory.peak_bytes - _lasting_bytes(self.line, self.memory)
+        return self.memory.peak_bytes - _lasting_bytes(self.staged, self.memory)
 
 
 class OneStage:
@@ -116,20 +116,20 @@ class OneStage:
         program: Program = self.program
         if policy.recomputes:
             program = insert_recomputation(program, [0])
-        line = pipeline(self.costs, [], program, self.cluster, self._job(None), 1, [policy])
-        return Saved(line, rank_memories(line)[0])
+        staged = staged_model(self.costs, [], program, self.cluster, self._job(None), 1, [policy])
+        return Saved(staged, rank_memories(staged)[0])
 
     def within(self, peak_bytes: int) -> Saved | None:
         """What `fit` chooses for a peak of so many bytes, thorough as it is for the best plan of a search; None if it finds
         nothing."""
-        line = self._line_within(peak_bytes)
-        found = fit(line, self.costs, offload=False, thorough=True)
-        return None if found is None else Saved(found.line, found.memories[0])
+        staged = self._line_within(peak_bytes)
+        found = fit(staged, self.costs, offload=False, thorough=True)
+        return None if found is None else Saved(found.staged, found.memories[0])
 
-    def _line_within(self, peak_bytes: int) -> Pipeline:
-        """The line that keeps everything, with a limit that is exact to the byte: limits are in whole segments less the
+    def _line_within(self, peak_bytes: int) -> StagedModel:
+        """The staged that keeps everything, with a limit that is exact to the byte: limits are in whole segments less the
         workspace, so that the workspace takes what is beyond."""
-        target = peak_bytes + _lasting_bytes(self.kept.line, self.kept.memory)
+        target = peak_bytes + _lasting_bytes(self.kept.staged, self.kept.memory)
         (group,) = self.cluster.nodes
         limit = (target // _SEGMENT_BYTES + 1) * _SEGMENT_BYTES
         device = group.device.model_copy(update={"workspace_bytes": limit - target})
@@ -138,7 +138,7 @@ class OneStage:
         allowed = allocatable_bytes(job.usable_bytes(device, cluster), device)
         if allowed != target:
             raise ValueError(f"a limit of {limit} bytes allows {allowed}, not {target}")
-        return pipeline(self.costs, [], self.program, cluster, job, 1)
+        return staged_model(self.costs, [], self.program, cluster, job, 1)
 
     def _job(self, limit: int | None) -> Job:
         facts = self.graph.facts
@@ -171,9 +171,9 @@ class OneStage:
         return meter.peak_bytes - _cotangent_bytes(stage)
 
 
-def _lasting_bytes(line: Pipeline, memory: RankMemory) -> int:
-    resident = line.resident(0)
-    stage = line.stages[0]
+def _lasting_bytes(staged: StagedModel, memory: RankMemory) -> int:
+    resident = staged.resident(0)
+    stage = staged.stages[0]
     constants = sum(
         stage.graph.storage_bytes[stage.value(value).storage] for value in (*stage.buffers, *stage.constants)
     )

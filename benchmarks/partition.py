@@ -1,6 +1,6 @@
 """Partitions that pay for memory with time against the exact program over all cuts, and the theorem they rest on.
 
-Instances are random bodies of four kinds (alike operators; products among elementwise operators; transformer blocks with a
+Instances are random models of four kinds (alike operators; products among elementwise operators; transformer blocks with a
 heavy embedding and head; blocks with offloading) and traced models, cut into 2 to 16 stages under 1F1B, GPipe, asynchronous
 1F1B with weight versions, or two versions of the weights (2BW); with limits from tight to loose, ranks alike or unequal in
 speed and memory, and boundaries that take time. A leaf is the cost of one stage over one range: its time, and the least time
@@ -67,7 +67,7 @@ def sums(amounts: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(amounts)])
 
 
-def random_body(draw: np.random.Generator, mix: str, size: int) -> Ranges:
+def random_ranges(draw: np.random.Generator, mix: str, size: int) -> Ranges:
     noise = [0.7 + 0.6 * draw.random(size) for _ in range(4)]
     product = draw.random(size) < 0.4
     match mix:
@@ -94,7 +94,7 @@ def random_body(draw: np.random.Generator, mix: str, size: int) -> Ranges:
 
 
 @cache
-def traced_body(model: str) -> Ranges:
+def traced_ranges(model: str) -> Ranges:
     graph = trace(
         resolve(model, {"num_hidden_layers": 2} if "nemotron" not in model else {}), 2, 64, "bfloat16"
     )
@@ -138,10 +138,10 @@ def instances(number: int) -> Iterator[tuple[str, Ranges, list[StageTerms]]]:
         count, schedule = int(draw.choice(NUM_STAGES)), str(draw.choice(SCHEDULES))
         if seed % 8 == 3:
             name = MODELS[seed // 8 % len(MODELS)]
-            ranges, offloads = traced_body(name), bool(draw.random() < 0.5)
+            ranges, offloads = traced_ranges(name), bool(draw.random() < 0.5)
         else:
             name = MIXES[seed % 4]
-            ranges, offloads = random_body(draw, name, int(draw.integers(48, 96))), name == "offloading"
+            ranges, offloads = random_ranges(draw, name, int(draw.integers(48, 96))), name == "offloading"
         yield name, ranges, random_terms(draw, ranges, count, schedule, offloads)
 
 

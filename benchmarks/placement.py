@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import namespaces  # pyright: ignore[reportMissingImports]
 from stagewright.cluster import load_cluster
-from stagewright.planning.estimate import line_of
+from stagewright.planning.estimate import staged_model_of
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.prediction.predict import step_seconds
 
@@ -88,8 +88,8 @@ def judge(folder: Path, made: list[namespaces.Host], dp: int, rounds: int) -> No
 
 
 def _predicted(plan: Plan, cluster: Path) -> float:
-    line = line_of(plan, load_cluster(cluster))
-    return step_seconds(line)
+    staged = staged_model_of(plan, load_cluster(cluster))
+    return step_seconds(staged)
 
 
 def on_hosts(made: list[namespaces.Host], *words: str) -> str:

@@ -367,7 +367,7 @@ class SmallStage:
         kept = self.whole.kept
         self.problem: Problem = problem_of(kept.stage, self.whole.costs.costing)
         self.above = kept.peak_bytes - self.problem.kept_peak
-        alive = kept.memory.peak_bytes - kept.line.resident(0).total - kept.memory.categories["inputs"]
+        alive = kept.memory.peak_bytes - kept.staged.resident(0).total - kept.memory.categories["inputs"]
         if alive != self.problem.kept_peak:
             raise ValueError(
                 f"small stage {seed}: the program counts {self.problem.kept_peak} bytes, the replay {alive}"

@@ -20,8 +20,8 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, with_cuts
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Variants, costing
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
+from stagewright.planning.prediction.staged_model import Variants, costing
 from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -59,21 +59,23 @@ def row(published: Published) -> str:
     job = Job(global_batch=SIZE * count, sequence_length=LENGTH, dtype="fp32")
     reference = resolve("bert-large", {"num_hidden_layers": published.num_layers})
     graph = trace(reference, SIZE, LENGTH, "float32")
-    body = RangeCosts(graph, costing(graph, cluster, job))
-    ends = block_ends(body, published.num_layers)
+    model_costs = RangeCosts(graph, costing(graph, cluster, job))
+    ends = block_ends(model_costs, published.num_layers)
     bounds = [0, *itertools.accumulate(published.blocks)]
     configuration = Configuration(1, pp, SIZE, count, "pipedream")
-    plain = with_cuts(body, configuration, [ends[end - 1] for end in bounds[1:-1]], cluster, job)
+    plain = with_cuts(model_costs, configuration, [ends[end - 1] for end in bounds[1:-1]], cluster, job)
     begins = [
         bounds[stage + 1] - int(share * number)
         for stage, (number, share) in enumerate(zip(published.blocks, published.shares, strict=True))
     ]
     places = [ends[begin - 1] if begin else 0 for begin in begins]
-    theirs = recomputed(plain, body, places)
-    own = STRATEGIES["own-async"].candidate(body, Configuration(1, pp, SIZE, count, "1f1b"), cluster, job)
+    theirs = recomputed(plain, model_costs, places)
+    own = STRATEGIES["own-async"].candidate(
+        model_costs, Configuration(1, pp, SIZE, count, "1f1b"), cluster, job
+    )
     assert own is not None, "ours fits where theirs does"
-    timeline = run_timeline(theirs.line, steps=False)
-    their_s, own_s = timeline.makespan_s, run_timeline(own.line, steps=False).makespan_s
+    timeline = run_timeline(theirs.staged, steps=False)
+    their_s, own_s = timeline.makespan_s, run_timeline(own.staged, steps=False).makespan_s
     peak, busy = max(memory.peak_bytes for memory in theirs.memories), timeline.busy_s
     return (
         f"| BERT, {published.num_layers} layers | {pp} x rtx2080ti | {their_s:.3f} s | {peak / 2**30:.1f} GiB | "
@@ -81,32 +83,32 @@ def row(published: Published) -> str:
     )
 
 
-def block_ends(body: RangeCosts, num_layers: int) -> list[int]:
-    """Where blocks end: behind each residual addition, in front of the norm; the end of the body for the head."""
-    graph, found = body.graph, []
+def block_ends(model_costs: RangeCosts, num_layers: int) -> list[int]:
+    """Where blocks end: behind each residual addition, in front of the norm; the end of the model for the head."""
+    graph, found = model_costs.graph, []
     for layer in range(num_layers):
         for part in ("attention.output", "output"):
             name = f"net.bert.encoder.layer.{layer}.{part}.LayerNorm:0"
             found.append(
                 next(place for place, node in enumerate(graph.forward_ids) if graph.nodes[node].name == name)
             )
-    return [*found, body.size]
+    return [*found, model_costs.size]
 
 
-def recomputed(plain: Candidate, body: RangeCosts, places: list[int]) -> Candidate:
+def recomputed(plain: Candidate, model_costs: RangeCosts, places: list[int]) -> Candidate:
     """`plain` with what each stage makes from its place on recomputed."""
-    units = [unit for stage in plain.line.stages for unit in stage_units(stage)]
-    graph = body.graph
+    units = [unit for stage in plain.staged.stages for unit in stage_units(stage)]
+    graph = model_costs.graph
     chosen = [
         index
         for index, unit in enumerate(units)
         if unit.recomputable and graph.position[graph.values[unit.values[0]].node] >= places[unit.stage]
     ]
-    roots = saved_roots(plain.line.stages)
-    line = with_choice(Variants(plain.line, body), roots, choice_of(units, chosen))
-    memories = tuple(rank_memories(line))
+    roots = saved_roots(plain.staged.stages)
+    staged = with_choice(Variants(plain.staged, model_costs), roots, choice_of(units, chosen))
+    memories = tuple(rank_memories(staged))
     return Candidate(
-        plain.configuration, line, plain.cuts, memories, line.missing_bytes(memories), plain.memory_policy
+        plain.configuration, staged, plain.cuts, memories, staged.missing_bytes(memories), plain.memory_policy
     )
 
 

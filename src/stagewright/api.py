@@ -11,7 +11,7 @@ from stagewright.cluster import Cluster
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
 from stagewright.planning.checks import Allow
-from stagewright.planning.estimate import Report, line_of
+from stagewright.planning.estimate import Report, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
@@ -95,7 +95,7 @@ def _predicted(
         return simulated(stage_program(plan), plan.predictions.costs)
     what = "a plan that does not state its costs" if is_plans_cluster else "what another cluster would take"
     allow(plan, f"comparing {what}")
-    return run_timeline(line_of(plan, cluster, report))
+    return run_timeline(staged_model_of(plan, cluster, report))
 
 
 def _warnings(record: Record, planned: Cluster) -> list[str]:

@@ -20,8 +20,8 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import StagePolicy, load_plan
-from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
+from stagewright.planning.prediction.staged_model import costing
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB
 
@@ -62,7 +62,7 @@ def test_every_planner_makes_a_plan_where_memory_is_ample(name: str) -> None:
     assert found.excess_bytes <= 0 and len(found.cuts) == 3
     recomputed = {policy == "recompute" for policy in found.memory_policy}
     assert recomputed == {STRATEGIES[name].recompute} or found.memory_policy[-1] == "keep"
-    assert [memory.peak_bytes for memory in rank_memories(found.line)] == [
+    assert [memory.peak_bytes for memory in rank_memories(found.staged)] == [
         m.peak_bytes for m in found.memories
     ]
 
@@ -80,7 +80,7 @@ def test_what_keeps_everything_does_not_fit_where_others_do() -> None:
     assert made("even", limit).excess_bytes > 0
     found = made("adapipe", limit)
     assert found.excess_bytes <= 0 and set(found.memory_policy) != {"keep"}
-    times = {name: run_timeline(made(name, limit).line).makespan_s for name in ("own-1f1b", "adapipe")}
+    times = {name: run_timeline(made(name, limit).staged).makespan_s for name in ("own-1f1b", "adapipe")}
     assert times["own-1f1b"] <= times["adapipe"] * (1 + 1e-6)
 
 

@@ -7,7 +7,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.communicators import RECEIVING_BYTES, SENDING_BYTES, group_bytes, lane_bytes
 from stagewright.estimation.memory import stage_edges
-from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.schedule import Kind, insert_communication
@@ -30,8 +30,8 @@ def test_all_to_all_takes_what_was_measured() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe-v"])
 def test_lanes_are_those_of_the_lowered_program(schedule: str) -> None:
     plan = planned("8x-h100", model="tiny-gpt2", pp=2, dp=1, schedule=schedule)
-    line = line_of(plan, load_cluster("8x-h100"))
-    assert line.lanes == lanes_of(insert_communication(line.program, stage_edges(line.stages)))
+    staged = staged_model_of(plan, load_cluster("8x-h100"))
+    assert staged.lanes == lanes_of(insert_communication(staged.program, stage_edges(staged.stages)))
 
 
 def test_more_groups_take_more() -> None:
@@ -75,11 +75,11 @@ def test_a_plan_is_left_what_the_reserve_does_not_hold() -> None:
     """Of the reserve a quarter stays; a limit that somebody sets is taken at its word."""
     h100 = load_cluster("8x-h100")
     plan = planned("8x-h100", model="tiny-gpt2", pp=2, dp=4, zero=1, shard_size=2, schedule="1f1b")
-    line, device = line_of(plan, h100), h100.device
+    staged, device = staged_model_of(plan, h100), h100.device
     taken = plan.predictions.ranks[0].communicator_bytes
     reserve = device.reserve_fraction * device.memory_bytes
     assert taken > reserve
-    assert line.usable_bytes(0) == plan.usable_bytes(h100)[0]
-    assert device.usable_bytes - line.usable_bytes(0) == pytest.approx(taken - 0.75 * reserve, abs=1)
+    assert staged.usable_bytes(0) == plan.usable_bytes(h100)[0]
+    assert device.usable_bytes - staged.usable_bytes(0) == pytest.approx(taken - 0.75 * reserve, abs=1)
     limited = JOB.model_copy(update={"memory_limit": 10 << 30})
     assert limited.usable_bytes(device, h100, taken) == 10 << 30

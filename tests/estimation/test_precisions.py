@@ -14,7 +14,7 @@ from stagewright.estimation.operators import short_name
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Part
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import costing
+from stagewright.planning.prediction.staged_model import costing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.trace import trace_module
 

@@ -6,22 +6,22 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.reserved import reserved_on
-from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import lowered, rank_memories, reserved_peaks, stage_edges
+from stagewright.planning.prediction.staged_model import StagedModel, reserved_bytes
 from stagewright.units import MIB
 
 _BLOCK = 512
 
 
-def pipeline(
+def staged_model(
     model: str, schedule: str, pp: int = 2, dp: int = 1, zero: int | None = None, size: int = 1
-) -> Pipeline:
+) -> StagedModel:
     cluster = load_cluster(f"{pp * dp}x-h100")
     job = Job(global_batch=6 * dp * size, sequence_length=64 * size)
     plan = estimate(model, cluster, job, pp=pp, dp=dp, schedule=schedule, zero=zero, microbatch=size)
-    return line_of(plan, cluster)
+    return staged_model_of(plan, cluster)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def pipeline(
 def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
     model: str, schedule: str, dp: int, zero: int | None
 ) -> None:
-    line = pipeline(model, schedule, dp=dp, zero=zero)
-    program = lowered(line.program, stage_edges(line.stages), line.receives_ahead)
-    for memory in rank_memories(line):
-        found = reserved_on(line.memories, program, memory.rank, line.resident(memory.rank))
+    staged = staged_model(model, schedule, dp=dp, zero=zero)
+    program = lowered(staged.program, stage_edges(staged.stages), staged.receives_ahead)
+    for memory in rank_memories(staged):
+        found = reserved_on(staged.memories, program, memory.rank, staged.resident(memory.rank))
         inside = sum(
-            stage.graph.storage_bytes[v] > 0 for stage in line.stages for v in stage.graph.storage_bytes
+            stage.graph.storage_bytes[v] > 0 for stage in staged.stages for v in stage.graph.storage_bytes
         )
         assert memory.peak_bytes <= found.active_peak_bytes <= memory.peak_bytes + 8 * _BLOCK * inside
         assert found.active_peak_bytes <= found.reserved_peak_bytes
@@ -56,29 +56,29 @@ def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
 
 def test_another_step_reserves_nothing_more() -> None:
     """What a batch leaves in the cache serves the next."""
-    line = pipeline("tiny-llama", "1f1b")
-    program = lowered(line.program, stage_edges(line.stages), line.receives_ahead)
+    staged = staged_model("tiny-llama", "1f1b")
+    program = lowered(staged.program, stage_edges(staged.stages), staged.receives_ahead)
     two, four = (
-        reserved_on(line.memories, program, 0, line.resident(0), num_steps=steps) for steps in (2, 4)
+        reserved_on(staged.memories, program, 0, staged.resident(0), num_steps=steps) for steps in (2, 4)
     )
     assert two == four
 
 
 def test_predictions_hold_what_fragmentation_takes() -> None:
-    line = pipeline("tiny-llama", "gpipe", pp=4)
-    memories = rank_memories(line)
-    reserved = reserved_peaks(line, memories)
+    staged = staged_model("tiny-llama", "gpipe", pp=4)
+    memories = rank_memories(staged)
+    reserved = reserved_peaks(staged, memories)
     for memory, found in zip(memories, reserved, strict=True):
-        assert found >= reserved_bytes(memory, line.cluster.device) > memory.peak_bytes
+        assert found >= reserved_bytes(memory, staged.cluster.device) > memory.peak_bytes
 
 
 @pytest.mark.parametrize("zero", [None, 0, 1, 3])
 def test_replicas_lose_memory_to_fragmentation_as_one_alone_does(zero: int | None) -> None:
-    def lost(line: Pipeline) -> list[int]:
-        memories = rank_memories(line)
-        least = [reserved_bytes(memory, line.cluster.device) for memory in memories]
-        return [whole - own for whole, own in zip(reserved_peaks(line, memories), least, strict=True)]
+    def lost(staged: StagedModel) -> list[int]:
+        memories = rank_memories(staged)
+        least = [reserved_bytes(memory, staged.cluster.device) for memory in memories]
+        return [whole - own for whole, own in zip(reserved_peaks(staged, memories), least, strict=True)]
 
-    alone, replicated = (lost(pipeline("tiny-llama", "gpipe", 2, dp, zero, size=8)) for dp in (1, 2))
+    alone, replicated = (lost(staged_model("tiny-llama", "gpipe", 2, dp, zero, size=8)) for dp in (1, 2))
     assert min(*alone, *replicated) > 4 * MIB
     assert max(replicated) <= 2 * max(alone)

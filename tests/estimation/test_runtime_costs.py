@@ -20,7 +20,7 @@ from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import neighbour_strides
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -45,7 +45,7 @@ def mixture() -> OperatorGraph:
 
 def costing(runtime: str, graph: OperatorGraph, dtype: str = "bf16") -> Costing:
     job = Job(global_batch=16, sequence_length=64, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
-    return body_costs(graph, CLUSTER, job).costing
+    return costs_of_model(graph, CLUSTER, job).costing
 
 
 def device_s(found: Costing, node: Node) -> float:
@@ -144,7 +144,7 @@ def test_files_are_based_on_files_beside_them(tmp_path: Path) -> None:
 def test_compiled_kernels_cost_the_runtimes_host(tmp_path: Path) -> None:
     slow = written(tmp_path, "slow", 'based_on = "torch-fsdp"\n[host]\nkernel_s = 1e-4')
     job = Job(global_batch=16, sequence_length=64, runtime=slow, compiled=True)
-    found = body_costs(dense(), CLUSTER, job).costing
+    found = costs_of_model(dense(), CLUSTER, job).costing
     issued = {
         found.of(found.graph.nodes[index], found.graph.values.__getitem__).host_s for index in found.fusions
     }
@@ -195,7 +195,7 @@ def test_a_host_that_waits_for_kernels_adds_its_time(tmp_path: Path) -> None:
 def test_so_does_it_where_kernels_are_compiled(tmp_path: Path) -> None:
     waiting = written(tmp_path, "blocking", 'based_on = "torch-fsdp"\n[host]\nwaits_for_kernels = true')
     usual, slow = (
-        body_costs(dense(), CLUSTER, Job(
+        costs_of_model(dense(), CLUSTER, Job(
             global_batch=16, sequence_length=64, dtype="bf16", runtime=runtime, compiled=True
         )).costing
         for runtime in ("torch-fsdp", waiting)

@@ -14,12 +14,12 @@ from stagewright.graph import Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import COLLECTIVES
-from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import action_costs
 from stagewright.planning.prediction.regions import layers_policy, selective_policy
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.schedule import Kind, build, insert_microbatch_gathers
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -65,7 +65,7 @@ def test_shards_are_fp32_masters_and_nothing_else(tmp_path: Path) -> None:
 
 def test_selective_recomputation_keeps_every_second_product() -> None:
     job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime="torch-fsdp")
-    graph = body_costs(
+    graph = costs_of_model(
         trace("tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused"), CLUSTER, job
     ).graph
     kept = selective_policy(graph).checkpoints - layers_policy(graph).checkpoints
@@ -102,7 +102,7 @@ def test_attention_kernels_of_another_speed(tmp_path: Path) -> None:
     graph = trace("tiny-llama", 1, 4096, "bfloat16", target="cuda", attention="fused")
     job = Job(global_batch=1, sequence_length=4096, dtype="bf16", runtime="torch-fsdp")
     slow = job.model_copy(update={"runtime": changed(tmp_path, "attention_rate = 0.5")})
-    plain, other = (body_costs(graph, CLUSTER, one).costing.arrays[0] for one in (job, slow))
+    plain, other = (costs_of_model(graph, CLUSTER, one).costing.arrays[0] for one in (job, slow))
     names = [short_name(node.op) for node in graph.nodes]
     attention = [index for index, name in enumerate(names) if "attention" in name]
     rest = [index for index in range(len(names)) if index not in attention]
@@ -126,15 +126,15 @@ def test_compiled_where_the_runtime_names_no_kernels(tmp_path: Path) -> None:
 def test_what_runs_beside_computations_slows_them_hidden_or_not() -> None:
     found = estimated(zero=1)
     summed = found.predictions.costs.reduce_seconds[0]  # as far as nothing hides it
-    line = line_of(found, CLUSTER)
-    assert line.reduce_seconds(0) > summed
+    staged = staged_model_of(found, CLUSTER)
+    assert staged.reduce_seconds(0) > summed
     processors = CLUSTER.nodes[0].device.model_copy(update={"kind": "cpu"})
     node = CLUSTER.nodes[0].model_copy(update={"device": processors})
-    alone = action_costs(replace(line, cluster=CLUSTER.model_copy(update={"nodes": (node,)})))
-    slowed = action_costs(line)
+    alone = action_costs(replace(staged, cluster=CLUSTER.model_copy(update={"nodes": (node,)})))
+    slowed = action_costs(staged)
     longer = slowed.forward_seconds[0] - alone.forward_seconds[0]
     share = load_runtime("torch-fsdp").waits.beside_share
-    assert longer == pytest.approx(share * line.reduce_seconds(0) / (2 * line.program.num_microbatches))
+    assert longer == pytest.approx(share * staged.reduce_seconds(0) / (2 * staged.program.num_microbatches))
 
 
 FACTORIES = """
@@ -178,10 +178,10 @@ def test_what_was_asked_before_is_not_worked_out_again() -> None:
     job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime="torch-fsdp")
     asked = {"target": "cuda", "attention": "fused"}
     graph = trace("tiny-llama", 2, 64, "bfloat16", **asked)  # type: ignore[arg-type]
-    known = body_costs(graph, CLUSTER, job)
-    assert body_costs(graph, CLUSTER, job.model_copy(update={"global_batch": 16})) is known
-    assert body_costs(graph, CLUSTER, job.model_copy(update={"compiled": True})) is not known
-    assert body_costs(graph, load_cluster("8x-a100-80"), job) is not known
+    known = costs_of_model(graph, CLUSTER, job)
+    assert costs_of_model(graph, CLUSTER, job.model_copy(update={"global_batch": 16})) is known
+    assert costs_of_model(graph, CLUSTER, job.model_copy(update={"compiled": True})) is not known
+    assert costs_of_model(graph, load_cluster("8x-a100-80"), job) is not known
 
 
 def test_gradients_stay_whole_in_the_type_of_their_sums_until_the_last_microbatch(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def collectives(runtime: str, compiled: bool, splits: bool = True) -> dict[tuple
     graph = trace(
         "tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused", tp=2, splits_sequence=splits
     )
-    costing = body_costs(graph, CLUSTER, job).costing
+    costing = costs_of_model(graph, CLUSTER, job).costing
     seconds = zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True)
     return {
         (node.module, short_name(node.op), node.part): one
@@ -282,7 +282,7 @@ def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Pa
 
     def sent(runtime: str, dtype: str) -> dict[str, float]:
         job = Job(global_batch=8, sequence_length=2048, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
-        costing = body_costs(graph, CLUSTER, job).costing
+        costing = costs_of_model(graph, CLUSTER, job).costing
         found: dict[str, float] = {}
         for node, seconds in zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True):
             if node.op in COLLECTIVES and ".layers.0." in node.module and node.part < Part.WEIGHT_GRAD:

@@ -15,11 +15,11 @@ from stagewright.cluster import load_cluster
 from stagewright.execution.collectives import TrafficCounts
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.planning.estimate import line_of
+from stagewright.planning.estimate import staged_model_of
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.staged_model import StagedModel
 from stagewright.schedule import Action
 from stagewright.tracing.models.lora import Lora
 
@@ -86,26 +86,26 @@ class Outcome:
 
 def predicted(path: Path) -> list[int]:
     """Bytes at the peak of every pipeline rank, as predicted."""
-    return [memory.peak_bytes for memory in rank_memories(line_of(load_plan(path), CPUS))]
+    return [memory.peak_bytes for memory in rank_memories(staged_model_of(load_plan(path), CPUS))]
 
 
 def expected_traffic(plan: Plan) -> list[dict[str, int]]:
     """What every pipeline rank moves in one step, by the formulas of ZeRO on a ring: a part of ``(dp - 1) / dp`` of a
     buffer for a gather or a scattered sum, twice that for an all-reduce."""
-    line = line_of(plan, CPUS)
-    return [vars(_traffic_of(plan, line, rank)) for rank in range(plan.pp)]
+    staged = staged_model_of(plan, CPUS)
+    return [vars(_traffic_of(plan, staged, rank)) for rank in range(plan.pp)]
 
 
-def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> TrafficCounts:
-    traffic, own = TrafficCounts(), set(line.program.placement.stages_of(rank))
-    for flat in line.flats:
+def _traffic_of(plan: Plan, staged: StagedModel, rank: int) -> TrafficCounts:
+    traffic, own = TrafficCounts(), set(staged.program.placement.stages_of(rank))
+    for flat in staged.flats:
         stages = own.intersection(flat.stages)
         if not stages:
             continue
         part = flat.num_elements - flat.shard_elements
-        gathers = {0: 0, 1: 1, 2: 1, 3: _times_gathered(line.program.actions(rank), stages)}[flat.level]
+        gathers = {0: 0, 1: 1, 2: 1, 3: _times_gathered(staged.program.actions(rank), stages)}[flat.level]
         sums = sum(
-            action.kind == "REDUCE" and action.stage in stages for action in line.program.actions(rank)
+            action.kind == "REDUCE" and action.stage in stages for action in staged.program.actions(rank)
         )
         sums = sums if flat.level >= 2 and len(flat.stages) == 1 else 1
         sums = sums if flat.is_trained else 0

@@ -12,7 +12,7 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import make_candidate
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import costing
+from stagewright.planning.prediction.staged_model import costing
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB, format_bytes
 
@@ -42,5 +42,5 @@ def test_bf16_is_no_way_out_of_what_is_as_short(dtype: str, helps: bool) -> None
     )
     limit = max(memory.peak_bytes for memory in found.memories) * 9 // 10
     asked = job.model_copy(update={"dtype": dtype, "memory_limit": limit})
-    limited = replace(found, line=replace(found.line, job=asked)).with_headroom(0)
+    limited = replace(found, staged=replace(found.staged, job=asked)).with_headroom(0)
     assert ("bf16" in str(misses_memory(limited, asked))) == helps

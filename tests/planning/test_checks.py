@@ -11,7 +11,7 @@ import pytest
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.checks import check_predicted_memory, check_predicted_time
-from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
@@ -55,7 +55,7 @@ def check_kept(plan: Plan, cluster: Cluster, path: Path) -> None:
         assert whole_step_seconds(timeline, costs) == predictions.step_seconds
         assert timeline.bubble_fraction == predictions.bubble_fraction
         assert timeline.busy_s.tolist() == [rank.busy_seconds for rank in predictions.ranks]
-        known = run_timeline(line_of(one, cluster))
+        known = run_timeline(staged_model_of(one, cluster))
         assert timeline.start_s.tolist() == known.start_s.tolist()
         assert timeline.end_s.tolist() == known.end_s.tolist()
         assert "per step" in check_predicted_time(one, costs)

@@ -25,7 +25,7 @@ def sums(amounts: np.ndarray) -> np.ndarray:
 
 
 def random_ranges(draw: np.random.Generator, size: int) -> Ranges:
-    """A body in which every second operator is a product and its ends are heavy."""
+    """A model in which every second operator is a product and its ends are heavy."""
     product = np.arange(size) % 2 == 0
     seconds = np.where(product, 3.0, 0.3) * (0.7 + 0.6 * draw.random(size))
     saved = np.where(product, 0.8, 1.5) * (0.7 + 0.6 * draw.random(size))
@@ -109,17 +109,19 @@ def test_range_maxima() -> None:
 
 def test_the_ranges_of_a_traced_model_add_up() -> None:
     graph = trace("tiny-llama", 2, 32, "float32")
-    body = RangeCosts(graph, Costing(graph, load_cluster("2x-h100").device))
-    ranges = ranges_of(body)
-    assert ranges.size == body.size
+    model_costs = RangeCosts(graph, Costing(graph, load_cluster("2x-h100").device))
+    ranges = ranges_of(model_costs)
+    assert ranges.size == model_costs.size
     assert ranges.parameter_bytes[-1] == pytest.approx(4 * graph.num_parameters)
-    assert 0.5 * body.saved_bytes[-1] < ranges.recomputable.num_bytes.sum() <= body.saved_bytes[-1]
+    assert (
+        0.5 * model_costs.saved_bytes[-1] < ranges.recomputable.num_bytes.sum() <= model_costs.saved_bytes[-1]
+    )
     rates = ranges.recomputable.seconds / ranges.recomputable.num_bytes
     assert (
         np.all(np.diff(rates) >= 0)
-        and 0 < ranges.recomputable.seconds.sum() < body.forward_seconds[-1] * 1.01
+        and 0 < ranges.recomputable.seconds.sum() < model_costs.forward_seconds[-1] * 1.01
     )
-    assert 0 < ranges.transient_bytes.max() < body.saved_bytes[-1]
+    assert 0 < ranges.transient_bytes.max() < model_costs.saved_bytes[-1]
 
 
 def test_more_memory_never_costs_time() -> None:

@@ -24,8 +24,8 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import gradient_bytes
+from stagewright.planning.prediction.staged_model import StagedModel, costs_of_model
 from stagewright.planning.search import plan as search
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
@@ -59,13 +59,13 @@ def best(cluster: Cluster, bounds: Space) -> Plan:
     return search(model(), cluster, JOB, space=bounds, keep=1).plans[0]
 
 
-def line(cluster: Cluster, dp: int, pp: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Pipeline:
+def staged(cluster: Cluster, dp: int, pp: int, tp: int = 1, cp: int = 1, ep: int = 1) -> StagedModel:
     configuration = Configuration(
         dp, pp, 1, 32 // dp, "1f1b", zero=1, tp=tp, sequence_parallel=tp > 1, cp=cp, ep=ep
     )
     traced = JOB.traced("cuda") | configuration.trace_arguments | {"expand": False}
-    body = body_costs(trace(model(), 1, **traced), cluster, JOB)
-    return make_candidate(body, configuration, cluster, JOB).line
+    model_costs = costs_of_model(trace(model(), 1, **traced), cluster, JOB)
+    return make_candidate(model_costs, configuration, cluster, JOB).staged
 
 
 def seconds(cluster: Cluster, **widths: int) -> float:
@@ -78,7 +78,7 @@ def test_the_slowest_replica_s_links_count(pair: tuple[int, int]) -> None:
     """Nodes 0 and 1 hold the first stage, 2 and 3 the second: either pair of nodes joins a replica's stages, and both are as
     slow to a step whose ranks stay where they are."""
     found = [
-        line(arranged(with_slow(one), range(32)), dp=2, pp=2, tp=8).cluster.blocks_seconds(1e6, 0, 16, 16)
+        staged(arranged(with_slow(one), range(32)), dp=2, pp=2, tp=8).cluster.blocks_seconds(1e6, 0, 16, 16)
         for one in (None, pair)
     ]
     assert found[1] > 10 * found[0]
@@ -105,7 +105,7 @@ def test_predictions_are_for_the_places_that_are_written() -> None:
 
 
 def test_groups_of_context_parallelism_stay_together() -> None:
-    joined = line(NODES, dp=4, pp=2, tp=2, cp=2)
+    joined = staged(NODES, dp=4, pp=2, tp=2, cp=2)
     assert unit_width(joined) == 4
     for units in ([3, 1, 0, 2], [0, 1, 2, 3]):
         order = devices_of(units, 8, 2, 2)
@@ -156,7 +156,7 @@ def test_tied_stages_keep_off_a_slow_link() -> None:
 def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
     """What is weighed is what collectives are predicted to take."""
     cluster, stages = with_slow((1, 2)), 32 // replicas
-    one = line(cluster, dp=replicas, pp=stages)
+    one = staged(cluster, dp=replicas, pp=stages)
     sizes = 100 * np.array([sum(gradient_bytes(one.stages_of(rank)).values()) for rank in range(stages)])
     traffic = Traffic(boundary_bytes=0.0, gradient_bytes=sizes, num_exposed=0.0)
     grid = assignment_problem(cluster, traffic, tp=1, num_replicas=replicas, num_stages=stages)
@@ -168,7 +168,7 @@ def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
 
 def test_what_is_placed_is_no_slower() -> None:
     slow = with_slow((0, 2))
-    one = line(slow, dp=2, pp=2, tp=8)
+    one = staged(slow, dp=2, pp=2, tp=8)
     grid = line_assignment_problem(one)
     assert grid.num_units == 4
     moved, order = placed(one)

@@ -20,12 +20,12 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
-from stagewright.planning.partition.line import known_ranges, terms_of
 from stagewright.planning.partition.refine import best_partition
 from stagewright.planning.partition.solver import partition
 from stagewright.planning.partition.stage_ranges import StageRanges
+from stagewright.planning.partition.stage_terms import known_ranges, terms_of
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.prediction.pipeline import bodies_of, costing
+from stagewright.planning.prediction.staged_model import costing, costs_by_rank
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -145,10 +145,10 @@ def test_a_limit_for_all_is_not_more_than_a_device_has(mixed: Cluster) -> None:
 def test_a_model_that_is_cut_at_few_places_gets_a_shallower_pipeline(
     mixed: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def at_few_places(bodies: Sequence[RangeCosts], *given: Any) -> list[int] | None:
-        if len(bodies) > 1:
+    def at_few_places(stage_costs: Sequence[RangeCosts], *given: Any) -> list[int] | None:
+        if len(stage_costs) > 1:
             raise PlanError("can be cut at 0 places only: use fewer stages")
-        return partition(bodies, *given)
+        return partition(stage_costs, *given)
 
     monkeypatch.setattr("stagewright.planning.candidate.partition", at_few_places)
     job = JOB.model_copy(update={"global_batch": 12})
@@ -172,15 +172,19 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
     graph = trace(resolve("tiny-llama", {"num_hidden_layers": 2}), 2, **JOB.traced("cuda"))
     for order in ((0, 1, 2), (2, 0, 1)):
         cluster = arranged(mixed, order)
-        body = RangeCosts(graph, costing(graph, cluster, JOB))
-        ranges = known_ranges(body)
+        model_costs = RangeCosts(graph, costing(graph, cluster, JOB))
+        ranges = known_ranges(model_costs)
         ranges = replace(ranges, legal=ranges.legal[::2])
         configuration = Configuration(1, 3, 2, 8, "1f1b")
-        line = with_cuts(
-            body, configuration, partition(bodies_of(body, cluster, 3, 1)) or (), cluster, JOB
-        ).line
-        ends = [*(stage.start for stage in line.stages), body.size]
-        known = terms_of(line, body)
+        staged = with_cuts(
+            model_costs,
+            configuration,
+            partition(costs_by_rank(model_costs, cluster, 3, 1)) or (),
+            cluster,
+            JOB,
+        ).staged
+        ends = [*(stage.start for stage in staged.stages), model_costs.size]
+        known = terms_of(staged, model_costs)
         assert [one.inverse_speed < 0.6 for one in known] == [device == 2 for device in order]
         demands = [StageRanges(ranges, known).demand(rank, *ends[rank : rank + 2]) for rank in range(3)]
         for fast, slow in ((1.0, 1.0), (0.8, 1.5), (1.5, 0.9)):  # what they have of what they would need
@@ -211,9 +215,9 @@ def test_a_rank_on_two_kinds_of_equal_memory_is_as_slow_as_the_slower() -> None:
         kinds = kind(f"fast {number}", 1.0), kind(f"slow {number}", 0.5)
         for nodes in (kinds, kinds[::-1]):
             cluster = Cluster(name="two", nodes=nodes)
-            body = RangeCosts(graph, costing(graph, cluster, JOB))
-            line = with_cuts(body, Configuration(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
-            assert line.device_of(0).name == f"slow {number}"
+            model_costs = RangeCosts(graph, costing(graph, cluster, JOB))
+            staged = with_cuts(model_costs, Configuration(2, 1, 2, 8, "1f1b"), (), cluster, JOB).staged
+            assert staged.device_of(0).name == f"slow {number}"
 
 
 def test_stages_of_one_operator_have_no_costs_below_zero() -> None:

@@ -1,4 +1,4 @@
-"""Partitions against brute force, on made-up bodies and on a real one."""
+"""Partitions against brute force, on made-up ranges and on a real one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from stagewright.tracing.cache import trace
 
 
 class Body(SimpleNamespace):
-    """A body as the partitioner sees it."""
+    """Ranges as the partitioner sees it."""
 
     __hash__ = object.__hash__
 
 
-def body(
+def model_costs(
     times: list[int], widths: list[int], state: list[int] | None = None, saved: list[int] | None = None
 ) -> Any:
-    """A body of operators of these times."""
+    """Ranges of operators of these times."""
 
     def prefix(amounts: list[int] | None) -> Any:
         return np.concatenate([[0.0], np.cumsum(amounts or [0] * len(times))])
@@ -71,7 +71,7 @@ BODIES = st.integers(3, 9).flatmap(
 @given(BODIES)
 def test_the_slowest_stage_is_as_fast_as_any_within_memory(case: Any) -> None:
     times, widths, state, saved, num_stages, limit = case
-    costs = body(times, widths, state, saved)
+    costs = model_costs(times, widths, state, saved)
     budget = MemoryBudget([float(limit)] * num_stages, list(range(num_stages, 0, -1)))
     every = itertools.combinations(range(1, len(times)), num_stages - 1)
     feasible = [list(cuts) for cuts in every if within(costs, list(cuts), budget)]
@@ -86,7 +86,7 @@ def test_the_slowest_stage_is_as_fast_as_any_within_memory(case: Any) -> None:
 @given(BODIES)
 def test_slack_buys_the_narrowest_boundaries(case: Any) -> None:
     times, widths, _, _, num_stages, _ = case
-    costs = body(times, widths)
+    costs = model_costs(times, widths)
     every = [list(cuts) for cuts in itertools.combinations(range(1, len(times)), num_stages - 1)]
     fastest = min(slowest(costs, cuts) for cuts in every)
     near = [cuts for cuts in every if slowest(costs, cuts) <= 1.5 * fastest]
@@ -97,7 +97,7 @@ def test_slack_buys_the_narrowest_boundaries(case: Any) -> None:
 
 def test_more_stages_than_cuts_are_refused() -> None:
     with pytest.raises(PlanError, match="at most 3 stages"):
-        partition([body([1, 1, 1], [1, 1])] * 4)
+        partition([model_costs([1, 1, 1], [1, 1])] * 4)
 
 
 def test_ranges_of_a_real_body_are_what_its_stages_take() -> None:

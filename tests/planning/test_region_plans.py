@@ -10,7 +10,7 @@ from rich.console import Console
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph.split import split_graph
-from stagewright.planning.estimate import estimate, graph_of, line_of
+from stagewright.planning.estimate import estimate, graph_of, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_policies
@@ -44,9 +44,9 @@ def test_what_a_plan_names_is_what_was_predicted(pp: int) -> None:
         graph, cuts, default_policies(graph, cuts)
     )
     assert peaks(estimate(found, CLUSTER)) == peaks(found)
-    line = line_of(found, CLUSTER)
+    staged = staged_model_of(found, CLUSTER)
     assert [stage.recompute_seconds for stage in found.predictions.stages] == [
-        summary.rebuild_s + summary.recompute_s for summary in line.summaries
+        summary.rebuild_s + summary.recompute_s for summary in staged.summaries
     ]
 
 

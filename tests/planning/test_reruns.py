@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("whole_annealing")
 def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:
     """Peaks to the byte where nothing runs again, no higher and in the same time where operators do."""
     whole = load("one_stage").OneStage(load("small_stages").small_stage(seed))
-    stage = RerunStage(whole.kept.line.memories[0], whole.costs.costing, 1.0)
+    stage = RerunStage(whole.kept.staged.memories[0], whole.costs.costing, 1.0)
     search = RerunSearch(stage)
     beside = whole.kept.peak_bytes - search.most_bytes
     assert beside == whole.kept.stage.held_bytes([whole.graph.loss])
@@ -56,8 +56,8 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
     named = {whole.graph.nodes[node].name: node for node in whole.graph.forward_ids}
     reruns = tuple((named[one], tuple(named[other] for other in again)) for one, again in policy.reruns)
     saved = whole.under(Policy(reruns=reruns))
-    assert saved.peak_bytes == ours.Saved(found.line, found.memories[0]).peak_bytes
-    assert saved.added_seconds == ours.Saved(found.line, found.memories[0]).added_seconds
+    assert saved.peak_bytes == ours.Saved(found.staged, found.memories[0]).peak_bytes
+    assert saved.added_seconds == ours.Saved(found.staged, found.memories[0]).added_seconds
 
 
 @pytest.mark.parametrize(

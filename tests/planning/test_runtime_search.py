@@ -25,7 +25,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.memory.fitting import Entry
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.planning.search import plan as search
 from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
@@ -171,9 +171,9 @@ def test_what_lacks_memory_in_smaller_microbatches_lacks_it_in_larger_ones() -> 
 def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recompute) -> None:
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
-    whole = body_costs(graph, CLUSTER, JOB)
+    whole = costs_of_model(graph, CLUSTER, JOB)
     candidate = make_candidate(whole, Configuration(1, 1, 1, 1, "1f1b", recompute=how), CLUSTER, JOB)
-    stage = candidate.line.summaries[0]
+    stage = candidate.staged.summaries[0]
     costs = Layers(graph, CLUSTER, JOB).costs(CLUSTER.device, how)
     assert costs.num_layers == 8
     forward, backward = stage_seconds([costs], None)

@@ -15,9 +15,9 @@ from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import make_program
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.staged_model import StagedModel, reserved_bytes, staged_model
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import insert_communication
 from stagewright.schedule.lower import insert_recomputation
@@ -27,38 +27,38 @@ CLUSTER = load_cluster("2x-h100")
 
 
 @cache
-def body(model: str = "tiny-llama") -> RangeCosts:
+def model_costs(model: str = "tiny-llama") -> RangeCosts:
     graph = trace(model, 2, 32, "float32")
     return RangeCosts(graph, Costing(graph, CLUSTER.device))
 
 
-def line_of(schedule: str, limit: int | None = None) -> Pipeline:
+def staged_model_of(schedule: str, limit: int | None = None) -> StagedModel:
     job = Job(global_batch=16, sequence_length=32, dtype="fp32", memory_limit=limit)
     program = make_program(Configuration(1, 2, 2, 8, schedule))
-    cuts = [body().size * stage // program.num_stages for stage in range(1, program.num_stages)]
-    return pipeline(body(), cuts, program, CLUSTER, job, 1)
+    cuts = [model_costs().size * stage // program.num_stages for stage in range(1, program.num_stages)]
+    return staged_model(model_costs(), cuts, program, CLUSTER, job, 1)
 
 
-def fullest(line: Pipeline) -> int:
-    return max(reserved_bytes(memory, CLUSTER.device) for memory in rank_memories(line))
+def fullest(staged: StagedModel) -> int:
+    return max(reserved_bytes(memory, CLUSTER.device) for memory in rank_memories(staged))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "breadth-first", "interleaved-1f1b"])
 @pytest.mark.parametrize("offload", [True, False])
 def test_a_fitted_line_is_within_its_limit_when_replayed(schedule: str, offload: bool) -> None:
-    plain = line_of(schedule)
+    plain = staged_model_of(schedule)
     stages = range(plain.program.num_stages)
-    least = pipeline(
-        body(), [stage.start for stage in plain.stages[1:]], insert_recomputation(plain.program, stages),
+    least = staged_model(
+        model_costs(), [stage.start for stage in plain.stages[1:]], insert_recomputation(plain.program, stages),
         CLUSTER, plain.job, 1, [RECOMPUTE_ALL] * len(stages),
     )  # fmt: skip
     limit = (fullest(plain) + fullest(least)) // 2
     assert limit < fullest(plain)
-    found = fit(line_of(schedule, limit), body(), offload=offload)
+    found = fit(staged_model_of(schedule, limit), model_costs(), offload=offload)
     assert found is not None
-    replayed = rank_memories(found.line)
+    replayed = rank_memories(found.staged)
     assert [memory.peak_bytes for memory in replayed] == [memory.peak_bytes for memory in found.memories]
-    assert fullest(found.line) <= limit
+    assert fullest(found.staged) <= limit
     assert found.choice.recomputed or found.choice.moved
     assert offload or not found.choice.moved
 
@@ -74,9 +74,9 @@ def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
     graph = trace("tiny-llama", 4, 128, "float32")
     costs = RangeCosts(graph, Costing(graph, cluster.device))
 
-    def lone(limit: int | None) -> Pipeline:
+    def lone(limit: int | None) -> StagedModel:
         job = Job(global_batch=4, sequence_length=128, dtype="fp32", memory_limit=limit)
-        return pipeline(costs, [], make_program(Configuration(1, 1, 4, 1, "1f1b")), cluster, job, 1)
+        return staged_model(costs, [], make_program(Configuration(1, 1, 4, 1, "1f1b")), cluster, job, 1)
 
     plain = lone(None)
     peak = max(reserved_bytes(memory, cluster.device) for memory in rank_memories(plain))
@@ -84,53 +84,56 @@ def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
     limit = peak - summary.saved_bytes // 3
     moved, kept = fit(lone(limit), costs), fit(lone(limit), costs, offload=False)
     assert moved is not None and kept is not None
-    assert moved.choice.moved and moved.line.summaries[0].offloaded_bytes > 0
-    assert all(reserved_bytes(memory, cluster.device) <= limit for memory in rank_memories(moved.line))
+    assert moved.choice.moved and moved.staged.summaries[0].offloaded_bytes > 0
+    assert all(reserved_bytes(memory, cluster.device) <= limit for memory in rank_memories(moved.staged))
 
-    def added(line: Pipeline) -> float:
-        (one,) = line.summaries
+    def added(staged: StagedModel) -> float:
+        (one,) = staged.summaries
         return one.forward_s + one.backward_s - summary.forward_s - summary.backward_s
 
-    assert added(moved.line) < added(kept.line)
+    assert added(moved.staged) < added(kept.staged)
     (policy,) = moved.memory_policy
     assert not isinstance(policy, str) and policy.offload and policy.fetch_ahead > 0
 
 
 def test_nothing_is_given_up_where_everything_fits() -> None:
-    found = fit(line_of("1f1b"), body())
+    found = fit(staged_model_of("1f1b"), model_costs())
     assert found is not None and not found.choice.recomputed and not found.choice.moved
 
 
 def test_a_limit_below_what_lasts_cannot_be_met() -> None:
-    assert fit(line_of("1f1b", 20 * 2**20), body()) is None
+    assert fit(staged_model_of("1f1b", 20 * 2**20), model_costs()) is None
 
 
 def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
     job = Job(global_batch=80, sequence_length=32, dtype="fp32")
     program = make_program(Configuration(1, 4, 2, 40, "1f1b"))
-    cuts = [body().size * stage // 4 for stage in range(1, 4)]
+    cuts = [model_costs().size * stage // 4 for stage in range(1, 4)]
     cluster = load_cluster("4x-h100")
-    plain = pipeline(body(), cuts, program, cluster, job, 1)
+    plain = staged_model(model_costs(), cuts, program, cluster, job, 1)
     limit = fullest(plain) - 2**22
     found = fit(
-        pipeline(body(), cuts, program, cluster, job.model_copy(update={"memory_limit": limit}), 1), body()
+        staged_model(
+            model_costs(), cuts, program, cluster, job.model_copy(update={"memory_limit": limit}), 1
+        ),
+        model_costs(),
     )
     assert found is not None and (found.choice.recomputed or found.choice.moved)
-    edges, ahead = stage_edges(found.line.stages), found.line.receives_ahead
-    short = shortened(found.line.program)
+    edges, ahead = stage_edges(found.staged.stages), found.staged.receives_ahead
+    short = shortened(found.staged.program)
     assert short.num_microbatches < 10
     for rank, known in enumerate(found.memories):
-        resident = found.line.resident(rank)
+        resident = found.staged.resident(rank)
         whole = replay_rank(
-            found.line.memories,
-            insert_communication(found.line.program, edges, ahead=ahead),
+            found.staged.memories,
+            insert_communication(found.staged.program, edges, ahead=ahead),
             rank,
             resident,
             0,
         )
         assert (whole.peak_bytes, whole.categories) == (known.peak_bytes, known.categories)
         part = replay_rank(
-            found.line.memories,
+            found.staged.memories,
             insert_communication(short, edges, ahead=ahead),
             rank,
             resident,
@@ -158,7 +161,7 @@ def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
     normed = RangeCosts(graph, Costing(graph, CLUSTER.device))
     program = make_program(Configuration(1, 1, 4096, 1, "1f1b"))
     job = Job(global_batch=4096, sequence_length=1, dtype="fp32")
-    kept = fullest(pipeline(normed, [], program, CLUSTER, job, 1))
+    kept = fullest(staged_model(normed, [], program, CLUSTER, job, 1))
     tight = job.model_copy(update={"memory_limit": kept - 2**20})
-    found = fit(pipeline(normed, [], program, CLUSTER, tight, 1), normed, offload=False)
-    assert found is not None and fullest(found.line) <= kept - 2**20
+    found = fit(staged_model(normed, [], program, CLUSTER, tight, 1), normed, offload=False)
+    assert found is not None and fullest(found.staged) <= kept - 2**20

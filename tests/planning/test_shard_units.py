@@ -17,9 +17,9 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.planning.search import plan
 from stagewright.schedule import insert_communication
 from stagewright.tracing.cache import trace
@@ -75,19 +75,23 @@ def test_many_microbatches_are_gathered_once_where_memory_allows() -> None:
 
 def test_less_memory_makes_smaller_units() -> None:
     """What is fastest lacks memory; a division into smaller pieces has it."""
-    body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
+    model_costs = costs_of_model(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
     configuration = Configuration(4, 1, 1, 4, "1f1b", zero=3)
     ways = [
-        with_cuts(body, Configuration(4, 1, 1, 4, "1f1b", zero=3, shard_units=number), [], CLUSTER, job())
+        with_cuts(
+            model_costs, Configuration(4, 1, 1, 4, "1f1b", zero=3, shard_units=number), [], CLUSTER, job()
+        )
         for number in (1, 9)
     ]
     peaks = [way.memories[0].peak_bytes for way in ways]
     assert peaks[1] < peaks[0]
     limited = job(memory_limit=sum(peaks) // 2 + CLUSTER.device.workspace_bytes)
-    found = make_candidate(body, configuration, CLUSTER, limited)
+    found = make_candidate(model_costs, configuration, CLUSTER, limited)
     assert found.excess_bytes <= 0
-    assert len(found.line.stages) > 2
-    again = within_memory(replace(ways[0], line=replace(ways[0].line, job=limited)).with_headroom(0), body)
+    assert len(found.staged.stages) > 2
+    again = within_memory(
+        replace(ways[0], staged=replace(ways[0].staged, job=limited)).with_headroom(0), model_costs
+    )
     assert again.excess_bytes > 0, "a number that was asked for stays"
 
 
@@ -97,14 +101,14 @@ def test_less_memory_makes_smaller_units() -> None:
 def test_a_long_batch_in_units_is_replayed_in_few_microbatches(
     zero: int | None, recompute: Recompute, chunks: int | None
 ) -> None:
-    body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
+    model_costs = costs_of_model(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
     schedule, units = ("interleaved-1f1b" if chunks else "1f1b"), 3 if zero else None
     configuration = Configuration(2, 2, 1, 16, schedule, recompute, zero, shard_units=units, chunks=chunks)
-    line = make_candidate(body, configuration, CLUSTER, job()).line
-    assert shortened(line.program).num_microbatches < 16
-    whole = insert_communication(line.program, stage_edges(line.stages), ahead=line.receives_ahead)
-    for memory in rank_memories(line):
-        replayed = replay_rank(line.memories, whole, memory.rank, line.resident(memory.rank))
+    staged = make_candidate(model_costs, configuration, CLUSTER, job()).staged
+    assert shortened(staged.program).num_microbatches < 16
+    whole = insert_communication(staged.program, stage_edges(staged.stages), ahead=staged.receives_ahead)
+    for memory in rank_memories(staged):
+        replayed = replay_rank(staged.memories, whole, memory.rank, staged.resident(memory.rank))
         assert memory.peak_bytes == replayed.peak_bytes
 
 

@@ -24,8 +24,8 @@ from stagewright.planning.joint.top_configurations import (
 )
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
-from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.staged_model import StagedModel, costing, staged_model
 from stagewright.planning.search import plan
 from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import JOINT, Space
@@ -57,9 +57,11 @@ def test_the_joint_plan_is_complete() -> None:
     assert program.num_ranks == 4 and program.num_microbatches == 8
     graph = trace("tiny-gemma", 1, **JOB.traced("cuda"))
     cuts = stage_cuts(best, graph)
-    body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
-    line: Pipeline = pipeline(body, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph))
-    assert run_timeline(line).bubble_fraction == pytest.approx(best.predictions.bubble_fraction)
+    model_costs = RangeCosts(graph, costing(graph, CLUSTER, JOB))
+    staged: StagedModel = staged_model(
+        model_costs, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph)
+    )
+    assert run_timeline(staged).bubble_fraction == pytest.approx(best.predictions.bubble_fraction)
     assert len(split_graph(graph, cuts)) == best.num_stages
 
 
@@ -83,9 +85,9 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
         raise PlanError("no plan fits")
 
     monkeypatch.setattr("stagewright.planning.joint.top_configurations.search", nothing_fits)
-    body = RangeCosts(graph, costing(graph, CLUSTER, JOB))
+    model_costs = RangeCosts(graph, costing(graph, CLUSTER, JOB))
     configuration = Configuration(1, 4, 1, 8, known.schedule, recompute="auto")
-    searches = Searches(known, body, _joint(configuration, known, Space()), CLUSTER, float("inf"))
+    searches = Searches(known, model_costs, _joint(configuration, known, Space()), CLUSTER, float("inf"))
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
     assert len(searched) == 2 and searched[1] < searched[0] == float("inf")
 

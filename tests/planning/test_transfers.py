@@ -19,11 +19,11 @@ from stagewright.planning.joint.layout import Layout, stage_costs, stages_of, tr
 from stagewright.planning.joint.plan import DeadlinePolicy, scheduled
 from stagewright.planning.joint.problem import JointProblem, LayerTable
 from stagewright.planning.joint.traced import LinkModel
-from stagewright.planning.partition.line import terms_of
+from stagewright.planning.partition.stage_terms import terms_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.bubble import bubble
-from stagewright.planning.prediction.pipeline import Pipeline, body_costs, costing
 from stagewright.planning.prediction.predict import step_costs, step_seconds
+from stagewright.planning.prediction.staged_model import StagedModel, costing, costs_of_model
 from stagewright.planning.prediction.step_times import simulated
 from stagewright.planning.prediction.transfers import lane_seconds, transfer_seconds, transfers_slow
 from stagewright.planning.predictions import StepCosts, TransferCosts
@@ -90,33 +90,35 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     (inside, across) = (cluster.point_to_point_seconds(2**26, *ends) for ends in ((0, 2), (1, 3)))
     job = JOB.model_copy(update={"dtype": "bf16"})
     graph = trace(MODEL, 1, **job.traced("cuda"))
-    body = RangeCosts(graph, costing(graph, cluster, job))
+    model_costs = RangeCosts(graph, costing(graph, cluster, job))
     configuration = Configuration(2, 2, 1, 4, "gpipe")
-    line = make_candidate(body, configuration, cluster, job).line
-    (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
-    assert transfer_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
-    per_byte = terms_of(line, body)[0].boundary_s_per_byte
+    staged = make_candidate(model_costs, configuration, cluster, job).staged
+    (sent,) = (size for summary in staged.summaries for size in summary.sent_bytes.values())
+    assert transfer_seconds(staged, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
+    per_byte = terms_of(staged, model_costs)[0].boundary_s_per_byte
     assert per_byte == cluster.point_to_point_seconds(1e9, 1, 3) / 1e9 / 2
     _, bandwidth = LinkModel(cluster, 2, 2).link()
     assert bandwidth == pytest.approx(cluster.link_between(1, 3).bandwidth)
     assert inside < across
-    cuts = [stage.start for stage in line.stages[1:]]
+    cuts = [stage.start for stage in staged.stages[1:]]
     node = load_cluster("1x8x-h100")
-    slow, fast = (approximate_seconds([body] * 2, cuts, line.program, one, 2) for one in (cluster, node))
+    slow, fast = (
+        approximate_seconds([model_costs] * 2, cuts, staged.program, one, 2) for one in (cluster, node)
+    )
     assert slow > fast
 
 
-def pipeline_of_two(cluster: Cluster, runtime: str = STAGEWRIGHT) -> Pipeline:
+def pipeline_of_two(cluster: Cluster, runtime: str = STAGEWRIGHT) -> StagedModel:
     job = JOB.model_copy(update={"dtype": "bf16", "runtime": runtime})
-    body = body_costs(trace(MODEL, 1, **job.traced("cuda")), cluster, job)
-    return make_candidate(body, Configuration(1, 2, 1, 4, "1f1b"), cluster, job).line
+    model_costs = costs_of_model(trace(MODEL, 1, **job.traced("cuda")), cluster, job)
+    return make_candidate(model_costs, Configuration(1, 2, 1, 4, "1f1b"), cluster, job).staged
 
 
 @pytest.mark.parametrize(("name", "share"), [("1x2x-h100", 4 / 132), ("2x1x-h100", 2 / 132)])
 def test_transfers_take_multiprocessors_of_what_the_sender_computes(name: str, share: float) -> None:
     """The thread blocks of a lane within a node, two between nodes; the receiver waits."""
-    line = pipeline_of_two(load_cluster(name))
-    assert transfers_slow(line, {(0, 1): 2.0, (1, 0): 1.0}).tolist() == pytest.approx([2 * share, share])
+    staged = pipeline_of_two(load_cluster(name))
+    assert transfers_slow(staged, {(0, 1): 2.0, (1, 0): 1.0}).tolist() == pytest.approx([2 * share, share])
 
 
 def test_other_runtimes_hide_transfers_as_before() -> None:
@@ -210,17 +212,17 @@ def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch)
     """Not at every pair of ranks: 512 of them would take longer than the rest of a prediction."""
     cluster = load_cluster("8x-t4")
     graph = trace(MODEL, 1, **JOB.traced("cuda"))
-    body = RangeCosts(graph, costing(graph, cluster, JOB))
-    line = make_candidate(body, Configuration(1, 8, 1, 8, "gpipe"), cluster, JOB).line
+    model_costs = RangeCosts(graph, costing(graph, cluster, JOB))
+    staged = make_candidate(model_costs, Configuration(1, 8, 1, 8, "gpipe"), cluster, JOB).staged
     seen = Counter[int]()
-    plain = Pipeline.stages_of
+    plain = StagedModel.stages_of
 
-    def counted(self: Pipeline, rank: int) -> list[Stage]:
+    def counted(self: StagedModel, rank: int) -> list[Stage]:
         seen[rank] += 1
         return plain(self, rank)
 
-    monkeypatch.setattr(Pipeline, "stages_of", counted)
-    step_seconds(line)
+    monkeypatch.setattr(StagedModel, "stages_of", counted)
+    step_seconds(staged)
     assert sorted(seen) == list(range(8))
     assert max(seen.values()) < 8
-    assert line.stages is line.stages
+    assert staged.stages is staged.stages

@@ -21,29 +21,31 @@ _WINDOWS = (12, 6, 3)
 _MOST_MOVES = 200
 
 
-def block_ends(body: RangeCosts, num_stages: int) -> Ints:
+def block_ends(model_costs: RangeCosts, num_stages: int) -> Ints:
     """Legal cuts between blocks, at least ``num_stages - 1`` of them.
 
     Raises:
         PlanError: the model has fewer blocks.
     """
     for window in _WINDOWS:
-        ends = np.intersect1d(narrow_places(body.cuts.value_bytes, window), body.legal_cuts)
+        ends = np.intersect1d(narrow_places(model_costs.cuts.value_bytes, window), model_costs.legal_cuts)
         if len(ends) >= num_stages - 1:
             return ends
-    raise PlanError(f"model '{body.graph.name}' has too few blocks for {num_stages} stages: use fewer stages")
+    raise PlanError(
+        f"model '{model_costs.graph.name}' has too few blocks for {num_stages} stages: use fewer stages"
+    )
 
 
-def even_cuts(body: RangeCosts, num_stages: int) -> tuple[int, ...]:
+def even_cuts(model_costs: RangeCosts, num_stages: int) -> tuple[int, ...]:
     """As many blocks for every stage, or one more."""
-    ends = block_ends(body, num_stages)
+    ends = block_ends(model_costs, num_stages)
     shares = np.arange(1, num_stages) * (len(ends) + 1) / num_stages
     return tuple(int(end) for end in ends[np.round(shares).astype(int) - 1])
 
 
-def timed_cuts(body: RangeCosts, ranges: Ranges, num_stages: int) -> tuple[int, ...]:
+def timed_cuts(model_costs: RangeCosts, ranges: Ranges, num_stages: int) -> tuple[int, ...]:
     """The blocks whose slowest stage is fastest, whatever they take."""
-    legal = block_ends(body, num_stages)
+    legal = block_ends(model_costs, num_stages)
     unlimited = [StageTerms(copies=1, capacity=float("inf"))] * num_stages
     found = bisect(StageRanges(_cut_at(ranges, legal), unlimited))
     assert found is not None, "without a limit there is a partition"
@@ -70,9 +72,9 @@ def moved_cuts(
     return tuple(int(ends[place]) for place in places)
 
 
-def at_blocks(body: RangeCosts, ranges: Ranges, num_stages: int) -> Ranges:
+def at_blocks(model_costs: RangeCosts, ranges: Ranges, num_stages: int) -> Ranges:
     """`ranges` that may be cut between blocks only."""
-    return _cut_at(ranges, block_ends(body, num_stages))
+    return _cut_at(ranges, block_ends(model_costs, num_stages))
 
 
 def _cut_at(ranges: Ranges, legal: Ints) -> Ranges:

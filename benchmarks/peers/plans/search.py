@@ -15,7 +15,7 @@ from stagewright.planning.candidate import Candidate, make_plan
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import over_lengths
 from stagewright.planning.search_result import Excluded, SearchResult
@@ -61,13 +61,13 @@ def plan_with(
     for size in sizes:
         report(f"tracing microbatches of {size}")
         graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
-        body = body_costs(graph, cluster, job)
+        model_costs = costs_of_model(graph, cluster, job)
         num_smaller = len(plans)
         for configuration in _shares(whole, size, cluster, job, space):
             report(f"{strategy}: {configuration}")
             named = replace(configuration, schedule=strategy)
             try:
-                made = _planned(STRATEGIES[strategy], body, configuration, cluster, job, reference)
+                made = _planned(STRATEGIES[strategy], model_costs, configuration, cluster, job, reference)
             except PlanError as error:
                 refused = refused or error
                 excluded.append(Excluded.of(named, str(error)))
@@ -98,7 +98,7 @@ def _shares(whole: Configuration, size: int, cluster: Cluster, job: Job, space: 
 
 def _planned(
     strategy: Strategy,
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cluster: Cluster,
     job: Job,
@@ -109,10 +109,10 @@ def _planned(
     Raises:
         PlanError: the model cannot be cut into so many stages.
     """
-    found = strategy.candidate(body, configuration, cluster, job)
+    found = strategy.candidate(model_costs, configuration, cluster, job)
     if found is None or found.excess_bytes > 0:
         return found
-    made = make_plan(found, body, reference)
+    made = make_plan(found, model_costs, reference)
     lost = made.predictions.reserved_peak_bytes - job.usable_bytes(cluster.device)
     return made if lost <= 0 else replace(found, excess_bytes=lost)  # to fragmentation, which none foresees
 

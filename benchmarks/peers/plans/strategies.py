@@ -15,17 +15,17 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
+    candidate_of,
     fastest_fitted,
     fastest_partition,
-    of_line,
     with_cuts,
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.partition.stage_ranges import StageRanges
-from stagewright.planning.prediction.pipeline import pipeline
+from stagewright.planning.partition.stage_terms import corrected, known_ranges, terms_of
 from stagewright.planning.prediction.regions import kept_policy
+from stagewright.planning.prediction.staged_model import staged_model
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
@@ -48,7 +48,7 @@ class Strategy:
     asynchronous: bool = False
 
     def candidate(
-        self, body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+        self, model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
     ) -> Candidate | None:
         """What it makes of a configuration, whose schedule is the strategy's; without a plan that fits, None or a candidate
         that lacks memory.
@@ -56,72 +56,87 @@ class Strategy:
         Raises:
             PlanError: the model cannot be cut into so many stages.
         """
-        found = self.make(body, replace(configuration, schedule=self.schedule), cluster, job)
+        found = self.make(model_costs, replace(configuration, schedule=self.schedule), cluster, job)
         if found is None or not self.recompute or configuration.pp == 1:
             return found
-        return _recomputed(found, body)
+        return _recomputed(found, model_costs)
 
 
-def _recomputed(plain: Candidate, body: RangeCosts) -> Candidate:
+def _recomputed(plain: Candidate, model_costs: RangeCosts) -> Candidate:
     """`plain` with stages recomputed at once from what enters them, where several microbatches are in flight.
 
     Source: Kim et al. 2020, "torchgpipe" (arXiv 2004.09910), which checkpoints all microbatches but the last.
     """
-    before = plain.line.program
+    before = plain.staged.program
     again = [stage for stage, count in enumerate(in_flight(before)) if count > 1]
     program = insert_recomputation(before, again)
     policies = [
-        RECOMPUTE_ALL if stage in again else kept_policy(body.graph) for stage in range(program.num_stages)
+        RECOMPUTE_ALL if stage in again else kept_policy(model_costs.graph)
+        for stage in range(program.num_stages)
     ]
-    cluster, job, configuration = plain.line.cluster, plain.line.job, plain.configuration
-    line = pipeline(body, plain.cuts, program, cluster, job, configuration.num_holders, policies)
+    cluster, job, configuration = plain.staged.cluster, plain.staged.job, plain.configuration
+    staged = staged_model(model_costs, plain.cuts, program, cluster, job, configuration.num_holders, policies)
     named = tuple("recompute" if stage in again else "keep" for stage in range(program.num_stages))
-    return replace(of_line(configuration, plain.cuts, line), memory_policy=named)
+    return replace(candidate_of(configuration, plain.cuts, staged), memory_policy=named)
 
 
-def _even(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
-    return with_cuts(body, configuration, even_cuts(body, configuration.pp), cluster, job)
+def _even(model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+    return with_cuts(model_costs, configuration, even_cuts(model_costs, configuration.pp), cluster, job)
 
 
-def _timed(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
-    cuts = timed_cuts(body, known_ranges(body), configuration.pp)
-    return with_cuts(body, configuration, cuts, cluster, job)
+def _timed(model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+    cuts = timed_cuts(model_costs, known_ranges(model_costs), configuration.pp)
+    return with_cuts(model_costs, configuration, cuts, cluster, job)
 
 
-def _vpipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
-    start = _timed(body, configuration, cluster, job)
+def _vpipe(
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+) -> Candidate | None:
+    start = _timed(model_costs, configuration, cluster, job)
     if start.excess_bytes <= 0:
         return start
-    cuts = suffix_cuts(start, body)
-    moved = start if cuts == start.cuts else with_cuts(body, configuration, cuts, cluster, job)
-    return with_suffixes(moved, body)
+    cuts = suffix_cuts(start, model_costs)
+    moved = start if cuts == start.cuts else with_cuts(model_costs, configuration, cuts, cluster, job)
+    return with_suffixes(moved, model_costs)
 
 
-def _adapipe(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
-    start = _timed(body, configuration, cluster, job)
-    terms = terms_of(start.line, body, offload=False)
+def _adapipe(
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+) -> Candidate | None:
+    start = _timed(model_costs, configuration, cluster, job)
+    terms = terms_of(start.staged, model_costs, offload=False)
     leaves = corrected(
-        start.line, start.memories, StageRanges(at_blocks(body, known_ranges(body), configuration.pp), terms)
+        start.staged,
+        start.memories,
+        StageRanges(at_blocks(model_costs, known_ranges(model_costs), configuration.pp), terms),
     )
     found = exact(leaves)
     if found is None:
         return None
-    plain = start if found.cuts == start.cuts else with_cuts(body, configuration, found.cuts, cluster, job)
-    fitted = fit(plain.line, body, propose=lambda proposals, kept: by_units(proposals, kept, knapsack))
+    plain = (
+        start if found.cuts == start.cuts else with_cuts(model_costs, configuration, found.cuts, cluster, job)
+    )
+    fitted = fit(
+        plain.staged, model_costs, propose=lambda proposals, kept: by_units(proposals, kept, knapsack)
+    )
     if fitted is None:
         return None
     return replace(
         plain,
-        line=fitted.line,
+        staged=fitted.staged,
         memories=fitted.memories,
-        excess_bytes=fitted.line.missing_bytes(fitted.memories),
+        excess_bytes=fitted.staged.missing_bytes(fitted.memories),
         memory_policy=fitted.memory_policy,
     )
 
 
-def _own(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate | None:
-    start = with_cuts(body, configuration, fastest_partition(body, configuration, cluster)[0], cluster, job)
-    return start if start.excess_bytes <= 0 else fastest_fitted([start], body)
+def _own(
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+) -> Candidate | None:
+    start = with_cuts(
+        model_costs, configuration, fastest_partition(model_costs, configuration, cluster)[0], cluster, job
+    )
+    return start if start.excess_bytes <= 0 else fastest_fitted([start], model_costs)
 
 
 STRATEGIES = {

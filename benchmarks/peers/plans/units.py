@@ -97,7 +97,7 @@ def chain_seconds(stage: Stage, units: Iterable[Unit], costing: Costing) -> dict
 def by_units(proposals: Proposals, kept: RankMemory, chooser: Chooser) -> Propose:
     """Return the proposals of `chooser`, which chooses among saved values; those at checkpoint boundaries are kept."""
     numbers, costing = proposals.stages_of(kept), proposals.costing_of(kept)
-    stages = [proposals.line.stages[number] for number in numbers]
+    stages = [proposals.staged.stages[number] for number in numbers]
     units = _with_boundaries_kept(proposals, [unit for stage in stages for unit in stage_units(stage)])
     seconds: dict[int, float] = {}
     for stage in stages:
@@ -116,9 +116,11 @@ def by_units(proposals: Proposals, kept: RankMemory, chooser: Chooser) -> Propos
 
 
 def _with_boundaries_kept(proposals: Proposals, units: Sequence[Unit]) -> list[Unit]:
-    graph = proposals.body.graph
+    graph = proposals.model_costs.graph
     roots = {root: graph.values[root].storage for unit in units for root in unit.values}
-    boundaries = checkpoint_boundaries(graph, proposals.body.cuts.value_bytes, sorted({*roots.values()}))
+    boundaries = checkpoint_boundaries(
+        graph, proposals.model_costs.cuts.value_bytes, sorted({*roots.values()})
+    )
     return [
         replace(unit, recomputable=False) if boundaries & {roots[root] for root in unit.values} else unit
         for unit in units

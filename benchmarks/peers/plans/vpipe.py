@@ -17,25 +17,25 @@ from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
-from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.partition.stage_ranges import StageRanges
+from stagewright.planning.partition.stage_terms import corrected, known_ranges, terms_of
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.staged_model import Variants, allocatable_bytes
 from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.schedule.in_flight import in_flight
 
 
-def suffix_cuts(plain: Candidate, body: RangeCosts) -> tuple[int, ...]:
+def suffix_cuts(plain: Candidate, model_costs: RangeCosts) -> tuple[int, ...]:
     """The cuts of `plain` with blocks exchanged between neighbours until no exchange makes the slowest stage, with what
     it must recompute, faster."""
-    line = plain.line
-    ends = block_ends(body, len(line.stages))
-    terms = terms_of(line, body, offload=False)
-    leaves = corrected(line, plain.memories, StageRanges(known_ranges(body), terms))
+    staged = plain.staged
+    ends = block_ends(model_costs, len(staged.stages))
+    terms = terms_of(staged, model_costs, offload=False)
+    leaves = corrected(staged, plain.memories, StageRanges(known_ranges(model_costs), terms))
 
     def cost(cuts: Sequence[int]) -> tuple[float, ...]:
-        bounds = [0, *cuts, body.size]
+        bounds = [0, *cuts, model_costs.size]
         found = [_suffix(leaves, ends, stage, *bounds[stage : stage + 2]) for stage in range(len(terms))]
         missing = sum(one.missing for one in found)
         return missing, max(one.seconds for one in found), sum(one.seconds for one in found)
@@ -66,9 +66,9 @@ def _suffix(leaves: StageRanges, ends: Ints, stage: int, start: int, stop: int) 
     return _Suffix(start, math.inf, math.inf)
 
 
-def with_suffixes(plain: Candidate, body: RangeCosts) -> Candidate | None:
+def with_suffixes(plain: Candidate, model_costs: RangeCosts) -> Candidate | None:
     """`plain` with as few blocks of every stage recomputed as make it fit when replayed; None if all of them do not."""
-    search = _Suffixes(plain, body)
+    search = _Suffixes(plain, model_costs)
     while search.lacking:
         if not search.grow():
             return None
@@ -78,24 +78,24 @@ def with_suffixes(plain: Candidate, body: RangeCosts) -> Candidate | None:
 class _Suffixes:
     """Stages of a pipeline with one stage per rank whose suffixes grow until they fit."""
 
-    def __init__(self, plain: Candidate, body: RangeCosts) -> None:
+    def __init__(self, plain: Candidate, model_costs: RangeCosts) -> None:
         self.plain = plain
-        line = plain.line
-        self.variants, self.roots = Variants(line, body), saved_roots(line.stages)
-        self.units = [unit for stage in line.stages for unit in stage_units(stage)]
-        self.place = [_place(body, unit) for unit in self.units]
-        ends = block_ends(body, len(line.stages))
+        staged = plain.staged
+        self.variants, self.roots = Variants(staged, model_costs), saved_roots(staged.stages)
+        self.units = [unit for stage in staged.stages for unit in stage_units(stage)]
+        self.place = [_place(model_costs, unit) for unit in self.units]
+        ends = block_ends(model_costs, len(staged.stages))
         self.begins = [
             [stage.stop, *(int(e) for e in ends[::-1] if stage.start < e < stage.stop), stage.start]
-            for stage in line.stages
+            for stage in staged.stages
         ]
-        self.grown = [0] * len(line.stages)
+        self.grown = [0] * len(staged.stages)
         self.candidate = plain
         self.lacking = self._lacking(plain.memories)
 
     def grow(self) -> bool:
         """Suffixes of stages that lack memory, longer by what that asks for; false if one is whole already."""
-        copies = in_flight(self.plain.line.program)
+        copies = in_flight(self.plain.staged.program)
         for stage, missing in self.lacking.items():
             freed = 0.0
             while freed < missing:
@@ -121,36 +121,36 @@ class _Suffixes:
     def _replay(self) -> None:
         chosen = [self._chosen(stage) for stage in range(len(self.grown))]
         choice = choice_of(self.units, (index for one in chosen for index in one))
-        line = with_choice(self.variants, self.roots, choice)
+        staged = with_choice(self.variants, self.roots, choice)
         memories = tuple(
-            _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))
-            for memory in rank_memories(line)
+            _with_set_in_use(memory, self._bytes(staged.program.placement.stages_of(memory.rank)[0]))
+            for memory in rank_memories(staged)
         )
         names = [tuple(self.units[index].operator for index in one) for one in chosen]
         policy = tuple(StagePolicy(recompute=one, offload=()) if one else "keep" for one in names)
         self.candidate = replace(
             self.plain,
-            line=line,
+            staged=staged,
             memories=memories,
-            excess_bytes=line.missing_bytes(memories),
+            excess_bytes=staged.missing_bytes(memories),
             memory_policy=policy,
         )
         self.lacking = self._lacking(memories)
 
     def _lacking(self, memories: Sequence[RankMemory]) -> dict[int, int]:
         """Stage -> bytes its rank has too many."""
-        line = self.plain.line
-        limit = allocatable_bytes(line.job.usable_bytes(line.cluster.device), line.cluster.device)
+        staged = self.plain.staged
+        limit = allocatable_bytes(staged.job.usable_bytes(staged.cluster.device), staged.cluster.device)
         return {
-            line.program.placement.stages_of(memory.rank)[0]: memory.peak_bytes - limit
+            staged.program.placement.stages_of(memory.rank)[0]: memory.peak_bytes - limit
             for memory in memories
             if memory.peak_bytes > limit
         }
 
 
-def _place(body: RangeCosts, unit: Unit) -> int:
+def _place(model_costs: RangeCosts, unit: Unit) -> int:
     """Position of the operator that makes a unit."""
-    graph = body.graph
+    graph = model_costs.graph
     return graph.position[graph.values[unit.values[0]].node]
 
 

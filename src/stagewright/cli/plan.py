@@ -310,7 +310,7 @@ def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
 
 def _write_page(path: Path, search_result: SearchResult, cluster: Cluster) -> None:
     """Write the report of the best plan, with the memory of its ranks over time if it can be shown in bytes."""
-    from stagewright.planning.estimate import line_of
+    from stagewright.planning.estimate import staged_model_of
     from stagewright.planning.plan_stages import stage_program
     from stagewright.planning.prediction.step_times import simulated
     from stagewright.report.pictures.plan_memory import plan_curves
@@ -323,7 +323,7 @@ def _write_page(path: Path, search_result: SearchResult, cluster: Cluster) -> No
 
         def curves() -> list[Curve] | None:
             try:
-                return plan_curves(line_of(best, cluster, progress), timeline)
+                return plan_curves(staged_model_of(best, cluster, progress), timeline)
             except StagewrightError as error:
                 options.warn([f"the page counts activations instead of bytes: {error}"])
                 return None

@@ -15,7 +15,7 @@ from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
-    from stagewright.planning.prediction.pipeline import Pipeline
+    from stagewright.planning.prediction.staged_model import StagedModel
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -66,27 +66,27 @@ def simulate(
 
 def _staged_model(
     plan: Plan, cluster: str | None, with_model: bool, draws: bool, report: Progress
-) -> Pipeline | None:
+) -> StagedModel | None:
     """Return the staged model where the plan's predictions do not suffice: on another cluster, without costs, and for the
     bytes in a picture."""
-    from stagewright.planning.estimate import line_of
+    from stagewright.planning.estimate import staged_model_of
     from stagewright.planning.plan import cluster_of
 
     if cluster is not None or plan.predictions.costs is None:
         what = "a plan that does not state its costs" if cluster is None else "a plan on another cluster"
         allow_model(plan, with_model, f"simulating {what}")
-        return line_of(plan, cluster_of(plan, cluster), report)
+        return staged_model_of(plan, cluster_of(plan, cluster), report)
     if not draws:
         return None
     try:
         allow_model(plan, with_model, "memory over time")
-        return line_of(plan, plan.cluster.load(), report)
+        return staged_model_of(plan, plan.cluster.load(), report)
     except StagewrightError as error:
         warn([f"the picture counts activations instead of bytes: {error}"])
         return None
 
 
-def _curves(staged: Pipeline, timeline: Timeline) -> list[Curve]:
+def _curves(staged: StagedModel, timeline: Timeline) -> list[Curve]:
     """Return the memory curves; imported here, as only pictures need them."""
     from stagewright.report.pictures.plan_memory import plan_curves
 

@@ -41,12 +41,12 @@ class Partition:
         self.bounds = _checked_bounds(graph, cuts)
         pieces = list(itertools.pairwise(self.bounds))
         stage_at = [index for index, (low, high) in enumerate(pieces) for _ in range(low, high)]
-        self.body_stage = {node: stage_at[position] for node, position in graph.position.items()}
+        self.stage_of_forward = {node: stage_at[position] for node, position in graph.position.items()}
         self.stage: dict[int, int] = {}  # node -> stage, for F, I and W that belong to one stage
         self.nodes_of: list[list[Node]] = [[] for _ in pieces]
         self.floating: list[Node] = []  # backward of derived values
         for node in graph.nodes:
-            stage = self.body_stage.get(node.forward)
+            stage = self.stage_of_forward.get(node.forward)
             if stage is not None and node.part >= Part.FORWARD:
                 self.stage[node.id] = stage
                 self.nodes_of[stage].append(node)
@@ -97,7 +97,7 @@ class Partition:
             if value not in carried:
                 carried[value] = set()
                 for node, item in contributions.get(value, ()):
-                    stage = self.body_stage.get(node)
+                    stage = self.stage_of_forward.get(node)
                     carried[value] |= carriers(item) if stage is None else {stage}
             return carried[value]
 

@@ -135,7 +135,7 @@ class _Finisher:
         gradients = self.partition.gradients_of[self.index]
 
         def is_local(node: int, value: int) -> bool:
-            stage = self.partition.body_stage.get(node)
+            stage = self.partition.stage_of_forward.get(node)
             return value in results or value in others if stage is None else stage == self.index
 
         others = set(gradients)

@@ -22,10 +22,10 @@ _PER_MICROBATCH = ("activations", "recomputed", "transient", "boundary", "inputs
 def misses_memory(best: Candidate, job: Job) -> PlanError:
     """Return the error for a search in which nothing fits and `best` is over by least: by its `excess_bytes`, either of live
     values or of what the allocator reserves for them."""
-    line = best.line
-    fullest = max(best.memories, key=lambda memory: (line.missing_bytes([memory]), memory.peak_bytes))
-    device = line.device_of(fullest.rank)
-    limit = job.usable_bytes(device, line.cluster)
+    staged = best.staged
+    fullest = max(best.memories, key=lambda memory: (staged.missing_bytes([memory]), memory.peak_bytes))
+    device = staged.device_of(fullest.rank)
+    limit = job.usable_bytes(device, staged.cluster)
     needed = limit + best.excess_bytes
     allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
     remedies = "; or ".join(_remedies(best, fullest, device, limit, needed, job))
@@ -55,7 +55,7 @@ def _remedies(
         yield f"a sequence length of about {tokens}"
     if growing < limit:
         factor = fixed / (limit - growing)
-        devices = math.ceil(best.line.cluster.num_devices * max(factor, 1.0) * 1.1)
+        devices = math.ceil(best.staged.cluster.num_devices * max(factor, 1.0) * 1.1)
         yield f"a pipeline over about {devices} such devices"
     if not is_asked:
         yield f"devices with {format_bytes(needed / limit * device.memory_bytes)} of memory"

@@ -14,7 +14,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, Plan
 
 
-def cluster_for(configuration: Configuration, body: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
+def cluster_for(configuration: Configuration, model_costs: RangeCosts, cluster: Cluster, job: Job) -> Cluster:
     """Return `cluster` in the device order that suits a configuration; unchanged where links were not measured.
 
     The cuts are those for links as described: otherwise a slow link that the device order avoids would determine cuts and
@@ -25,8 +25,8 @@ def cluster_for(configuration: Configuration, body: RangeCosts, cluster: Cluster
     """
     if cluster.measured is None:
         return cluster
-    cuts, _ = fastest_partition(body, configuration, _as_described(cluster))
-    _, devices = placed(with_cuts(body, configuration, cuts, cluster, job).line)
+    cuts, _ = fastest_partition(model_costs, configuration, _as_described(cluster))
+    _, devices = placed(with_cuts(model_costs, configuration, cuts, cluster, job).staged)
     return arranged(cluster, devices)
 
 

@@ -25,11 +25,10 @@ from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.partition.solver import MemoryBudget, partition
+from stagewright.planning.partition.stage_terms import cuts_to_try
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, graph_section
-from stagewright.planning.prediction.pipeline import Pipeline, pipeline, reserved_bytes, stage_bodies
 from stagewright.planning.prediction.predict import predict, rank_memories, step_seconds
 from stagewright.planning.prediction.regions import (
     as_model_says,
@@ -41,6 +40,12 @@ from stagewright.planning.prediction.regions import (
 )
 from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.planning.prediction.shortening import built
+from stagewright.planning.prediction.staged_model import (
+    StagedModel,
+    costs_by_stage,
+    reserved_bytes,
+    staged_model,
+)
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Kind, Program, subdivided
@@ -76,11 +81,11 @@ _MEMORY_ROUNDS = 4
 class Candidate:
     """A partitioned configuration and the memory of its ranks; the fullest is over by `excess_bytes` (negative: headroom).
 
-    `cuts` separate the stages of its schedule; each of their sharding units is a stage of `line`.
+    `cuts` separate the stages of its schedule; each of their sharding units is a stage of `staged`.
     """
 
     configuration: Configuration
-    line: Pipeline
+    staged: StagedModel
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
@@ -88,10 +93,10 @@ class Candidate:
 
     def with_headroom(self, num_bytes: int) -> Candidate:
         """Return this candidate with `num_bytes` left free on every device; a negative number adds memory."""
-        line = replace(self.line, headroom=num_bytes)
+        staged = replace(self.staged, headroom=num_bytes)
         configuration = replace(self.configuration, headroom=num_bytes)
         return replace(
-            self, configuration=configuration, line=line, excess_bytes=line.missing_bytes(self.memories)
+            self, configuration=configuration, staged=staged, excess_bytes=staged.missing_bytes(self.memories)
         )
 
 
@@ -115,45 +120,50 @@ def policies(configuration: Configuration, program: Program, graph: OperatorGrap
     return [again if stage in recomputed else kept for stage in range(program.num_stages)]
 
 
-def saved_counts(program: Program, body: RangeCosts) -> list[float]:
+def saved_counts(program: Program, model_costs: RangeCosts) -> list[float]:
     """Return the maximum number of microbatches whose saved values each stage holds at once.
 
     For a stage that recomputes, the number is scaled by the fraction of the saved values that its layers' inputs are.
     """
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    share = _share_of_layer_inputs(body) if recomputed else 1.0
+    share = _share_of_layer_inputs(model_costs) if recomputed else 1.0
     return [count * share if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
 
 @lru_cache(maxsize=4)
-def _share_of_layer_inputs(body: RangeCosts) -> float:
-    kept = sum(body.graph.storage_bytes[root] for root in layers_policy(body.graph).checkpoints)
-    return min(1.0, kept / max(float(body.saved_bytes[-1]), 1.0))
+def _share_of_layer_inputs(model_costs: RangeCosts) -> float:
+    kept = sum(model_costs.graph.storage_bytes[root] for root in layers_policy(model_costs.graph).checkpoints)
+    return min(1.0, kept / max(float(model_costs.saved_bytes[-1]), 1.0))
 
 
 def approximate_seconds(
-    bodies: Sequence[RangeCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
+    stage_costs: Sequence[RangeCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
     """Return the makespan of a batch from range sums, without splitting the graph.
 
-    `bodies` are the costs of the model on the device of every stage; `num_ranks` devices hold each stage.
+    `stage_costs` are the costs of the model on the device of every stage; `num_ranks` devices hold each stage.
     """
-    ends = np.array([0, *cuts, bodies[0].size])
-    spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
+    ends = np.array([0, *cuts, stage_costs[0].size])
+    spans = [(model_costs, ends[stage], ends[stage + 1]) for stage, model_costs in enumerate(stage_costs)]
     forward = np.array(
-        [body.forward_seconds[stop] - body.forward_seconds[start] for body, start, stop in spans]
+        [
+            model_costs.forward_seconds[stop] - model_costs.forward_seconds[start]
+            for model_costs, start, stop in spans
+        ]
     )
-    total = np.array([body.seconds[stop] - body.seconds[start] for body, start, stop in spans])
+    total = np.array(
+        [model_costs.seconds[stop] - model_costs.seconds[start] for model_costs, start, stop in spans]
+    )
     total = np.maximum(total, forward)  # rounding may make differences of sums smaller
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
-        num_bytes = float(bodies[0].boundary_bytes[ends[max(source, target)]]) / 2
+        num_bytes = float(stage_costs[0].boundary_bytes[ends[max(source, target)]]) / 2
         firsts = placed[source] * num_ranks, placed[target] * num_ranks
         return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
     backward = total - forward
-    if cluster.kind != "cpu" and runtime_of(bodies[0].few).name == STAGEWRIGHT:  # its receivers wait
+    if cluster.kind != "cpu" and runtime_of(stage_costs[0].few).name == STAGEWRIGHT:  # its receivers wait
         for stage in range(1, len(placed)):
             if placed[stage - 1] != placed[stage]:
                 seconds = transfer(stage - 1, stage)
@@ -164,7 +174,7 @@ def approximate_seconds(
 
 
 def best_partition(
-    body: RangeCosts, configuration: Configuration, cluster: Cluster, budget: MemoryBudget | None
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, budget: MemoryBudget | None
 ) -> tuple[tuple[int, ...], float] | None:
     """Return the fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if none
     stays within `budget`.
@@ -174,31 +184,37 @@ def best_partition(
     """
     program = make_program(configuration)
     width = configuration.ranks_per_stage
-    bodies = stage_bodies(body, cluster, program, width)
+    stage_costs = costs_by_stage(model_costs, cluster, program, width)
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
-        cuts = partition(bodies, slack, budget) if budget else _unlimited_partition(tuple(bodies), slack)
+        cuts = (
+            partition(stage_costs, slack, budget)
+            if budget
+            else _unlimited_partition(tuple(stage_costs), slack)
+        )
         if cuts is not None and tuple(cuts) not in tried:
-            tried[tuple(cuts)] = approximate_seconds(bodies, cuts, program, cluster, width)
+            tried[tuple(cuts)] = approximate_seconds(stage_costs, cuts, program, cluster, width)
     return min(tried.items(), key=lambda item: item[1]) if tried else None
 
 
 @lru_cache(maxsize=64)
-def _unlimited_partition(bodies: tuple[RangeCosts, ...], slack: float) -> list[int] | None:
+def _unlimited_partition(stage_costs: tuple[RangeCosts, ...], slack: float) -> list[int] | None:
     """Return the partition without a memory budget; cached, since schedules with equally many stages share it."""
-    return partition(bodies, slack)
+    return partition(stage_costs, slack)
 
 
 def fastest_partition(
-    body: RangeCosts, configuration: Configuration, cluster: Cluster
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster
 ) -> tuple[tuple[int, ...], float]:
     """Return the fastest partition regardless of memory, and its makespan from range sums; raises as `best_partition`."""
-    best = best_partition(body, configuration, cluster, None)
+    best = best_partition(model_costs, configuration, cluster, None)
     assert best is not None, "without a budget there is a partition"
     return best
 
 
-def make_candidate(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> Candidate:
+def make_candidate(
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+) -> Candidate:
     """Return the candidate with the partition that `configuration` or the runtime prescribes.
 
     Where neither prescribes one, the fastest partition if it fits the memory limit, otherwise that of `within_memory`.
@@ -208,30 +224,30 @@ def make_candidate(body: RangeCosts, configuration: Configuration, cluster: Clus
     """
     if is_cut_between_layers(configuration, job):
         return with_cuts(
-            body,
+            model_costs,
             configuration,
-            _cuts_between_layers(body.graph, configuration, make_program(configuration)),
+            _cuts_between_layers(model_costs.graph, configuration, make_program(configuration)),
             cluster,
             job,
         )
-    start = fastest_partition(body, configuration, cluster)[0]
-    return within_memory(with_cuts(body, configuration, start, cluster, job), body)
+    start = fastest_partition(model_costs, configuration, cluster)[0]
+    return within_memory(with_cuts(model_costs, configuration, start, cluster, job), model_costs)
 
 
 def faster_candidate(
-    body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job, below_s: float
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
     """Return the candidate of `make_candidate`, or None where a step is known to take `below_s` or longer."""
     if not is_cut_between_layers(configuration, job):
-        return make_candidate(body, configuration, cluster, job)
-    cuts = _cuts_between_layers(body.graph, configuration, make_program(configuration))
-    if takes_longer(body, configuration, cuts, cluster, job, below_s):
+        return make_candidate(model_costs, configuration, cluster, job)
+    cuts = _cuts_between_layers(model_costs.graph, configuration, make_program(configuration))
+    if takes_longer(model_costs, configuration, cuts, cluster, job, below_s):
         return None
-    return with_cuts(body, configuration, cuts, cluster, job)
+    return with_cuts(model_costs, configuration, cuts, cluster, job)
 
 
 def takes_longer(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cuts: Sequence[int],
     cluster: Cluster,
@@ -244,11 +260,11 @@ def takes_longer(
     """
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
-    line = with_program(body, configuration, cuts, make_program(configuration), cluster, job)
-    if step_seconds(line) < below_s:
+    staged = with_program(model_costs, configuration, cuts, make_program(configuration), cluster, job)
+    if step_seconds(staged) < below_s:
         return False
-    placed_line = placed(line)[0]
-    return placed_line is line or step_seconds(placed_line) >= below_s
+    staged_in_order = placed(staged)[0]
+    return staged_in_order is staged or step_seconds(staged_in_order) >= below_s
 
 
 def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
@@ -270,28 +286,28 @@ def _cuts_between_layers(
     return layer_cuts(graph, layers_per_stage)
 
 
-def within_memory(start: Candidate, body: RangeCosts) -> Candidate:
+def within_memory(start: Candidate, model_costs: RangeCosts) -> Candidate:
     """Return `start` if it fits the memory limit, otherwise a partition that fits, or else the one over by least."""
-    cluster, job = start.line.cluster, start.line.job
+    cluster, job = start.staged.cluster, start.staged.job
     best = latest = start
     if (
         start.excess_bytes > 0 and start.configuration.level >= GRADIENTS
     ):  # other units may fit where these do not
-        best = latest = with_cuts(body, start.configuration, start.cuts, cluster, job)
+        best = latest = with_cuts(model_costs, start.configuration, start.cuts, cluster, job)
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        fastest = best_partition(body, start.configuration, cluster, _budget(body, latest, job))
+        fastest = best_partition(model_costs, start.configuration, cluster, _budget(model_costs, latest, job))
         if fastest is None or fastest[0] == latest.cuts:
             break
-        latest = with_cuts(body, start.configuration, fastest[0], cluster, job)
+        latest = with_cuts(model_costs, start.configuration, fastest[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best
 
 
 def with_cuts(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cuts: Sequence[int],
     cluster: Cluster,
@@ -300,45 +316,47 @@ def with_cuts(
     """Return the candidate of `configuration` with the given cuts."""
     program = make_program(configuration)
     if configuration.level >= GRADIENTS:
-        return _best_in_units(body, configuration, cuts, program, cluster, job)
-    return of_line(configuration, cuts, _split_model(body, configuration, cuts, program, cluster, job))
+        return _best_in_units(model_costs, configuration, cuts, program, cluster, job)
+    return candidate_of(
+        configuration, cuts, _split_model(model_costs, configuration, cuts, program, cluster, job)
+    )
 
 
 def with_program(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cuts: Sequence[int],
     program: Program,
     cluster: Cluster,
     job: Job,
-) -> Pipeline:
+) -> StagedModel:
     """Return the model cut at `cuts` under `program`, sharded as `configuration` asks."""
     if configuration.level >= GRADIENTS:
-        return _best_in_units(body, configuration, cuts, program, cluster, job).line
-    return _split_model(body, configuration, cuts, program, cluster, job)
+        return _best_in_units(model_costs, configuration, cuts, program, cluster, job).staged
+    return _split_model(model_costs, configuration, cuts, program, cluster, job)
 
 
 def _split_model(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cuts: Sequence[int],
     program: Program,
     cluster: Cluster,
     job: Job,
-) -> Pipeline:
+) -> StagedModel:
     if configuration.recompute == "model":
         return _as_chosen(
-            as_model_says(body, cuts, program, cluster, job, configuration.num_holders), configuration
+            as_model_says(model_costs, cuts, program, cluster, job, configuration.num_holders), configuration
         )
-    chosen = policies(configuration, program, body.graph)
-    line = pipeline(body, cuts, program, cluster, job, configuration.num_holders, chosen)
+    chosen = policies(configuration, program, model_costs.graph)
+    staged = staged_model(model_costs, cuts, program, cluster, job, configuration.num_holders, chosen)
     if configuration.recompute != "full" and any(policy.recomputes for policy in chosen):
-        line = with_recomputation(line, program)
-    return _as_chosen(line, configuration)
+        staged = with_recomputation(staged, program)
+    return _as_chosen(staged, configuration)
 
 
 def _best_in_units(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     configuration: Configuration,
     cuts: Sequence[int],
     program: Program,
@@ -350,23 +368,23 @@ def _best_in_units(
     Where none fit, the smallest units are taken, which need the least memory.
     """
 
-    def in_units(inside: Sequence[Sequence[int]]) -> Pipeline:
+    def in_units(inside: Sequence[Sequence[int]]) -> StagedModel:
         every = sorted([*cuts, *(cut for unit_cuts in inside for cut in unit_cuts)])
         divided = subdivided(program, [len(unit_cuts) + 1 for unit_cuts in inside])
-        return _split_model(body, configuration, every, divided, cluster, job)
+        return _split_model(model_costs, configuration, every, divided, cluster, job)
 
-    smallest, *larger = units_to_try(body, cuts, configuration.shard_units)
-    smallest_line = in_units(smallest)
-    least = of_line(configuration, cuts, smallest_line)
+    smallest, *larger = units_to_try(model_costs, cuts, configuration.shard_units)
+    smallest_staged = in_units(smallest)
+    least = candidate_of(configuration, cuts, smallest_staged)
     if not larger:
         return least
     if least.excess_bytes > 0:
-        if not _waits_for_network(body, configuration, cluster, job):
+        if not _waits_for_network(model_costs, configuration, cluster, job):
             return least
-        candidates = (of_line(configuration, cuts, in_units(inside)) for inside in reversed(larger))
+        candidates = (candidate_of(configuration, cuts, in_units(inside)) for inside in reversed(larger))
         return next(filter(_has_memory_for_state, candidates), least)
-    for line in sorted([smallest_line, *map(in_units, larger)], key=step_seconds):
-        candidate = least if line is smallest_line else of_line(configuration, cuts, line)
+    for staged in sorted([smallest_staged, *map(in_units, larger)], key=step_seconds):
+        candidate = least if staged is smallest_staged else candidate_of(configuration, cuts, staged)
         if candidate.excess_bytes <= 0:
             return candidate
     return least
@@ -400,102 +418,106 @@ def network_seconds(
     return seconds
 
 
-def _waits_for_network(body: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job) -> bool:
+def _waits_for_network(
+    model_costs: RangeCosts, configuration: Configuration, cluster: Cluster, job: Job
+) -> bool:
     """Return whether small units would make communication too long to be hidden by the computations."""
-    parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / configuration.pp
-    busy_s = float(body.seconds[-1]) * configuration.num_microbatches / configuration.pp
+    parameters = float(model_costs.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / configuration.pp
+    busy_s = float(model_costs.seconds[-1]) * configuration.num_microbatches / configuration.pp
     return network_seconds(configuration, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
 
 
 def _has_memory_for_state(candidate: Candidate) -> bool:
     """Return whether all ranks would fit if they saved almost nothing."""
-    line = candidate.line
+    staged = candidate.staged
     return all(
         memory.peak_bytes - memory.categories.get("activations", 0)
-        <= OF_STATE * line.allocatable_bytes(memory.rank)
+        <= OF_STATE * staged.allocatable_bytes(memory.rank)
         for memory in candidate.memories
     )
 
 
 def under_program(
-    line: Pipeline, configuration: Configuration, cuts: Sequence[int], program: Program
-) -> Pipeline:
-    """Return the partition of `line`, a result of `with_program` for `cuts`, under another program with the same memory
+    staged: StagedModel, configuration: Configuration, cuts: Sequence[int], program: Program
+) -> StagedModel:
+    """Return the partition of `staged`, a result of `with_program` for `cuts`, under another program with the same memory
     policies."""
-    ends = [*cuts, line.stages[-1].stop]
-    numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
+    ends = [*cuts, staged.stages[-1].stop]
+    numbers = Counter(bisect_left(ends, stage.stop) for stage in staged.stages)
     divided = subdivided(program, [numbers[stage] for stage in range(program.num_stages)])
     changed = (
-        with_recomputation(line, divided)
+        with_recomputation(staged, divided)
         if configuration.recompute == "model"
-        else replace(line, program=divided)
+        else replace(staged, program=divided)
     )
     return _as_chosen(changed, configuration)
 
 
-def of_line(configuration: Configuration, cuts: Sequence[int], line: Pipeline) -> Candidate:
-    """Return the candidate of `line` with the memory of its ranks.
+def candidate_of(configuration: Configuration, cuts: Sequence[int], staged: StagedModel) -> Candidate:
+    """Return the candidate of `staged` with the memory of its ranks.
 
-    The stages of `line` are those between `cuts` or their sharding units; they keep or recompute everything, or recompute
+    The stages of `staged` are those between `cuts` or their sharding units; they keep or recompute everything, or recompute
     what the model's own code checkpoints.
     """
-    memories = tuple(rank_memories(line))
-    excess = line.missing_bytes(memories)
-    return Candidate(configuration, line, tuple(cuts), memories, excess, _named(configuration, line))
+    memories = tuple(rank_memories(staged))
+    excess = staged.missing_bytes(memories)
+    return Candidate(configuration, staged, tuple(cuts), memories, excess, _named(configuration, staged))
 
 
-def _as_chosen(line: Pipeline, configuration: Configuration) -> Pipeline:
-    """Return `line` with the headroom, host optimizer and sharding of `configuration`."""
-    line = replace(line, headroom=configuration.headroom)
+def _as_chosen(staged: StagedModel, configuration: Configuration) -> StagedModel:
+    """Return `staged` with the headroom, host optimizer and sharding of `configuration`."""
+    staged = replace(staged, headroom=configuration.headroom)
     if configuration.host_optimizer:
-        line = replace(line, host_optimizer=frozenset(range(line.pp)))
+        staged = replace(staged, host_optimizer=frozenset(range(staged.pp)))
     if configuration.num_holders == 1:
-        return line
+        return staged
     wire = None if configuration.reduce_dtype is None else REDUCE_TYPES[configuration.reduce_dtype]
-    line = replace(line, reduce_dtype=wire)
+    staged = replace(staged, reduce_dtype=wire)
     if configuration.zero is None:
-        return line
-    levels = (configuration.level,) * len(line.stages)
-    held = around_layers(line) if configuration.level >= PARAMETERS and line.job.profile.keeps_root else ()
-    once = line.job.profile.reduces == "last microbatch"
-    program = sharded_program(line.program, line.stages, levels, held, reduces_once=once)
-    return replace(line, program=program, sharding=levels, shard_size=configuration.shard_group)
+        return staged
+    levels = (configuration.level,) * len(staged.stages)
+    held = (
+        around_layers(staged) if configuration.level >= PARAMETERS and staged.job.profile.keeps_root else ()
+    )
+    once = staged.job.profile.reduces == "last microbatch"
+    program = sharded_program(staged.program, staged.stages, levels, held, reduces_once=once)
+    return replace(staged, program=program, sharding=levels, shard_size=configuration.shard_group)
 
 
 def _named(
-    configuration: Configuration, line: Pipeline
+    configuration: Configuration, staged: StagedModel
 ) -> tuple[Literal["keep", "layers", "selective"] | StagePolicy, ...]:
     """Return the policies of `policies`, or those of the model's own code, as plans name them."""
     if configuration.recompute == "model":
-        return tuple(named_policy(stage) for stage in line.stages)
+        return tuple(named_policy(stage) for stage in staged.stages)
     if configuration.recompute == "selective":
-        return ("selective",) * line.program.num_stages
+        return ("selective",) * staged.program.num_stages
     if configuration.recompute != "full":  # what the runtime always recomputes is no policy
-        return ("keep",) * line.program.num_stages
-    recomputed = {action.stage for action in line.program if action.kind is Kind.R}
-    return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
+        return ("keep",) * staged.program.num_stages
+    recomputed = {action.stage for action in staged.program if action.kind is Kind.R}
+    return tuple("layers" if stage in recomputed else "keep" for stage in range(staged.program.num_stages))
 
 
 def fitted_candidate(
-    plain: Candidate, body: RangeCosts, *, offload: bool = True, thorough: bool = False
+    plain: Candidate, model_costs: RangeCosts, *, offload: bool = True, thorough: bool = False
 ) -> Candidate | None:
     """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
     not enough. If `thorough`, operators may be recomputed several times."""
-    fitted = fit(plain.line, body, offload=offload, thorough=thorough)
+    fitted = fit(plain.staged, model_costs, offload=offload, thorough=thorough)
     if fitted is None:
         return None
     return replace(
         plain,
-        line=fitted.line,
+        staged=fitted.staged,
         memories=fitted.memories,
-        excess_bytes=fitted.line.missing_bytes(fitted.memories),
+        excess_bytes=fitted.staged.missing_bytes(fitted.memories),
         memory_policy=fitted.memory_policy,
     )
 
 
 def fastest_fitted(
     kept: Sequence[Candidate],
-    body: RangeCosts,
+    model_costs: RangeCosts,
     *,
     offload: bool = True,
     below_s: float = math.inf,
@@ -508,65 +530,67 @@ def fastest_fitted(
     """
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
-    whole = _whole_stages(first, body) if first.cuts else None
+    whole = _whole_stages(first, model_costs) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
-            whole, first.memories, body, () if shrink else by_cuts,
+            whole, first.memories, model_costs, () if shrink else by_cuts,
             state_share=configuration.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
         )  # fmt: skip
         for cuts in tried[:_MOST_FITTED]:
             plain = by_cuts.get(cuts) or with_cuts(
-                body, configuration, cuts, first.line.cluster, first.line.job
+                model_costs, configuration, cuts, first.staged.cluster, first.staged.job
             )
-            fitted = fitted_candidate(plain, body, offload=offload, thorough=thorough)
+            fitted = fitted_candidate(plain, model_costs, offload=offload, thorough=thorough)
             if fitted is not None:
                 return fitted
     return None
 
 
-def _whole_stages(candidate: Candidate, body: RangeCosts) -> Pipeline:
+def _whole_stages(candidate: Candidate, model_costs: RangeCosts) -> StagedModel:
     """Return the stages of a candidate's schedule, not divided into sharding units."""
-    if len(candidate.line.stages) == len(candidate.cuts) + 1:
-        return candidate.line
-    configuration, line = candidate.configuration, candidate.line
+    if len(candidate.staged.stages) == len(candidate.cuts) + 1:
+        return candidate.staged
+    configuration, staged = candidate.configuration, candidate.staged
     return with_program(
-        body,
+        model_costs,
         replace(configuration, shard_units=1),
         candidate.cuts,
         make_program(configuration),
-        line.cluster,
-        line.job,
+        staged.cluster,
+        staged.job,
     )
 
 
-def _budget(body: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
+def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """Return the bytes of state and saved values that each stage may have, if it needs as much besides as in `tried`."""
     program = make_program(tried.configuration)
-    counts = saved_counts(program, body)
-    ends = np.array([0, *tried.cuts, body.size])
+    counts = saved_counts(program, model_costs)
+    ends = np.array([0, *tried.cuts, model_costs.size])
     share = tried.configuration.state_share(job.precision)
-    stage_bytes = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
+    stage_bytes = share * np.diff(model_costs.state_bytes[ends]) + np.array(counts) * np.diff(
+        model_costs.saved_bytes[ends]
+    )
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
-        line = tried.line
-        spare = line.usable_bytes(memory.rank) - reserved_bytes(memory, line.device_of(memory.rank))
+        staged = tried.staged
+        spare = staged.usable_bytes(memory.rank) - reserved_bytes(memory, staged.device_of(memory.rank))
         for stage in stages:
             allowed[stage] = float(stage_bytes[stage]) + spare / len(stages)
     return MemoryBudget(allowed, counts, share)
 
 
-def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference) -> Plan:
+def make_plan(candidate: Candidate, model_costs: RangeCosts, reference: ModelReference) -> Plan:
     """Return the plan of a candidate, with its predictions."""
-    configuration, cluster = candidate.configuration, candidate.line.cluster
-    line, devices = placed(candidate.line)
-    program = line.program
-    cuts = cut_names(body.graph, [stage.start for stage in line.stages[1:]])
-    is_run = line.job.runtime == STAGEWRIGHT
+    configuration, cluster = candidate.configuration, candidate.staged.cluster
+    staged, devices = placed(candidate.staged)
+    program = staged.program
+    cuts = cut_names(model_costs.graph, [stage.start for stage in staged.stages[1:]])
+    is_run = staged.job.runtime == STAGEWRIGHT
     return Plan(
         stagewright=__version__,
-        model=ModelSection.of(reference, body.graph),
-        job=line.job,
+        model=ModelSection.of(reference, model_costs.graph),
+        job=staged.job,
         cluster=ClusterSection.of(cluster),
         dp=configuration.dp,
         tp=configuration.tp,
@@ -585,10 +609,10 @@ def make_plan(candidate: Candidate, body: RangeCosts, reference: ModelReference)
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
         # Other runtimes do not run the operators that were traced.
-        graph=graph_section(body.graph, cuts, candidate.memory_policy) if is_run else None,
+        graph=graph_section(model_costs.graph, cuts, candidate.memory_policy) if is_run else None,
         sharding=(configuration.level,) * program.num_stages,  # type: ignore[arg-type]
         reduce_dtype=configuration.reduce_dtype if configuration.num_holders > 1 else None,
         shard_size=configuration.shard_group,
-        host_optimizer=tuple(sorted(line.host_optimizer)),
-        predictions=predict(line, body, candidate.memories),
+        host_optimizer=tuple(sorted(staged.host_optimizer)),
+        predictions=predict(staged, model_costs, candidate.memories),
     )

@@ -13,11 +13,11 @@ from typing import Any, overload
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, StagewrightError
 from stagewright.estimation.memory import stage_edges
-from stagewright.planning.estimate import Report, estimate, line_of
+from stagewright.planning.estimate import Report, estimate, staged_model_of
 from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.pipeline import Pipeline, allocated_bytes, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.staged_model import StagedModel, allocated_bytes, reserved_bytes
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Program, insert_communication, verify
@@ -142,7 +142,7 @@ def _checks_of_predictions(plan: Plan, why: str, left_out: list[LeftOut]) -> Ite
 
 def _checks_of_model(plan: Plan, cluster: Cluster | None, report: Report) -> Iterator[tuple[str, str]]:
     """Yield the checks of a plan against its model as it is now."""
-    staged = line_of(plan, cluster or plan.cluster.load(), report)
+    staged = staged_model_of(plan, cluster or plan.cluster.load(), report)
     operators = sum(stage.stop - stage.start for stage in staged.stages)
     yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
     yield "transfers", check_transfers(staged.program, stage_edges(staged.stages), staged.uses_lanes)
@@ -162,7 +162,7 @@ def _check_loop(plan: Plan, cluster: Cluster) -> str:
     return check_predicted_memory(estimated, cluster)
 
 
-def _check_memory(plan: Plan, staged: Pipeline) -> str:
+def _check_memory(plan: Plan, staged: StagedModel) -> str:
     memories = rank_memories(staged)
     for memory in memories:
         device = staged.device_of(memory.rank)

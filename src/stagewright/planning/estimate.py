@@ -20,10 +20,10 @@ from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
 from stagewright.planning.plan import ClusterSection, Plan
-from stagewright.planning.plan_stages import planned_line
-from stagewright.planning.prediction.pipeline import Pipeline, body_costs
+from stagewright.planning.plan_stages import staged_by_plan
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
+from stagewright.planning.prediction.staged_model import StagedModel, costs_of_model
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
 from stagewright.planning.sequence_lengths import with_lengths
@@ -90,9 +90,9 @@ def estimate(
     configuration = replace(configuration, loss_pieces=_pieces(reference, job, configuration, cluster))
     traced = job.traced(cluster.nodes[0].device.kind) | configuration.trace_arguments | {"expand": False}
     graph = trace(reference, configuration.microbatch, report=report, **traced)
-    body = body_costs(graph, cluster, job)
-    configuration = replace(configuration, recompute=_recomputed(request.recompute, body.graph, job))
-    plan = make_plan(make_candidate(body, configuration, cluster, job), body, reference)
+    model_costs = costs_of_model(graph, cluster, job)
+    configuration = replace(configuration, recompute=_recomputed(request.recompute, model_costs.graph, job))
+    plan = make_plan(make_candidate(model_costs, configuration, cluster, job), model_costs, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
 
@@ -105,7 +105,7 @@ def estimate_breakdown(
         InputError: an unknown breakdown.
         PlanError: the model has changed since.
     """
-    return breakdown(body_costs(graph_of(plan, report), cluster, plan.job).costing, by)
+    return breakdown(costs_of_model(graph_of(plan, report), cluster, plan.job).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
@@ -124,14 +124,14 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
     return trace(reference, plan.microbatch_size, report=report, **plan.traced())
 
 
-def line_of(plan: Plan, cluster: Cluster, report: Report = lambda stage: None) -> Pipeline:
+def staged_model_of(plan: Plan, cluster: Cluster, report: Report = lambda stage: None) -> StagedModel:
     """Return the split model of `plan` with its program on `cluster`, ready to be simulated and checked.
 
     Raises:
         PlanError: the model has changed, or does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    return planned_line(plan, body_costs(graph_of(plan, report), cluster, plan.job), cluster)
+    return staged_by_plan(plan, costs_of_model(graph_of(plan, report), cluster, plan.job), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -142,8 +142,8 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
             f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared}{divided} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
-    body = body_costs(graph_of(plan, report, trace), cluster, plan.job)
-    predictions = predict(planned_line(plan, body, cluster), body)
+    model_costs = costs_of_model(graph_of(plan, report, trace), cluster, plan.job)
+    predictions = predict(staged_by_plan(plan, model_costs, cluster), model_costs)
     fresh = plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
     return _over_lengths(fresh, cluster, report, trace)
 

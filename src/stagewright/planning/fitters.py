@@ -29,8 +29,8 @@ from stagewright.planning.candidate import (
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
 from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
-from stagewright.planning.partition.line import Within, partition_within
-from stagewright.planning.prediction.pipeline import allocatable_bytes, stage_bodies
+from stagewright.planning.partition.stage_terms import Within, partition_within
+from stagewright.planning.prediction.staged_model import allocatable_bytes, costs_by_stage
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import Space
 from stagewright.schedule.in_flight import in_flight
@@ -173,8 +173,8 @@ class LayerFitter(Fitter):
             return None
         missing = candidate.excess_bytes
         if missing <= 0:
-            body = self.coarse.body(entry.configuration.traced)
-            plan = make_plan(candidate, body, self.coarse.reference)
+            model_costs = self.coarse.model_costs(entry.configuration.traced)
+            plan = make_plan(candidate, model_costs, self.coarse.reference)
             missing = lacking_bytes(plan, candidate)
             if missing <= 0:
                 return Fit(plan, entry)
@@ -189,8 +189,8 @@ class LayerFitter(Fitter):
         None where a step is known to be too slow; time is looked at first, because memory takes longer.
         """
         configuration, cluster = entry.configuration, entry.cluster
-        body = self.coarse.body(configuration.traced)
-        fastest = faster_candidate(body, configuration, cluster, self.job, longest_s)
+        model_costs = self.coarse.model_costs(configuration.traced)
+        fastest = faster_candidate(model_costs, configuration, cluster, self.job, longest_s)
         if fastest is None or fastest.excess_bytes <= 0:
             return fastest
         if len(cluster.nodes) == 1 or configuration.layers_per_stage is None:
@@ -198,17 +198,17 @@ class LayerFitter(Fitter):
         counts = configuration.layers_per_stage
         most, candidate = [sum(counts)] * len(counts), fastest
         for _ in range(_SHIFTS):
-            line = candidate.line
+            staged = candidate.staged
             for memory in candidate.memories:
-                usable = line.usable_bytes(memory.rank)
-                if (excess := line.missing_bytes([memory])) > 0:
-                    for stage in line.program.placement.stages_of(memory.rank):
+                usable = staged.usable_bytes(memory.rank)
+                if (excess := staged.missing_bytes([memory])) > 0:
+                    for stage in staged.program.placement.stages_of(memory.rank):
                         most[stage] = min(counts[stage] - 1, int(counts[stage] * usable / (usable + excess)))
             if min(most) < 1 or sum(most) < sum(counts):
                 break
             counts = self.coarse.split(configuration, configuration.traced, cluster, most) or counts
             shifted = replace(configuration, layers_per_stage=counts)
-            candidate = make_candidate(body, shifted, cluster, self.job)
+            candidate = make_candidate(model_costs, shifted, cluster, self.job)
             if candidate.excess_bytes <= 0:
                 return candidate
         return fastest
@@ -272,16 +272,16 @@ class OperatorFitter(Fitter):
         if configuration.saves and self._needs_more_than_what_lacks(entry):
             self._lacks_whatever(entry, missing)
             return None
-        body = self.coarse.body(key)
+        model_costs = self.coarse.model_costs(key)
         try:
             cluster = entry.cluster
             if len(cluster.nodes) == 1:
-                cluster = cluster_for(configuration, body, cluster, self.job)
-            cuts, compute_s = fastest_partition(body, configuration, cluster)
+                cluster = cluster_for(configuration, model_costs, cluster, self.job)
+            cuts, compute_s = fastest_partition(model_costs, configuration, cluster)
         except PlanError as error:  # too few legal cuts
             self.exclude(configuration, str(error))
             return None
-        busy_s = configuration.num_microbatches * float(body.seconds[-1]) / configuration.pp
+        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
         if configuration.saves:
             within = self._within_memory(split)
@@ -294,12 +294,12 @@ class OperatorFitter(Fitter):
                 self._lacks_whatever(entry, missing)
                 return None
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
-        elif (miss := self.fitting.without_partition(split, body)) is not None:
+        elif (miss := self.fitting.without_partition(split, model_costs)) is not None:
             self._note(miss)
             self._try_on_host(entry)
             return None
         # Ranges leave out what splitting adds, such as summing up gradients of weights.
-        more = max(1.0, self.coarse.costs(key).total_seconds / float(body.seconds[-1]))
+        more = max(1.0, self.coarse.costs(key).total_seconds / float(model_costs.seconds[-1]))
         split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
         return self.with_network(split, split.compute_s) * self._judgement(configuration), split
 
@@ -307,19 +307,19 @@ class OperatorFitter(Fitter):
         """Return the fastest partition within memory with what it must save, from range sums; None where none is."""
         configuration, cluster, cuts = split.configuration, split.cluster, split.cuts
         assert cuts is not None
-        body = self.coarse.body(configuration.traced)
+        model_costs = self.coarse.model_costs(configuration.traced)
         program = make_program(configuration)
         placed = program.placement
         width = configuration.ranks_per_stage
-        bodies = stage_bodies(body, cluster, program, width)
+        stage_costs = costs_by_stage(model_costs, cluster, program, width)
         capacities = [
             allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
             / len(placed.stages_of(rank))
-            for costs, rank in zip(bodies, placed.rank_of_stage, strict=True)
+            for costs, rank in zip(stage_costs, placed.rank_of_stage, strict=True)
         ]
         firsts = [rank * width for rank in placed.rank_of_stage]
         return partition_within(
-            bodies, program, cuts, capacities, in_flight(program),
+            stage_costs, program, cuts, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
             state_share=configuration.state_share(self.job.precision), offload=configuration.offload,
         )  # fmt: skip
@@ -346,9 +346,9 @@ class OperatorFitter(Fitter):
 
     def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
         configuration = entry.configuration
-        body = self.coarse.body(configuration.traced)
+        model_costs = self.coarse.model_costs(configuration.traced)
         result = self.fitting.fit(
-            entry, body, below_s=best_s, longest_s=longest_s, lost_share=self._lost_share
+            entry, model_costs, below_s=best_s, longest_s=longest_s, lost_share=self._lost_share
         )
         if isinstance(result, Miss):
             self._note(result)
@@ -378,7 +378,7 @@ class OperatorFitter(Fitter):
         configuration = miss.entry.configuration
         on_host = replace(configuration, host_optimizer=True)
         saved_share = configuration.state_share(self.job.precision) - on_host.state_share(self.job.precision)
-        state_bytes = self.coarse.body(configuration.traced).state_bytes[-1]
+        state_bytes = self.coarse.model_costs(configuration.traced).state_bytes[-1]
         return miss.missing_bytes > saved_share * state_bytes / configuration.pp
 
     def _try_on_host(self, entry: Entry) -> None:
@@ -394,14 +394,14 @@ class OperatorFitter(Fitter):
         """Return the plan of the same cuts as if they were the first looked at; None if it takes `below_s` or longer."""
         configuration = fit.entry.configuration
         entry = replace(fit.entry, configuration=replace(configuration, offload=offload))
-        body = self.coarse.body(configuration.traced)
-        result = self.fitting.fit(entry, body, below_s=below_s, longest_s=below_s, headroom=headroom)
+        model_costs = self.coarse.model_costs(configuration.traced)
+        result = self.fitting.fit(entry, model_costs, below_s=below_s, longest_s=below_s, headroom=headroom)
         return result if isinstance(result, Fit) and result.step_seconds < below_s else None
 
     def refined(self, entry: Entry) -> Fit | None:
         """Return the plan of an entry after a longer look at what is recomputed, if it fits."""
-        body = self.coarse.body(entry.configuration.traced)
-        result = replace(self.fitting, thorough=True).fit(entry, body)
+        model_costs = self.coarse.model_costs(entry.configuration.traced)
+        result = replace(self.fitting, thorough=True).fit(entry, model_costs)
         return result if isinstance(result, Fit) else None
 
     def last_resort(self) -> Fit | None:
@@ -416,9 +416,9 @@ class OperatorFitter(Fitter):
             if (refined := self.refined(entry)) is not None:
                 return refined
             entry = replace(entry, configuration=replace(entry.configuration, recompute="full"))
-        body = self.coarse.body(entry.configuration.traced)
-        cuts, _ = fastest_partition(body, entry.configuration, entry.cluster)
-        result = self.fitting.fit(replace(entry, cuts=cuts), body, tight=True)
+        model_costs = self.coarse.model_costs(entry.configuration.traced)
+        cuts, _ = fastest_partition(model_costs, entry.configuration, entry.cluster)
+        result = self.fitting.fit(replace(entry, cuts=cuts), model_costs, tight=True)
         if isinstance(result, Fit):
             return result
         self._note(result)
@@ -436,13 +436,13 @@ class OperatorFitter(Fitter):
         else:
             return None
         configuration = entry.configuration
-        body = self.coarse.body(configuration.traced)
+        model_costs = self.coarse.model_costs(configuration.traced)
         try:
-            cuts, _ = fastest_partition(body, configuration, entry.cluster)
+            cuts, _ = fastest_partition(model_costs, configuration, entry.cluster)
         except PlanError:  # too few legal cuts
             return None
         entry = replace(entry, cuts=cuts, is_split=True)
-        candidate = make_candidate(body, configuration, entry.cluster, self.job)
+        candidate = make_candidate(model_costs, configuration, entry.cluster, self.job)
         self._misses.append(Miss(entry, "lacks memory", candidate.excess_bytes, candidate))
         return entry
 

@@ -18,8 +18,8 @@ from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.plan import GraphSection, Plan, StagePolicy
-from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.prediction.staged_model import StagedModel, staged_model
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 from stagewright.schedule.placement import loop, v
 from stagewright.tracing.cache import tracing_packages
@@ -264,20 +264,20 @@ def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], boo
     return tuple(after - before for before, after in pairwise([0, *near, len(places) - 1])), moves
 
 
-def planned_line(plan: Plan, body: RangeCosts, cluster: Cluster) -> Pipeline:
-    """Return `body` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
+def staged_by_plan(plan: Plan, model_costs: RangeCosts, cluster: Cluster) -> StagedModel:
+    """Return `model_costs` split and run on `cluster` as `plan` says, ready to be simulated and replayed.
 
     Raises:
         PlanError: the model does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    policies = stage_policies(plan, body.graph)
-    cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
-    line = pipeline(
-        body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.num_holders, policies
+    policies = stage_policies(plan, model_costs.graph)
+    cuts, program = stage_cuts(plan, model_costs.graph), stage_program(plan)
+    staged = staged_model(
+        model_costs, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.num_holders, policies
     )
     return replace(
-        line,
+        staged,
         sharding=plan.sharding,
         shard_size=plan.shard_size,
         reduce_dtype=plan.reduce_torch_name,

@@ -18,11 +18,11 @@ from stagewright.errors import InputError, PlanError, ScheduleError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate, graph_of
-from stagewright.planning.partition.line import cuts_to_try
+from stagewright.planning.partition.stage_terms import cuts_to_try
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import configuration_of, cut_names, planned_line, stage_cuts
-from stagewright.planning.prediction.pipeline import Pipeline, body_costs
+from stagewright.planning.plan_stages import configuration_of, cut_names, stage_cuts, staged_by_plan
 from stagewright.planning.prediction.predict import predict, rank_memories
+from stagewright.planning.prediction.staged_model import StagedModel, costs_of_model
 from stagewright.planning.prediction.step_times import with_receiving
 from stagewright.schedule.automatic import SearchSettings, StageTimes, automatic
 from stagewright.schedule.in_flight import in_flight
@@ -49,25 +49,29 @@ def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) 
         InputError: the model cannot be resolved.
         PlanError: the model has changed.
     """
-    body = body_costs(graph_of(plan) if graph is None else graph, cluster, plan.job)
-    stays = plan.model_copy(update={"predictions": predict(planned_line(plan, body, cluster), body)})
+    model_costs = costs_of_model(graph_of(plan) if graph is None else graph, cluster, plan.job)
+    stays = plan.model_copy(
+        update={"predictions": predict(staged_by_plan(plan, model_costs, cluster), model_costs)}
+    )
     best = now = stays
     for start in (plan, *_plainer(plan, cluster), *_with_recomputation_chosen_again(plan, cluster)):
-        for candidate in _moved(start, body, cluster):
+        for candidate in _moved(start, model_costs, cluster):
             if candidate.predictions.step_seconds < now.predictions.step_seconds:
                 best = now = candidate
     chosen = plan if best is stays else best
     return Replanned(chosen, now.predictions.step_seconds, stays.predictions.step_seconds)
 
 
-def _moved(plan: Plan, body: RangeCosts, cluster: Cluster) -> Iterator[Plan]:
+def _moved(plan: Plan, model_costs: RangeCosts, cluster: Cluster) -> Iterator[Plan]:
     """Yield `plan` and variants of it with other cuts, each also with another order of actions, if they run."""
-    line = planned_line(plan, body, cluster)
-    for cuts in (tuple(stage_cuts(plan, body.graph)), *_cuts(plan, line, body)):
-        moved = _judged(plan.model_copy(update={"cuts": cut_names(body.graph, list(cuts))}), body, cluster)
+    staged = staged_by_plan(plan, model_costs, cluster)
+    for cuts in (tuple(stage_cuts(plan, model_costs.graph)), *_cuts(plan, staged, model_costs)):
+        moved = _judged(
+            plan.model_copy(update={"cuts": cut_names(model_costs.graph, list(cuts))}), model_costs, cluster
+        )
         if moved is not None:
             yield moved
-            if (ordered := _judged(_ordered(moved, line, body), body, cluster)) is not None:
+            if (ordered := _judged(_ordered(moved, staged, model_costs), model_costs, cluster)) is not None:
                 yield ordered
 
 
@@ -132,8 +136,8 @@ def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
     return result.plans[0]
 
 
-def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
-    """Return `plan` with the order of actions that suits their times on the devices of `line`.
+def _ordered(plan: Plan, staged: StagedModel, model_costs: RangeCosts) -> Plan:
+    """Return `plan` with the order of actions that suits their times on the devices of `staged`.
 
     It is unchanged where parameters or gradients are gathered and reduced within a batch, or where stages recompute, which
     would have to be chosen again for another order.
@@ -145,19 +149,19 @@ def _ordered(plan: Plan, line: Pipeline, body: RangeCosts) -> Plan:
     if costs is None or not is_plain:
         return plan
     costs = with_receiving(costs)
-    ends = [0, *stage_cuts(plan, body.graph), len(body.graph.forward_ids)]
-    saved = np.diff(np.asarray(body.saved_bytes, float)[ends])
+    ends = [0, *stage_cuts(plan, model_costs.graph), len(model_costs.graph.forward_ids)]
+    saved = np.diff(np.asarray(model_costs.saved_bytes, float)[ends])
     between = {(transfer.source, transfer.target): transfer.value_seconds for transfer in costs.transfers}
     transfer_s = [between.get((stage, stage + 1), 0.0) for stage in range(plan.num_stages - 1)]
     times = StageTimes(
         np.array(costs.forward_seconds), np.array(costs.input_grad_seconds), np.array(costs.weight_grad_seconds),
         np.array(transfer_s), saved, saved,
     )  # fmt: skip
-    counts, placement = in_flight(line.program), Placement(plan.placement)
+    counts, placement = in_flight(staged.program), Placement(plan.placement)
     headroom = []
-    for memory in rank_memories(line):
+    for memory in rank_memories(staged):
         kept = sum(counts[stage] * saved[stage] for stage in placement.stages_of(memory.rank))
-        headroom.append(line.usable_bytes(memory.rank) - memory.peak_bytes + kept)
+        headroom.append(staged.usable_bytes(memory.rank) - memory.peak_bytes + kept)
     try:
         program = automatic(
             placement,
@@ -180,25 +184,25 @@ def _with_program(plan: Plan, program: Program) -> Plan:
     return plan.model_copy(update={"schedule": program.name, "program": actions})
 
 
-def _cuts(plan: Plan, line: Pipeline, body: RangeCosts) -> list[tuple[int, ...]]:
-    """Return cuts that suit the devices of `line`; none where recomputation is defined operator by operator."""
+def _cuts(plan: Plan, staged: StagedModel, model_costs: RangeCosts) -> list[tuple[int, ...]]:
+    """Return cuts that suit the devices of `staged`; none where recomputation is defined operator by operator."""
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
     share = configuration_of(plan).state_share(plan.job.precision)
-    candidates = cuts_to_try(line, rank_memories(line), body, (), state_share=share, offload=False)
+    candidates = cuts_to_try(staged, rank_memories(staged), model_costs, (), state_share=share, offload=False)
     return candidates[:_MOST_CUTS]
 
 
 _MOST_CUTS = 3
 
 
-def _judged(plan: Plan, body: RangeCosts, cluster: Cluster) -> Plan | None:
+def _judged(plan: Plan, model_costs: RangeCosts, cluster: Cluster) -> Plan | None:
     """Return `plan` with its predictions, or None where it does not run or does not fit."""
     try:
-        line = planned_line(plan, body, cluster)
+        staged = staged_by_plan(plan, model_costs, cluster)
     except (PlanError, ScheduleError):
         return None
-    memories = rank_memories(line)
-    if line.missing_bytes(memories) > 0:
+    memories = rank_memories(staged)
+    if staged.missing_bytes(memories) > 0:
         return None
-    return plan.model_copy(update={"predictions": predict(line, body, memories)})
+    return plan.model_copy(update={"predictions": predict(staged, model_costs, memories)})

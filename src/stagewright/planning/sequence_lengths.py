@@ -14,9 +14,9 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Origin
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import planned_line
-from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.plan_stages import staged_by_plan
 from stagewright.planning.prediction.predict import predict
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.planning.predictions import LengthPrediction, Predictions
 from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes
@@ -95,7 +95,7 @@ class _Judge:
     def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
         self.cluster = cluster
         self.graphs = graphs
-        self.bodies: dict[tuple[Configuration, int], RangeCosts] = {}
+        self.known_costs: dict[tuple[Configuration, int], RangeCosts] = {}
 
     def judged(self, plan: Plan) -> Plan:
         shorter = tuple(
@@ -106,14 +106,14 @@ class _Judge:
 
     def _predictions(self, plan: Plan, length: int) -> Predictions:
         at_length = plan.at_length(length)
-        body = self._body(at_length, plan)
-        return predict(planned_line(at_length, body, self.cluster), body)
+        model_costs = self._model_costs(at_length, plan)
+        return predict(staged_by_plan(at_length, model_costs, self.cluster), model_costs)
 
-    def _body(self, at_length: Plan, plan: Plan) -> RangeCosts:
+    def _model_costs(self, at_length: Plan, plan: Plan) -> RangeCosts:
         length = at_length.job.sequence_length
         key = at_length.graph_key, length
-        if key not in self.bodies:
+        if key not in self.known_costs:
             graph = self.graphs(at_length)
             check_same_operators(self.graphs(plan), graph, length)
-            self.bodies[key] = body_costs(graph, self.cluster, at_length.job)
-        return self.bodies[key]
+            self.known_costs[key] = costs_of_model(graph, self.cluster, at_length.job)
+        return self.known_costs[key]

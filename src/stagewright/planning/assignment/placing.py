@@ -15,39 +15,39 @@ from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
 from stagewright.planning.assignment.problem import AssignmentProblem, Traffic, assignment_problem
 from stagewright.planning.assignment.solve import assign
-from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import gradient_bytes, step_seconds
+from stagewright.planning.prediction.staged_model import StagedModel
 
 MOST_UNITS = 512
 """Maximum number of units to assign; larger clusters keep the order of their devices."""
 
 
-def unit_width(line: Pipeline) -> int:
+def unit_width(staged: StagedModel) -> int:
     """Return the number of consecutive devices that stay together: tensor, context and expert parallel groups."""
-    graph = line.stages[0].graph
+    graph = staged.stages[0].graph
     strides, experts = neighbour_strides(graph), expert_parallelism(graph)
     context = strides[CONTEXT_GROUP] * graph.facts.get("cp", 1)
-    return lcm(line.tp, context, experts.spacing if experts else 1)
+    return lcm(staged.tp, context, experts.spacing if experts else 1)
 
 
-def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
-    """Return `line` in the device order that makes its step fastest, and the device of every rank.
+def placed(staged: StagedModel) -> tuple[StagedModel, tuple[int, ...]]:
+    """Return `staged` in the device order that makes its step fastest, and the device of every rank.
 
-    Where the links are not measured, or no faster order was found, `line` is unchanged and there are no devices.
+    Where the links are not measured, or no faster order was found, `staged` is unchanged and there are no devices.
     """
-    width = unit_width(line)
-    num_units = line.pp * line.ranks_per_stage // width
-    if isinstance(line.cluster, ArrangedCluster):
-        return line, ()  # the device order is fixed already
-    if line.cluster.measured is None or num_units < 2 or num_units > MOST_UNITS:
-        return line, ()
-    if num_units * width != line.cluster.num_devices:
-        return line, ()
-    num_replicas = num_units // line.pp
-    order = devices_of(assign(line_assignment_problem(line)).units, width, num_replicas, line.pp)
-    rearranged = replace(line, cluster=arranged(line.cluster, order))
-    if step_seconds(rearranged) >= step_seconds(line):
-        return line, ()
+    width = unit_width(staged)
+    num_units = staged.pp * staged.ranks_per_stage // width
+    if isinstance(staged.cluster, ArrangedCluster):
+        return staged, ()  # the device order is fixed already
+    if staged.cluster.measured is None or num_units < 2 or num_units > MOST_UNITS:
+        return staged, ()
+    if num_units * width != staged.cluster.num_devices:
+        return staged, ()
+    num_replicas = num_units // staged.pp
+    order = devices_of(assign(line_assignment_problem(staged)).units, width, num_replicas, staged.pp)
+    rearranged = replace(staged, cluster=arranged(staged.cluster, order))
+    if step_seconds(rearranged) >= step_seconds(staged):
+        return staged, ()
     return rearranged, order
 
 
@@ -67,26 +67,28 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
     )
 
 
-def line_assignment_problem(line: Pipeline) -> AssignmentProblem:
+def line_assignment_problem(staged: StagedModel) -> AssignmentProblem:
     """Return the assignment problem of a split model, from its largest boundary, each pipeline rank's gradients, and those
     of tied parameters, which the first and the last of their ranks are taken to reduce."""
-    width = unit_width(line)
-    sent = [size for summary in line.summaries for size in summary.sent_bytes.values()]
-    gradients = [gradient_bytes(line.stages_of(rank)) for rank in range(line.pp)]
+    width = unit_width(staged)
+    sent = [size for summary in staged.summaries for size in summary.sent_bytes.values()]
+    gradients = [gradient_bytes(staged.stages_of(rank)) for rank in range(staged.pp)]
     sizes = {value: size for of_rank in gradients for value, size in of_rank.items()}
-    tied = {value: ranks for value, ranks in line.holders.items() if len(ranks) > 1}
-    microbatches = line.program.num_microbatches
-    stages_per_rank = line.program.num_stages / line.pp
+    tied = {value: ranks for value, ranks in staged.holders.items() if len(ranks) > 1}
+    microbatches = staged.program.num_microbatches
+    stages_per_rank = staged.program.num_stages / staged.pp
     traffic = Traffic(
         boundary_bytes=float(max(sent, default=0)),
         gradient_bytes=np.array([float(sum(of_rank.values())) for of_rank in gradients]),
-        num_exposed=stages_per_rank * max(1.0, microbatches / line.pp),
-        num_sharing=line.num_holders,
+        num_exposed=stages_per_rank * max(1.0, microbatches / staged.pp),
+        num_sharing=staged.num_holders,
         tied_bytes=sum(sizes[value] for value in tied),
         tied=(min(map(min, tied.values())), max(map(max, tied.values()))) if tied else (0, 0),
     )
-    num_replicas = line.ranks_per_stage // width
-    return assignment_problem(line.cluster, traffic, tp=width, num_replicas=num_replicas, num_stages=line.pp)
+    num_replicas = staged.ranks_per_stage // width
+    return assignment_problem(
+        staged.cluster, traffic, tp=width, num_replicas=num_replicas, num_stages=staged.pp
+    )
 
 
 def on_devices(cluster: Cluster, devices: Sequence[int]) -> Cluster:

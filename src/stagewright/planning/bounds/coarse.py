@@ -27,10 +27,10 @@ from stagewright.planning.candidate import OF_STATE, network_seconds
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import balanced_layers
-from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import host_of, host_step_seconds, optimizer_step_seconds
 from stagewright.planning.prediction.sharding import NUM_BUFFERS
 from stagewright.planning.prediction.shortening import built
+from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.schedule.in_flight import changes
 from stagewright.tracing.models.reference import ModelReference
 
@@ -51,7 +51,7 @@ class Coarse:
     report: Callable[[str], None]
     trace: Trace
     graphs: dict[Configuration, OperatorGraph] = field(default_factory=dict)
-    _bodies: dict[Configuration, RangeCosts] = field(default_factory=dict)
+    _known_costs: dict[Configuration, RangeCosts] = field(default_factory=dict)
     _layers: dict[Configuration, Layers] = field(default_factory=dict)
     _splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
 
@@ -66,16 +66,20 @@ class Coarse:
             self.graphs[key] = self.trace(self.reference, report=self.report, **self.trace_arguments(key))
         return self.graphs[key]
 
-    def body(self, key: Configuration) -> RangeCosts:
+    def model_costs(self, key: Configuration) -> RangeCosts:
         """Return the costs of ranges of the whole graph."""
-        if key not in self._bodies:
-            self._bodies[key] = body_costs(self.graph(key), self.cluster, self.job)
-        return self._bodies[key]
+        if key not in self._known_costs:
+            self._known_costs[key] = costs_of_model(self.graph(key), self.cluster, self.job)
+        return self._known_costs[key]
 
     @property
     def without_rule(self) -> set[str]:
         """Operators seen so far without a cost rule."""
-        return {name for body in self._bodies.values() for name in body.few_costing.without_rule}
+        return {
+            name
+            for model_costs in self._known_costs.values()
+            for name in model_costs.few_costing.without_rule
+        }
 
     def costs(
         self, key: Configuration, device: Device | None = None, recompute: Recompute = "none"

@@ -21,8 +21,8 @@ from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
 from stagewright.planning.configuration import Recompute
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.prediction.staged_model import costing
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ class Layers:
     def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
         graph = self.graph = job.rewritten(graph)
         self._cluster = cluster
-        self._body = RangeCosts(graph, costing(graph, cluster, job))
+        self._model_costs = RangeCosts(graph, costing(graph, cluster, job))
         begins = layer_begins(graph)
         names = [layer_of(graph.nodes[graph.forward_ids[place]].module) for place in begins]
         numbered = [
@@ -113,12 +113,12 @@ class Layers:
         """Costs of every layer, by the kind of device and what is recomputed."""
 
     def _costs(self, device: Device, recompute: Recompute) -> LayerCosts:
-        body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
+        model_costs, ends, stage = self._model_costs.on(device), self._ends, self.stage(recompute)
         backward = *stage.rebuild.nodes, *stage.backward.nodes
-        state = np.diff(body.state_bytes[ends])
+        state = np.diff(model_costs.state_bytes[ends])
         columns = (
-            self._spent(stage.forward.nodes, stage, body.costing), self._spent(backward, stage, body.costing),
-            state, self._saved(stage), np.diff(body.trained_bytes[ends]),
+            self._spent(stage.forward.nodes, stage, model_costs.costing), self._spent(backward, stage, model_costs.costing),
+            state, self._saved(stage), np.diff(model_costs.trained_bytes[ends]),
         )  # fmt: skip
         repeated = (np.repeat(column, self._counts, axis=0) for column in columns)
         return LayerCosts(*repeated, boundary_bytes=self._boundary_bytes)
@@ -130,7 +130,7 @@ class Layers:
         return min(map(self._growing_share, {group.device for group in self._cluster.nodes}))
 
     def _growing_share(self, device: Device) -> float:
-        stage, costing = self.stage("none"), self._body.on(device).costing
+        stage, costing = self.stage("none"), self._model_costs.on(device).costing
         nodes = *stage.forward.nodes, *stage.backward.nodes
         return min(1.0, costing.growing_seconds(nodes, stage.value) / costing.seconds(nodes, stage.value))
 
@@ -140,7 +140,7 @@ class Layers:
 
         Tensor parallel collectives do not shrink with `tp`; everything else shrinks with both, except for fixed costs.
         """
-        stage, costing = self.stage("none"), self._body.costing
+        stage, costing = self.stage("none"), self._model_costs.costing
         position, layer, seconds = self.graph.position, 0, 0.0
         for node in (*stage.forward.nodes, *stage.backward.nodes):
             if node.forward in position:
@@ -154,7 +154,7 @@ class Layers:
 
     @cached_property
     def _boundary_bytes(self) -> float:
-        return float(self._body.cuts.value_bytes[self._ends[-3]]) if len(self._ends) > 4 else 0.0
+        return float(self._model_costs.cuts.value_bytes[self._ends[-3]]) if len(self._ends) > 4 else 0.0
 
     def _stage(self, recompute: Recompute) -> Stage:
         policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]

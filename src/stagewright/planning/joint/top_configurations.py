@@ -21,9 +21,9 @@ from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
+    candidate_of,
     fitted_candidate,
     make_plan,
-    of_line,
     under_program,
     with_program,
 )
@@ -44,8 +44,8 @@ from stagewright.planning.joint.traced import (
 from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, ways_on_hosts
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.staged_model import StagedModel
 from stagewright.planning.space import JOINT, HostOptimizer, Space
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
@@ -109,9 +109,9 @@ def joint_plans(
         cluster = entry.cluster
         if base.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
-        body = coarse.body(entry.configuration.traced)
+        model_costs = coarse.model_costs(entry.configuration.traced)
         configuration = _joint(entry.configuration, base, space)
-        searches = Searches(base, body, configuration, cluster, best, coarse.report, stop)
+        searches = Searches(base, model_costs, configuration, cluster, best, coarse.report, stop)
         plan = _joint_plan(searches, job, coarse.reference, space.host_optimizer)
         if plan is not None and plan.predictions.step_seconds < best:
             best = plan.predictions.step_seconds
@@ -146,12 +146,12 @@ def _joint_plan(
         options = [
             option
             for option in ways_on_hosts(candidate, host_optimizer)
-            if host_excess_bytes(option.line) <= 0
+            if host_excess_bytes(option.staged) <= 0
         ]
         if not options:
             return None
         for option in options:
-            plan = make_plan(option, searches.body, reference)
+            plan = make_plan(option, searches.model_costs, reference)
             missing = plan.predictions.reserved_peak_bytes - limit
             if missing <= 0:
                 return plan.model_copy(update={"job": job})
@@ -168,7 +168,7 @@ class Searches:
     """
 
     base: Plan
-    body: RangeCosts
+    model_costs: RangeCosts
     configuration: Configuration
     cluster: Cluster
     below_s: float
@@ -179,7 +179,7 @@ class Searches:
     @cached_property
     def ends(self) -> Ints:
         """Ends of the pieces that take the place of layers."""
-        return piece_ends(self.body, self.configuration.pp)
+        return piece_ends(self.model_costs, self.configuration.pp)
 
     @cached_property
     def unlimited(self) -> JointResult | None:
@@ -195,7 +195,7 @@ class Searches:
 
     @cached_property
     def _calibration(self) -> Calibration:
-        return calibrated(self.base, self.body, self.configuration)
+        return calibrated(self.base, self.model_costs, self.configuration)
 
     def _result(self, calibration: Calibration, saves: bool) -> JointResult | None:
         configuration = self.configuration
@@ -206,7 +206,7 @@ class Searches:
             self.base.job.uses_lanes(self.cluster),
         )
         problem = problem_of(
-            self.body, self.ends, configuration.num_microbatches, link_model, calibration, saves=saves
+            self.model_costs, self.ends, configuration.num_microbatches, link_model, calibration, saves=saves
         )
         return _searched(problem, self.report, str(configuration), self.stop)
 
@@ -228,7 +228,7 @@ def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Can
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
-    return min(fitting, key=lambda candidate: _makespan(candidate.line), default=None)
+    return min(fitting, key=lambda candidate: _makespan(candidate.staged), default=None)
 
 
 def _candidates(result: JointResult, searches: Searches, job: Job) -> list[Candidate]:
@@ -237,18 +237,22 @@ def _candidates(result: JointResult, searches: Searches, job: Job) -> list[Candi
     if result.best.makespan_s > longest * (1 + _MISJUDGED):
         return []
     timed = sorted(_lines(result, searches, job), key=itemgetter(0))[:_JUDGED]
-    return [of_line(searches.configuration, cuts, line) for seconds, cuts, line in timed if seconds < longest]
+    return [
+        candidate_of(searches.configuration, cuts, staged)
+        for seconds, cuts, staged in timed
+        if seconds < longest
+    ]
 
 
 def _lines(
     result: JointResult, searches: Searches, job: Job
-) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
+) -> Iterator[tuple[float, tuple[int, ...], StagedModel]]:
     """Yield the pipelines of the plans worth judging, each with split and with whole backwards, with everything kept.
 
     Each comes with the cuts of its stages and the seconds of a batch, including the recomputation that the search chose.
     Plans are left out that would be too slow if their pieces were misjudged like those of the plans before them.
     """
-    body, configuration = searches.body, searches.configuration
+    model_costs, configuration = searches.model_costs, searches.configuration
     misjudged = 1 - _MISJUDGED
     for plan in map(without_splits, _worth_judging(result)):
         if plan.makespan_s * misjudged > searches.below_s:
@@ -256,13 +260,13 @@ def _lines(
         kept = judged(plan.name, plan.problem, replace(plan.layout, recompute=()), plan.encoded)
         recompute_s = plan.makespan_s - kept.makespan_s
         cuts = cuts_of(plan, searches.ends)
-        split = with_program(body, configuration, cuts, plan.program, searches.cluster, job)
+        split = with_program(model_costs, configuration, cuts, plan.program, searches.cluster, job)
         seconds = _makespan(split) + recompute_s
         misjudged = max(misjudged, seconds / plan.makespan_s - _MISJUDGED_ALIKE)
         yield seconds, cuts, split
         if (whole := with_backwards(plan)) != plan.program:
-            line = under_program(split, configuration, cuts, whole)
-            yield _makespan(line) + recompute_s, cuts, line
+            staged = under_program(split, configuration, cuts, whole)
+            yield _makespan(staged) + recompute_s, cuts, staged
 
 
 def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limited: bool) -> Candidate | None:
@@ -277,16 +281,17 @@ def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limite
     promising = [
         candidate
         for candidate in candidates
-        if limited or candidate.excess_bytes < candidate.line.job.usable_bytes(candidate.line.cluster.device)
+        if limited
+        or candidate.excess_bytes < candidate.staged.job.usable_bytes(candidate.staged.cluster.device)
     ]
     fitted = (
-        fitted_candidate(candidate, searches.body, offload=searches.configuration.offload)
+        fitted_candidate(candidate, searches.model_costs, offload=searches.configuration.offload)
         for candidate in promising[:_SAVED]
     )
     return next((candidate for candidate in fitted if candidate is not None), None)
 
 
-def calibrated(base: Plan, body: RangeCosts, configuration: Configuration) -> Calibration:
+def calibrated(base: Plan, model_costs: RangeCosts, configuration: Configuration) -> Calibration:
     """Return what the predictions of `base` show beyond the costs of ranges."""
     stages, ranks = base.predictions.stages, base.predictions.ranks
     extra = 0.0
@@ -295,9 +300,13 @@ def calibrated(base: Plan, body: RangeCosts, configuration: Configuration) -> Ca
     for stage, rank in zip(stages, base.placement, strict=True):
         stage_s = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
         extra += (
-            stage_s - stage.recompute_seconds - float(body.seconds[stage.stop] - body.seconds[stage.start])
+            stage_s
+            - stage.recompute_seconds
+            - float(model_costs.seconds[stage.stop] - model_costs.seconds[stage.start])
         )
-        state[rank] += share * float(body.state_bytes[stage.stop] - body.state_bytes[stage.start])
+        state[rank] += share * float(
+            model_costs.state_bytes[stage.stop] - model_costs.state_bytes[stage.start]
+        )
     limit = base.job.usable_bytes(base.cluster.load().device)
     limits = []
     for rank, state_bytes in zip(ranks, state, strict=True):
@@ -338,5 +347,5 @@ def _stages(plan: JointPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return plan.layout.ends, plan.layout.rank_of_stage
 
 
-def _makespan(line: Pipeline) -> float:
-    return run_timeline(line).makespan_s
+def _makespan(staged: StagedModel) -> float:
+    return run_timeline(staged).makespan_s

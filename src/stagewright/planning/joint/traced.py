@@ -12,9 +12,9 @@ from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import JointProblem, LayerTable
-from stagewright.planning.partition.line import known_ranges
 from stagewright.planning.partition.ranges import Recomputable
 from stagewright.planning.partition.solver import narrowest_of_each
+from stagewright.planning.partition.stage_terms import known_ranges
 from stagewright.planning.prediction.transfers import lane_seconds
 from stagewright.schedule import Action, Kind, Program
 
@@ -60,16 +60,16 @@ class LinkModel:
         return latency, _LARGE_MESSAGE / slowest if slowest else np.inf
 
 
-def piece_ends(body: RangeCosts, num_ranks: int) -> Ints:
+def piece_ends(model_costs: RangeCosts, num_ranks: int) -> Ints:
     """Return the cut indices between pieces, including both ends: the legal cut with the smallest boundary in every interval
     of about equal seconds."""
     wanted = max(_FEWEST_PIECES, _PIECES_PER_RANK * num_ranks)
-    intervals = np.floor(body.seconds[body.legal_cuts] / body.seconds[-1] * wanted)
-    return np.array([0, *narrowest_of_each(body, intervals), body.size], np.int64)
+    intervals = np.floor(model_costs.seconds[model_costs.legal_cuts] / model_costs.seconds[-1] * wanted)
+    return np.array([0, *narrowest_of_each(model_costs, intervals), model_costs.size], np.int64)
 
 
 def problem_of(
-    body: RangeCosts,
+    model_costs: RangeCosts,
     ends: Ints,
     num_microbatches: int,
     link_model: LinkModel,
@@ -77,16 +77,19 @@ def problem_of(
     *,
     saves: bool = False,
 ) -> JointProblem:
-    """Return the problem whose layers are the pieces of `body` between `ends`; with recomputing tables if `saves`."""
-    forward, weight_grad = np.diff(body.forward_seconds[ends]), np.diff(body.weight_grad_seconds[ends])
-    input_grad = np.maximum(np.diff(body.seconds[ends]) - forward - weight_grad, 0.0)
+    """Return the problem whose layers are the pieces of `model_costs` between `ends`; with recomputing tables if `saves`."""
+    forward, weight_grad = (
+        np.diff(model_costs.forward_seconds[ends]),
+        np.diff(model_costs.weight_grad_seconds[ends]),
+    )
+    input_grad = np.maximum(np.diff(model_costs.seconds[ends]) - forward - weight_grad, 0.0)
     kept = LayerTable.of(
         forward,
         input_grad,
         weight_grad,
-        parameter_bytes=calibration.state_share * np.diff(body.state_bytes[ends]),
-        saved_bytes=np.diff(body.saved_bytes[ends]),
-        boundary_bytes=body.boundary_bytes[ends[1:]] / 2,
+        parameter_bytes=calibration.state_share * np.diff(model_costs.state_bytes[ends]),
+        saved_bytes=np.diff(model_costs.saved_bytes[ends]),
+        boundary_bytes=model_costs.boundary_bytes[ends[1:]] / 2,
     )
     latency, bandwidth = link_model.link()
     return JointProblem.of(
@@ -94,7 +97,7 @@ def problem_of(
         memory_bytes=calibration.memory_bytes,
         latency_s=latency, bytes_per_s=bandwidth, overhead_s=calibration.overhead_s,
         receivers_wait=link_model.uses_lanes,
-        recomputing=tuple(_recomputing(kept, known_ranges(body).recomputable, ends)) if saves else (),
+        recomputing=tuple(_recomputing(kept, known_ranges(model_costs).recomputable, ends)) if saves else (),
     )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ from stagewright.planning.job import Job
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, saving_with_hosts, ways_on_hosts
 from stagewright.planning.partition.solver import MemoryBudget, has_partition
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.pipeline import stage_bodies
 from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.staged_model import costs_by_stage
 from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_bytes
@@ -141,7 +141,7 @@ class Fitting:
     def fit(
         self,
         entry: Entry,
-        body: RangeCosts,
+        model_costs: RangeCosts,
         *,
         below_s: float = math.inf,
         longest_s: float = math.inf,
@@ -159,13 +159,13 @@ class Fitting:
             lost_share: the share of memory expected to be lost to fragmentation, tried first.
         """
         configuration, cluster, cuts = entry.configuration, entry.cluster, entry.cuts or ()
-        if takes_longer(body, configuration, cuts, cluster, self.job, longest_s):
+        if takes_longer(model_costs, configuration, cuts, cluster, self.job, longest_s):
             return Miss(entry, was_short=False)
         must_keep = not configuration.saves and not tight
-        if must_keep and (miss := self.without_partition(entry, body, keeps=True)) is not None:
+        if must_keep and (miss := self.without_partition(entry, model_costs, keeps=True)) is not None:
             return miss
-        fastest = with_cuts(body, configuration, cuts, cluster, self.job)
-        limit = min(fastest.line.usable_bytes(rank) for rank in range(configuration.pp))
+        fastest = with_cuts(model_costs, configuration, cuts, cluster, self.job)
+        limit = min(fastest.staged.usable_bytes(rank) for rank in range(configuration.pp))
         # What is lost to fragmentation only the replay of the allocator shows.
         lost = 0 if fastest.excess_bytes <= 0 or tight else int(lost_share * limit)
         expected, fragmented, was_short = lost, list[Candidate](), False
@@ -174,9 +174,9 @@ class Fitting:
         while lost <= _MOST_FRAGMENTS * limit:
             start = fastest.with_headroom(lost)
             was_short |= start.excess_bytes > 0
-            candidate = self._best_that_fits(start, body, below_s)
+            candidate = self._best_that_fits(start, model_costs, below_s)
             if tight:
-                candidate = _tightest(candidate, body)
+                candidate = _tightest(candidate, model_costs)
             # Less is not to be had; it may be little enough with what is lost.
             is_last = candidate.excess_bytes > 0
             if is_last and expected:
@@ -189,13 +189,13 @@ class Fitting:
                 reason = f"lacks {format_bytes(missing)} of memory a device"
                 return Miss(entry, reason, missing, candidate, was_short=was_short)
             ways = ways_on_hosts(candidate, self.host_optimizer)
-            lacking = [host_excess_bytes(way.line) for way in ways]
+            lacking = [host_excess_bytes(way.staged) for way in ways]
             if (missing := min(lacking)) > 0:
                 reason = f"lacks {format_bytes(missing)} of memory on a host"
                 return Miss(entry, reason, missing, was_short=was_short)
             seconds = math.inf
             for way in itertools.compress(ways, (excess <= 0 for excess in lacking)):
-                plan = make_plan(way, body, self.reference)
+                plan = make_plan(way, model_costs, self.reference)
                 seconds = min(seconds, plan.predictions.step_seconds)
                 missing = lacking_bytes(plan, way) - lost
                 if missing <= 0:
@@ -212,42 +212,42 @@ class Fitting:
         reason = f"lacks {format_bytes(least.excess_bytes)} of memory a device, lost to fragmentation"
         return Miss(entry, reason, least.excess_bytes, least, was_short=was_short)
 
-    def without_partition(self, entry: Entry, body: RangeCosts, *, keeps: bool = False) -> Miss | None:
+    def without_partition(self, entry: Entry, model_costs: RangeCosts, *, keeps: bool = False) -> Miss | None:
         """Return why no partition holds the state and what stages must save, or None if some does.
 
         With `keeps`, stages must save everything.
         """
         configuration = entry.configuration
         program = make_program(configuration)
-        counts = saved_counts(program, body)
+        counts = saved_counts(program, model_costs)
         gives_up = configuration.saves or configuration.recompute == "full"
         if configuration.recompute == "model" or (not keeps and gives_up):
             counts = [0.0] * len(counts)
         share = configuration.state_share(self.job.precision)
         limits = usable_bytes_of_ranks(self.job, entry.cluster, configuration.pp)
         ranks = program.placement.rank_of_stage
-        bodies = stage_bodies(body, entry.cluster, program, configuration.ranks_per_stage)
+        stage_costs = costs_by_stage(model_costs, entry.cluster, program, configuration.ranks_per_stage)
         budget = MemoryBudget([limits[rank] for rank in ranks], counts, share)
-        if has_partition(bodies, budget):
+        if has_partition(stage_costs, budget):
             return None
-        limit, least = min(limits), _least_bytes(body, counts, share, configuration.pp)
+        limit, least = min(limits), _least_bytes(model_costs, counts, share, configuration.pp)
         if least <= limit:
             reason = f"no partition keeps every device within {format_bytes(limit)}"
             return Miss(entry, reason, least_bytes=least)
         reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
         return Miss(entry, reason, least - limit, least_bytes=least)
 
-    def _best_that_fits(self, fastest: Candidate, body: RangeCosts, below_s: float) -> Candidate:
+    def _best_that_fits(self, fastest: Candidate, model_costs: RangeCosts, below_s: float) -> Candidate:
         """Return the fastest partition if it fits; else one within memory or one that saves, whichever is faster."""
         if fastest.excess_bytes <= 0:
             return fastest
-        kept = within_memory(fastest, body)
+        kept = within_memory(fastest, model_costs)
         configuration = fastest.configuration
         if not configuration.saves:
             return kept
         saving = saving_with_hosts(
             [fastest, kept],
-            body,
+            model_costs,
             self.host_optimizer,
             offload=configuration.offload,
             below_s=below_s,
@@ -256,21 +256,21 @@ class Fitting:
         fitting = [
             candidate for candidate in (kept, saving) if candidate is not None and candidate.excess_bytes <= 0
         ]
-        return min(fitting, key=lambda candidate: run_timeline(candidate.line).makespan_s, default=kept)
+        return min(fitting, key=lambda candidate: run_timeline(candidate.staged).makespan_s, default=kept)
 
 
-def _tightest(candidate: Candidate, body: RangeCosts) -> Candidate:
+def _tightest(candidate: Candidate, model_costs: RangeCosts) -> Candidate:
     """Return the configuration of `candidate`, which does not fit, with the cuts that are over by least: those that fit with
     the smallest addition to the memory of every device."""
-    line = candidate.line
+    staged = candidate.staged
     if candidate.excess_bytes <= 0:
         return candidate  # only fragmentation exceeds the memory, which cuts cannot predict
     best, most = candidate, candidate.excess_bytes
-    lacking = [line.missing_bytes([memory]) for memory in candidate.memories]
+    lacking = [staged.missing_bytes([memory]) for memory in candidate.memories]
     least = sum(lacking) // len(lacking)  # as if all were over equally
     for _ in range(_HALVINGS):
         more = (least + most) // 2
-        tried = within_memory(candidate.with_headroom(candidate.configuration.headroom - more), body)
+        tried = within_memory(candidate.with_headroom(candidate.configuration.headroom - more), model_costs)
         if more + tried.excess_bytes < most:
             best, most = tried.with_headroom(candidate.configuration.headroom), more + tried.excess_bytes
         if tried.excess_bytes > 0:
@@ -281,11 +281,11 @@ def _tightest(candidate: Candidate, body: RangeCosts) -> Candidate:
 def lacking_bytes(plan: Plan, candidate: Candidate) -> int:
     """Return the bytes that the fullest rank of `plan` reserves beyond what its device has."""
     return max(
-        rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank) for rank in plan.predictions.ranks
+        rank.reserved_peak_bytes - candidate.staged.usable_bytes(rank.rank) for rank in plan.predictions.ranks
     )
 
 
-def _least_bytes(body: RangeCosts, counts: Sequence[float], state_share: float, pp: int) -> int:
+def _least_bytes(model_costs: RangeCosts, counts: Sequence[float], state_share: float, pp: int) -> int:
     """Bytes of the fullest rank if what it keeps of the state, and saved values, could be spread evenly."""
-    saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
-    return round((state_share * float(body.state_bytes[-1]) + saved) / pp)
+    saved = float(model_costs.saved_bytes[-1]) * float(np.mean(counts))
+    return round((state_share * float(model_costs.state_bytes[-1]) + saved) / pp)

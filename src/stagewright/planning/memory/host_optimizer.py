@@ -12,8 +12,8 @@ from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, fastest_fitted, make_program
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import host_of, rank_memories
+from stagewright.planning.prediction.staged_model import StagedModel
 from stagewright.planning.space import HOST_OPTIMIZER, HostOptimizer
 from stagewright.schedule import Kind
 from stagewright.units import format_bytes
@@ -46,14 +46,14 @@ def steps_once(configuration: Configuration) -> bool:
 
 def with_devices_filled(candidate: Candidate) -> Candidate:
     """Return `candidate`, which fits, with optimizer state back on every device that has the memory for it."""
-    line = candidate.line
-    on_devices = replace(line, host_optimizer=frozenset())
+    staged = candidate.staged
+    on_devices = replace(staged, host_optimizer=frozenset())
     full = frozenset(
         memory.rank for memory in rank_memories(on_devices) if on_devices.missing_bytes([memory]) > 0
     )
-    mixed = replace(line, host_optimizer=full)
+    mixed = replace(staged, host_optimizer=full)
     memories = tuple(rank_memories(mixed))
-    return replace(candidate, line=mixed, memories=memories, excess_bytes=mixed.missing_bytes(memories))
+    return replace(candidate, staged=mixed, memories=memories, excess_bytes=mixed.missing_bytes(memories))
 
 
 def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
@@ -62,24 +62,24 @@ def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[C
     return [with_devices_filled(candidate), candidate] if chooses else [candidate]
 
 
-def host_excess_bytes(line: Pipeline) -> int:
-    """Return by how many bytes the fullest host is over with state and offloaded values of `line`; negative for headroom.
+def host_excess_bytes(staged: StagedModel) -> int:
+    """Return by how many bytes the fullest host is over with state and offloaded values of `staged`; negative for headroom.
 
     Hosts that are not described are taken to have memory for offloaded values.
     """
     on_node: Counter[int] = Counter()
-    for rank in range(line.pp):
-        state = line.resident(rank).host_bytes if rank in line.host_optimizer else 0
-        saved = line.offloaded_bytes(rank)
-        for member in range(line.first_rank(rank), line.first_rank(rank + 1)):
-            if state or (saved and line.cluster.group_of(member).host is not None):
-                on_node[line.cluster.node_of(member)] += state + saved
-    return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)
+    for rank in range(staged.pp):
+        state = staged.resident(rank).host_bytes if rank in staged.host_optimizer else 0
+        saved = staged.offloaded_bytes(rank)
+        for member in range(staged.first_rank(rank), staged.first_rank(rank + 1)):
+            if state or (saved and staged.cluster.group_of(member).host is not None):
+                on_node[staged.cluster.node_of(member)] += state + saved
+    return max((total - _usable_bytes(staged.cluster, node) for node, total in on_node.items()), default=-1)
 
 
 def saving_with_hosts(
     kept: Sequence[Candidate],
-    body: RangeCosts,
+    model_costs: RangeCosts,
     host_optimizer: HostOptimizer,
     *,
     offload: bool,
@@ -87,12 +87,12 @@ def saving_with_hosts(
     thorough: bool = False,
 ) -> Candidate | None:
     """Return the result of `fastest_fitted`, without offloading where it does not fit on the hosts."""
-    candidate = fastest_fitted(kept, body, offload=offload, below_s=below_s, thorough=thorough)
-    if candidate is None or not any(summary.offloaded_bytes for summary in candidate.line.summaries):
+    candidate = fastest_fitted(kept, model_costs, offload=offload, below_s=below_s, thorough=thorough)
+    if candidate is None or not any(summary.offloaded_bytes for summary in candidate.staged.summaries):
         return candidate
-    if any(host_excess_bytes(option.line) <= 0 for option in ways_on_hosts(candidate, host_optimizer)):
+    if any(host_excess_bytes(option.staged) <= 0 for option in ways_on_hosts(candidate, host_optimizer)):
         return candidate
-    return fastest_fitted(kept, body, offload=False, below_s=below_s, thorough=thorough)
+    return fastest_fitted(kept, model_costs, offload=False, below_s=below_s, thorough=thorough)
 
 
 def misses_host(configuration: Configuration, missing: int, host_optimizer: HostOptimizer) -> PlanError:

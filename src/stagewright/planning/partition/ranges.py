@@ -95,22 +95,22 @@ class Ranges:
         return RangeMaximum(self.transient_bytes + work)
 
 
-def ranges_of(body: RangeCosts) -> Ranges:
+def ranges_of(model_costs: RangeCosts) -> Ranges:
     """Return the ranges of a traced model.
 
     Recomputable pieces are those of the uncut model, each by itself. Ignores: that a cut changes which values are available
     next to it, and pieces of several intervals.
     """
     return Ranges(
-        body.seconds,
-        body.forward_seconds,
-        body.state_bytes,
-        body.parameter_bytes,
-        body.saved_bytes,
-        _transients(body.few)[body.copies.places],
-        body.boundary_bytes,
-        body.legal_cuts,
-        *_recomputable(body),
+        model_costs.seconds,
+        model_costs.forward_seconds,
+        model_costs.state_bytes,
+        model_costs.parameter_bytes,
+        model_costs.saved_bytes,
+        _transients(model_costs.few)[model_costs.copies.places],
+        model_costs.boundary_bytes,
+        model_costs.legal_cuts,
+        *_recomputable(model_costs),
     )
 
 
@@ -139,17 +139,17 @@ def _transients(graph: OperatorGraph) -> Floats:
     return most
 
 
-def _recomputable(body: RangeCosts) -> tuple[Recomputable, Floats]:
+def _recomputable(model_costs: RangeCosts) -> tuple[Recomputable, Floats]:
     """Return what may be recomputed: the edges of each piece's hull of bytes and seconds, divided among the values that each
     edge drops; and per position the bytes alive at once where all of its piece is recomputed."""
     from stagewright.graph.split import split_graph
 
-    (whole,) = split_graph(body.few, [])
-    chain = chain_of(StageMemory(whole), body.few_costing)
-    position = [body.few.position[node.id] for node in chain.nodes]
+    (whole,) = split_graph(model_costs.few, [])
+    chain = chain_of(StageMemory(whole), model_costs.few_costing)
+    position = [model_costs.few.position[node.id] for node in chain.nodes]
     points: dict[tuple[object, ...], tuple[Point, ...]] = {}
     places, sizes, costs = list[int](), list[float](), list[float]()
-    work = np.zeros(len(body.few.forward_ids))
+    work = np.zeros(len(model_costs.few.forward_ids))
     last = len(chain.nodes)
     for start, stop in pairwise(chain.boundaries):
         network = PieceNetwork(chain, start, stop, stop == last)
@@ -169,6 +169,6 @@ def _recomputable(body: RangeCosts) -> tuple[Recomputable, Floats]:
                 sizes.append(share * (cheap.kept_bytes - dear.kept_bytes))
                 costs.append(share * (dear.seconds - cheap.seconds))
         work[position[start] : position[stop - 1] + 1] = corners[-1].work_bytes
-    everywhere, which = body.copies.of_places(places)
+    everywhere, which = model_costs.copies.of_places(places)
     recomputable = Recomputable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
-    return recomputable, work[body.copies.places]
+    return recomputable, work[model_costs.copies.places]

@@ -90,8 +90,8 @@ class _Stages:
         self.ends = np.concatenate([[0], positions, [whole.size]]).astype(np.int64)
         self.num_stages = len(costs)
         self.costs = costs
-        by_device = {body: body.seconds[self.ends] for body in dict.fromkeys(costs)}
-        self.times = [by_device[body] for body in costs]
+        by_device = {own_costs: own_costs.seconds[self.ends] for own_costs in dict.fromkeys(costs)}
+        self.times = [by_device[own_costs] for own_costs in costs]
         self.longest_s = max(float(time[-1]) for time in by_device.values())
         self.tolerance = 1e-12 * self.longest_s
         self.width = whole.boundary_bytes[self.ends]
@@ -161,10 +161,10 @@ class _Stages:
     def _all_farthest(self, bottleneck: float) -> Iterator[Ints]:
         """Yield, for each stage, `_farthest` of every start."""
         reach: dict[RangeCosts, Ints] = {}
-        for stage, (body, time) in enumerate(zip(self.costs, self.times, strict=True)):
-            if body not in reach:
-                reach[body] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
-            by_time = reach[body]
+        for stage, (own_costs, time) in enumerate(zip(self.costs, self.times, strict=True)):
+            if own_costs not in reach:
+                reach[own_costs] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
+            by_time = reach[own_costs]
             if self.load is None or self.budget is None:
                 yield by_time
                 continue

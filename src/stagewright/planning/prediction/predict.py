@@ -21,9 +21,14 @@ from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import Pipeline, allocated_bytes, bodies_of, reserved_bytes
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.staged_model import (
+    StagedModel,
+    allocated_bytes,
+    costs_by_rank,
+    reserved_bytes,
+)
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
 from stagewright.planning.prediction.transfers import (
     Floats,
@@ -49,47 +54,53 @@ from stagewright.simulation import Timeline
 _REPLAYED_RANKS = 2
 
 
-def predict(line: Pipeline, body: RangeCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
-    """Return all predictions for `line`; `memories` are those of its ranks if they were replayed already.
+def predict(
+    staged: StagedModel, model_costs: RangeCosts, memories: Sequence[RankMemory] | None = None
+) -> Predictions:
+    """Return all predictions for `staged`; `memories` are those of its ranks if they were replayed already.
 
     Raises:
         ScheduleError: its program would hang on GPUs.
     """
-    if line.uses_lanes:
-        _check_hangs(shortened(line.program), stage_edges(line.stages), line.receives_ahead)
-    costs = step_costs(line)
-    timeline = simulated(line.program, costs)
+    if staged.uses_lanes:
+        _check_hangs(shortened(staged.program), stage_edges(staged.stages), staged.receives_ahead)
+    costs = step_costs(staged)
+    timeline = simulated(staged.program, costs)
     step = whole_step_seconds(timeline, costs)
-    memories = rank_memories(line) if memories is None else memories
-    reserved = reserved_peaks(line, memories)
-    num_microbatches = line.program.num_microbatches * line.num_holders
-    tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
+    memories = rank_memories(staged) if memories is None else memories
+    reserved = reserved_peaks(staged, memories)
+    num_microbatches = staged.program.num_microbatches * staged.num_holders
+    tokens = model_costs.graph.facts.get("num_tokens", 0) * num_microbatches
     return Predictions(
         step_seconds=step,
-        lower_bound_seconds=_lower_bound(line, body),
+        lower_bound_seconds=_lower_bound(staged, model_costs),
         tokens_per_second=tokens / step,
-        mfu=body.costing.model_flop
+        mfu=model_costs.costing.model_flop
         * num_microbatches
-        / (step * line.num_holders * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
+        / (
+            step
+            * staged.num_holders
+            * sum(staged.job.peak_of(staged.device_of(rank)) for rank in range(staged.pp))
+        ),
         bubble_fraction=timeline.bubble_fraction,
-        measured_share=body.costing.measured_share,
+        measured_share=model_costs.costing.measured_share,
         ranks=tuple(
             RankPrediction(
                 rank=memory.rank,
                 busy_seconds=float(timeline.busy_s[memory.rank]),
-                allocated_peak_bytes=allocated_bytes(memory, line.device_of(memory.rank)),
+                allocated_peak_bytes=allocated_bytes(memory, staged.device_of(memory.rank)),
                 reserved_peak_bytes=reserved[memory.rank],
-                categories=_categories(memory, line.device_of(memory.rank).allocated_workspace_bytes),
-                host_bytes=line.resident(memory.rank).host_bytes,
-                offloaded_bytes=line.offloaded_bytes(memory.rank),
-                communicator_bytes=line.communicator_bytes[memory.rank],
+                categories=_categories(memory, staged.device_of(memory.rank).allocated_workspace_bytes),
+                host_bytes=staged.resident(memory.rank).host_bytes,
+                offloaded_bytes=staged.offloaded_bytes(memory.rank),
+                communicator_bytes=staged.communicator_bytes[memory.rank],
                 peak_at=memory.at,
                 peak_operator=memory.operator,
                 saved=_saved(memory),
             )
             for memory in memories
         ),
-        stages=tuple(_stage_prediction(summary) for summary in line.summaries),
+        stages=tuple(_stage_prediction(summary) for summary in staged.summaries),
         costs=costs,
     )
 
@@ -135,103 +146,107 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
 # -- time ---------------------------------------------------------------------------------------------------
 
 
-def run_timeline(line: Pipeline, *, steps: bool = True) -> Timeline:
+def run_timeline(staged: StagedModel, *, steps: bool = True) -> Timeline:
     """Return the timeline of one batch; without `steps`, optimizer steps within the batch take no time."""
-    return simulated(line.program, action_costs(line, steps=steps))
+    return simulated(staged.program, action_costs(staged, steps=steps))
 
 
-def step_seconds(line: Pipeline) -> float:
+def step_seconds(staged: StagedModel) -> float:
     """Return the seconds of a whole optimizer step."""
-    return simulated_seconds(line.program, step_costs(line))
+    return simulated_seconds(staged.program, step_costs(staged))
 
 
-def step_costs(line: Pipeline) -> StepCosts:
-    """Return the costs from which the times of a step of `line` follow.
+def step_costs(staged: StagedModel) -> StepCosts:
+    """Return the costs from which the times of a step of `staged` follow.
 
     After the batch come the gradient reductions over replicas that no action has done, the reductions of tied parameters'
     gradients over the ranks that hold them, the gradient norm over all ranks, AdamW, and the all-gather of updated
     parameters. Programs with STEP actions end with the batch.
     """
-    costs = action_costs(line)
-    if steps_early(line.program):
+    costs = action_costs(staged)
+    if steps_early(staged.program):
         return costs
-    reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
-    updates = _update_seconds(line, reduced)
-    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
+    reduced = {action.stage for action in staged.program if action.kind is Kind.REDUCE}
+    updates = _update_seconds(staged, reduced)
+    whole = [staged.first_rank(rank) + part for rank in range(staged.pp) for part in range(staged.tp)]
     after = {
         "sum_seconds": tuple(summing for summing, _ in updates),
-        "norm_seconds": all_reduce_seconds(line.cluster, 8, whole),
+        "norm_seconds": all_reduce_seconds(staged.cluster, 8, whole),
         "optimizer_seconds": tuple(updating for _, updating in updates),
-        "checks_after": line.job.profile.checks_after
-        and any(action.kind is Kind.W for action in line.program),
+        "checks_after": staged.job.profile.checks_after
+        and any(action.kind is Kind.W for action in staged.program),
     }
     return costs.model_copy(update=after)
 
 
-def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
+def action_costs(staged: StagedModel, *, steps: bool = True) -> StepCosts:
     """Return the costs of the actions and transfers of a batch; without `steps`, optimizer steps within it cost nothing."""
-    stages, placed = range(len(line.stages)), line.program.placement.rank_of_stage
-    edges = stage_edges(line.stages)
-    transfer_s = transfer_seconds(line, edges)
-    forward_posts, backward_posts = posting_seconds(line, edges)
-    pass_s = line.job.profile.host.pass_s
-    gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
-    reduce_s = [line.reduce_seconds(stage) for stage in stages]
-    slowed_s = _slowed_seconds(line, gather_s, reduce_s) + transfers_slow(line, transfer_s) / 2
-    rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
+    stages, placed = range(len(staged.stages)), staged.program.placement.rank_of_stage
+    edges = stage_edges(staged.stages)
+    transfer_s = transfer_seconds(staged, edges)
+    forward_posts, backward_posts = posting_seconds(staged, edges)
+    pass_s = staged.job.profile.host.pass_s
+    gather_s = [staged.collectives(stage).gather(gathered_flats(staged.flats, stage)) for stage in stages]
+    reduce_s = [staged.reduce_seconds(stage) for stage in stages]
+    slowed_s = _slowed_seconds(staged, gather_s, reduce_s) + transfers_slow(staged, transfer_s) / 2
+    rebuild_s = np.array([summary.rebuild_s for summary in staged.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
-    if not line.job.profile.recomputes_ahead:
+    if not staged.job.profile.recomputes_ahead:
         early_s, late_s = late_s, early_s
-    updates = _update_seconds(line) if steps and steps_early(line.program) else []
+    updates = _update_seconds(staged) if steps and steps_early(staged.program) else []
     return StepCosts(
         forward_seconds=_column(
-            pass_s + slowed_s + forward_posts + [summary.forward_s for summary in line.summaries]
+            pass_s + slowed_s + forward_posts + [summary.forward_s for summary in staged.summaries]
         ),
         input_grad_seconds=_column(
-            late_s + pass_s + slowed_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
+            late_s
+            + pass_s
+            + slowed_s
+            + backward_posts
+            + [summary.input_grad_s for summary in staged.summaries]
         ),
-        weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
+        weight_grad_seconds=tuple(summary.weight_grad_s for summary in staged.summaries),
         backward_seconds=_column(
-            late_s + pass_s + slowed_s + backward_posts + [summary.backward_s for summary in line.summaries]
+            late_s + pass_s + slowed_s + backward_posts + [summary.backward_s for summary in staged.summaries]
         ),
         recompute_seconds=_unless_zero(early_s.tolist()),
         gather_seconds=_unless_zero(gather_s),
         reduce_seconds=_unless_zero(
-            _exposed_reduction(line, stage, seconds) for stage, seconds in enumerate(reduce_s)
+            _exposed_reduction(staged, stage, seconds) for stage, seconds in enumerate(reduce_s)
         ),
         update_seconds=_unless_zero(sum(updates[rank]) for rank in placed if updates),
         transfers=tuple(
             TransferCosts(
                 source=low,
                 target=high,
-                value_bytes=line.summaries[low].sent_bytes.get(high, 0),
-                gradient_bytes=line.summaries[high].returned_bytes.get(low, 0),
+                value_bytes=staged.summaries[low].sent_bytes.get(high, 0),
+                gradient_bytes=staged.summaries[high].returned_bytes.get(low, 0),
                 value_seconds=transfer_s[low, high],
                 gradient_seconds=transfer_s[high, low],
             )
             for low, high in edges
         ),
-        receivers_wait=line.uses_lanes,
+        receivers_wait=staged.uses_lanes,
     )
 
 
-def _exposed_reduction(line: Pipeline, stage: int, reduce_s: float) -> float:
+def _exposed_reduction(staged: StagedModel, stage: int, reduce_s: float) -> float:
     """Return the seconds of REDUCE of a stage that its last backward does not hide."""
-    if not line.job.profile.overlaps_reduction:
+    if not staged.job.profile.overlaps_reduction:
         return reduce_s
-    return _exposed(reduce_s, line.summaries[stage].backward_s, len(_layers_in(line.stages[stage])) or 1)
+    return _exposed(reduce_s, staged.summaries[stage].backward_s, len(_layers_in(staged.stages[stage])) or 1)
 
 
-def _slowed_seconds(line: Pipeline, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
+def _slowed_seconds(staged: StagedModel, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
     """Return by how many seconds collectives, which take multiprocessors, slow a forward or backward of each stage on
     average."""
-    share = np.array([taken_share(line, rank) for rank in line.program.placement.rank_of_stage])
-    taken = np.zeros(len(line.stages))
+    share = np.array([taken_share(staged, rank) for rank in staged.program.placement.rank_of_stage])
+    taken = np.zeros(len(staged.stages))
     if share.any():
         for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):
-            counts = Counter(action.stage for action in line.program if action.kind is kind)
+            counts = Counter(action.stage for action in staged.program if action.kind is kind)
             taken += [counts[stage] * collective_s for stage, collective_s in enumerate(seconds)]
-    return share * taken / (2 * line.program.num_microbatches)
+    return share * taken / (2 * staged.program.num_microbatches)
 
 
 def _column(seconds: Floats) -> tuple[float, ...]:
@@ -249,19 +264,19 @@ def steps_early(program: Program) -> bool:
     return any(action.kind is Kind.STEP for action in program.actions(0))
 
 
-def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple[float, float]]:
+def _update_seconds(staged: StagedModel, reduced: Collection[int] = ()) -> list[tuple[float, float]]:
     """Return, per rank, the seconds of gradient reductions and of the update of the parameters.
 
     The first are over replicas, except for stages in `reduced`, and over ranks that hold a tied parameter; the second are
     AdamW and the all-gather of parameters that other replicas updated.
     """
     updates = []
-    for rank in range(line.pp):
-        stages = line.stages_of(rank)
+    for rank in range(staged.pp):
+        stages = staged.stages_of(rank)
         trained_flats = [
-            flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained
+            flat for flat in of_stages(staged.flats, (stage.index for stage in stages)) if flat.is_trained
         ]
-        collectives = line.collectives(stages[0].index)
+        collectives = staged.collectives(stages[0].index)
         reduce_s = collectives.reduce(
             flat for flat in trained_flats if not set(reduced).intersection(flat.stages)
         )
@@ -272,14 +287,14 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
                     value: gradients[value] / flat.num_shards for value in flat.values if value in gradients
                 }
         gather_s = collectives.gather(flat for flat in trained_flats if OPTIMIZER <= flat.level < PARAMETERS)
-        if line.job.profile.overlaps_reduction:
-            summaries = [line.summaries[stage.index] for stage in stages]
+        if staged.job.profile.overlaps_reduction:
+            summaries = [staged.summaries[stage.index] for stage in stages]
             num_layers = len({layer for stage in stages for layer in _layers_in(stage)}) or 1
             reduce_s = _exposed(reduce_s, sum(summary.backward_s for summary in summaries), num_layers)
             gather_s = _exposed(gather_s, sum(summary.forward_s for summary in summaries), num_layers)
-        updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + gather_s
-        updating += _matmul_seconds(line, rank)
-        updates.append((reduce_s + _tied_seconds(line, gradients), updating))
+        updating = _rank_optimizer_seconds(staged, rank, sum(gradients.values()), len(gradients)) + gather_s
+        updating += _matmul_seconds(staged, rank)
+        updates.append((reduce_s + _tied_seconds(staged, gradients), updating))
     return updates
 
 
@@ -312,37 +327,41 @@ def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     return num_bytes
 
 
-def _tied_seconds(line: Pipeline, gradients: dict[int, float]) -> float:
+def _tied_seconds(staged: StagedModel, gradients: dict[int, float]) -> float:
     """Return the seconds to all-reduce those `gradients` of a rank whose parameters other pipeline ranks hold too."""
     return sum(
-        all_reduce_seconds(line.cluster, num_bytes, [line.first_rank(rank) for rank in line.holders[value]])
+        all_reduce_seconds(
+            staged.cluster, num_bytes, [staged.first_rank(rank) for rank in staged.holders[value]]
+        )
         for value, num_bytes in gradients.items()
-        if len(line.holders[value]) > 1
+        if len(staged.holders[value]) > 1
     )
 
 
-def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, num_gradients: int) -> float:
+def _rank_optimizer_seconds(
+    staged: StagedModel, rank: int, gradient_bytes: float, num_gradients: int
+) -> float:
     """Return the seconds of AdamW of one rank, on the device or host that holds its state."""
-    device, job = line.device_of(rank), line.job
-    if rank not in line.host_optimizer:
+    device, job = staged.device_of(rank), staged.job
+    if rank not in staged.host_optimizer:
         return optimizer_step_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
-    host = host_of(line.cluster, line.first_rank(rank))
+    host = host_of(staged.cluster, staged.first_rank(rank))
     return host_step_seconds(job, gradient_bytes, device, host) + job.profile.host.step_s
 
 
-def _matmul_seconds(line: Pipeline, rank: int) -> float:
+def _matmul_seconds(staged: StagedModel, rank: int) -> float:
     """Return the seconds of the matmuls in the optimizer of a rank, in bf16 where its device supports that.
 
     Source: Newton-Schulz iterations as `torch.optim.Muon` runs them. Ignores: ramping up; that a host is slower.
     """
-    kept, device = line.job.kept, line.device_of(rank)
+    kept, device = staged.job.kept, staged.device_of(rank)
     if not any(kept.products):
         return 0.0
     trained = {
-        value: stage.value(value).meta for stage in line.stages_of(rank) for value, _ in stage.gradients
+        value: stage.value(value).meta for stage in staged.stages_of(rank) for value, _ in stage.gradients
     }
     flop = sum(kept.product_flop(meta.shape) for meta in trained.values())
-    dtype = "bf16" if device.peak_flops.get("bf16") else line.job.computed_in
+    dtype = "bf16" if device.peak_flops.get("bf16") else staged.job.computed_in
     return (device.pace or 1.0) * flop / device.matmul_flops(dtype)
 
 
@@ -377,43 +396,43 @@ def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_
     return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients, job.kept)
 
 
-def _lower_bound(line: Pipeline, body: RangeCosts) -> float:
+def _lower_bound(staged: StagedModel, model_costs: RangeCosts) -> float:
     """Return `lower_bound_seconds`; on devices of several kinds, the time with every rank always busy at its own speed."""
-    num_microbatches = line.program.num_microbatches
-    if line.cluster.is_homogeneous:
-        shards = line.num_shards if any(line.sharding) else 1
-        return lower_bound_seconds(body, num_microbatches, line.pp, line.job, shards)
-    bodies = bodies_of(body, line.cluster, line.pp, line.ranks_per_stage)
-    return num_microbatches / sum(1 / float(costs.seconds[-1]) for costs in bodies)
+    num_microbatches = staged.program.num_microbatches
+    if staged.cluster.is_homogeneous:
+        shards = staged.num_shards if any(staged.sharding) else 1
+        return lower_bound_seconds(model_costs, num_microbatches, staged.pp, staged.job, shards)
+    stage_costs = costs_by_rank(model_costs, staged.cluster, staged.pp, staged.ranks_per_stage)
+    return num_microbatches / sum(1 / float(costs.seconds[-1]) for costs in stage_costs)
 
 
 def lower_bound_seconds(
-    body: RangeCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
+    model_costs: RangeCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
 ) -> float:
     """Return a lower bound on step seconds over all partitions and schedules on `pp` ranks.
 
     It is the larger of the work of the batch divided evenly and one microbatch through the whole model, whose weight
     gradients overlap; plus the optimizer step, divided evenly over ranks and `num_shards` replicas.
     """
-    total = float(body.seconds[-1])
-    chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
+    total = float(model_costs.seconds[-1])
+    chain = total - float(model_costs.weight_grad_seconds[-1]) if pp > 1 else total
     precision = job.precision
-    gradients = body.trained_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
-    step = optimizer_step_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
+    gradients = model_costs.trained_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
+    step = optimizer_step_seconds(job, float(gradients) / pp / num_shards, model_costs.costing.device)
     return max(total * num_microbatches / pp, chain) + step
 
 
 # -- memory -------------------------------------------------------------------------------------------------
 
 
-def rank_memories(line: Pipeline) -> list[RankMemory]:
+def rank_memories(staged: StagedModel) -> list[RankMemory]:
     """Return the memory of every pipeline rank over one batch, from a replay of the lowered program."""
-    program = shortened(line.program)
-    with_transfers = lowered(program, stage_edges(line.stages), line.receives_ahead)
-    num_dropped = line.program.num_microbatches - program.num_microbatches
+    program = shortened(staged.program)
+    with_transfers = lowered(program, stage_edges(staged.stages), staged.receives_ahead)
+    num_dropped = staged.program.num_microbatches - program.num_microbatches
     return [
-        replay_rank(line.memories, with_transfers, rank, line.resident(rank), num_dropped)
-        for rank in range(line.pp)
+        replay_rank(staged.memories, with_transfers, rank, staged.resident(rank), num_dropped)
+        for rank in range(staged.pp)
     ]
 
 
@@ -423,30 +442,30 @@ def lowered(program: Program, edges: tuple[Edge, ...], ahead: int) -> Program:
     return insert_communication(program, edges, ahead=ahead)
 
 
-def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
+def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[int]:
     """Return the bytes that the allocator of each rank reserves; on a GPU, from a replay of every allocation.
 
     In a long pipeline only the fullest ranks are replayed; the other ranks are taken to lose as large a share to
     fragmentation as the worst of these.
     """
-    least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
-    ranks = [rank for rank in range(line.pp) if line.device_of(rank).kind != "cpu"]
+    least = [reserved_bytes(memory, staged.device_of(memory.rank)) for memory in memories]
+    ranks = [rank for rank in range(staged.pp) if staged.device_of(rank).kind != "cpu"]
     if not ranks:
         return least
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
-    program = lowered(shortened(line.program), stage_edges(line.stages), line.receives_ahead)
-    replayed = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
+    program = lowered(shortened(staged.program), stage_edges(staged.stages), staged.receives_ahead)
+    replayed = {rank: _replayed(staged, program, memories[rank]) for rank in fullest}
     worst = max(replayed[rank] / memories[rank].peak_bytes for rank in fullest)
     for rank in ranks:
         least[rank] = max(least[rank], replayed.get(rank, int(worst * memories[rank].peak_bytes)))
     return least
 
 
-def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
+def _replayed(staged: StagedModel, program: Program, memory: RankMemory) -> int:
     """Return the bytes that the allocator of a rank reserves."""
     rank = memory.rank
     peaks = reserved_on(
-        line.memories, program, rank, line.resident(rank), line.device_of(rank).workspace_bytes,
-        host_optimizer=rank in line.host_optimizer,
+        staged.memories, program, rank, staged.resident(rank), staged.device_of(rank).workspace_bytes,
+        host_optimizer=rank in staged.host_optimizer,
     )  # fmt: skip
     return peaks.reserved_peak_bytes

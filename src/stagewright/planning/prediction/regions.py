@@ -19,7 +19,7 @@ from stagewright.graph.policy import KEEP, Policy, attention_scores, region_poli
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.prediction.pipeline import Pipeline, pipeline
+from stagewright.planning.prediction.staged_model import StagedModel, staged_model
 from stagewright.schedule import Program
 from stagewright.schedule.lower import insert_recomputation
 
@@ -68,22 +68,27 @@ def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
 
 
 def as_model_says(
-    body: RangeCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, num_holders: int
-) -> Pipeline:
+    model_costs: RangeCosts,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
+    num_holders: int,
+) -> StagedModel:
     """Return the model cut at `cuts` under its `default_policies`, and under `program` with recomputation inserted; raises
     as `pipeline`."""
-    policies = default_policies(body.graph, cuts)
-    line = pipeline(body, cuts, program, cluster, job, num_holders, policies)
-    needed = [policies[stage.index] if _again(stage) else KEEP for stage in line.stages]
+    policies = default_policies(model_costs.graph, cuts)
+    staged = staged_model(model_costs, cuts, program, cluster, job, num_holders, policies)
+    needed = [policies[stage.index] if _again(stage) else KEEP for stage in staged.stages]
     if needed != policies:
-        line = pipeline(body, cuts, program, cluster, job, num_holders, needed)
-    return with_recomputation(line, program)
+        staged = staged_model(model_costs, cuts, program, cluster, job, num_holders, needed)
+    return with_recomputation(staged, program)
 
 
-def with_recomputation(line: Pipeline, program: Program) -> Pipeline:
-    """Return `line` under `program`, which recomputes nothing yet, with the recomputation of its stages inserted."""
-    stages = [stage.index for stage in line.stages if _again(stage)]
-    return replace(line, program=insert_recomputation(program, stages))
+def with_recomputation(staged: StagedModel, program: Program) -> StagedModel:
+    """Return `staged` under `program`, which recomputes nothing yet, with the recomputation of its stages inserted."""
+    stages = [stage.index for stage in staged.stages if _again(stage)]
+    return replace(staged, program=insert_recomputation(program, stages))
 
 
 def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:

@@ -16,7 +16,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layers_of
-from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.staged_model import StagedModel
 
 _TRIED_PARTS = 2, 4
 """Divisions tried besides whole stages and units of a layer: units per stage (as many as a rank has buffers), and layers per
@@ -40,40 +40,46 @@ def check_shard_units(zero: int | None, shard_units: int | None) -> None:
         raise InputError(f"shard_units = {shard_units}: a stage has at least one unit; give 1 or more")
 
 
-def units_to_try(body: RangeCosts, cuts: Sequence[int], num_units: int | None) -> Iterator[list[list[int]]]:
+def units_to_try(
+    model_costs: RangeCosts, cuts: Sequence[int], num_units: int | None
+) -> Iterator[list[list[int]]]:
     """Yield divisions of the stages between `cuts`, each as the cuts inside every stage.
 
     They have `num_units` units, or those of the runtime; by default units of about one layer, units of about four layers,
     two units, and whole stages.
     """
-    if num_units is None and runtime_of(body.graph).shard_units == "layers":
-        yield _between_layers(body, cuts)
+    if num_units is None and runtime_of(model_costs.graph).shard_units == "layers":
+        yield _between_layers(model_costs, cuts)
         return
-    for numbers in _numbers_to_try(body, cuts, num_units):
-        yield unit_cuts(body, cuts, numbers)
+    for numbers in _numbers_to_try(model_costs, cuts, num_units):
+        yield unit_cuts(model_costs, cuts, numbers)
 
 
-def _between_layers(body: RangeCosts, cuts: Sequence[int]) -> list[list[int]]:
+def _between_layers(model_costs: RangeCosts, cuts: Sequence[int]) -> list[list[int]]:
     """Return, for every stage, the legal cuts inside it at which a layer begins or the last layer ends."""
-    inside = np.intersect1d(np.flatnonzero(_begins_layer(body)), body.legal_cuts).tolist()
-    return [[at for at in inside if start < at < stop] for start, stop in pairwise((0, *cuts, body.size))]
+    inside = np.intersect1d(np.flatnonzero(_begins_layer(model_costs)), model_costs.legal_cuts).tolist()
+    return [
+        [at for at in inside if start < at < stop] for start, stop in pairwise((0, *cuts, model_costs.size))
+    ]
 
 
-def around_layers(line: Pipeline) -> tuple[int, ...]:
+def around_layers(staged: StagedModel) -> tuple[int, ...]:
     """Return the stages of a single pipeline rank that hold no part of a numbered layer, where others do."""
-    if line.pp > 1:
+    if staged.pp > 1:
         return ()
-    graph = line.stages[0].graph
+    graph = staged.stages[0].graph
     layers = layers_of(graph)
-    outside = [stage.index for stage in line.stages if not any(layers[stage.start : stage.stop])]
-    return tuple(outside) if len(outside) < len(line.stages) else ()
+    outside = [stage.index for stage in staged.stages if not any(layers[stage.start : stage.stop])]
+    return tuple(outside) if len(outside) < len(staged.stages) else ()
 
 
-def _numbers_to_try(body: RangeCosts, cuts: Sequence[int], num_units: int | None) -> list[tuple[int, ...]]:
+def _numbers_to_try(
+    model_costs: RangeCosts, cuts: Sequence[int], num_units: int | None
+) -> list[tuple[int, ...]]:
     """Return the numbers of units per stage to try."""
     if num_units is not None:
         return [(num_units,) * (len(cuts) + 1)]
-    layers = [_num_layers(body, start, stop) for start, stop in pairwise((0, *cuts, body.size))]
+    layers = [_num_layers(model_costs, start, stop) for start, stop in pairwise((0, *cuts, model_costs.size))]
     few, apart = _TRIED_PARTS
     divisions = [
         tuple(layers),
@@ -84,27 +90,27 @@ def _numbers_to_try(body: RangeCosts, cuts: Sequence[int], num_units: int | None
     return list(dict.fromkeys(divisions))
 
 
-def unit_cuts(body: RangeCosts, cuts: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
+def unit_cuts(model_costs: RangeCosts, cuts: Sequence[int], numbers: Sequence[int]) -> list[list[int]]:
     """Return, for every stage, the cuts that divide it into units of about equal parameters and seconds.
 
     Each cut is at the smallest boundary nearby, of equal ones where a layer begins; there are fewer units where there are
     too few legal cuts.
     """
-    ends = (0, *cuts, body.size)
+    ends = (0, *cuts, model_costs.size)
     return [
-        _inside(body, start, stop, number)
+        _inside(model_costs, start, stop, number)
         for (start, stop), number in zip(pairwise(ends), numbers, strict=True)
     ]
 
 
-def _inside(body: RangeCosts, start: int, stop: int, number: int) -> list[int]:
-    legal = body.legal_cuts
+def _inside(model_costs: RangeCosts, start: int, stop: int, number: int) -> list[int]:
+    legal = model_costs.legal_cuts
     legal = legal[(legal > start) & (legal < stop)]
     if number == 1 or not len(legal):
         return []
-    measure = _measure(body)
+    measure = _measure(model_costs)
     low, step = measure[start], (measure[stop] - measure[start]) / number
-    boundary, begins = body.boundary_bytes[legal], _begins_layer(body)[legal]
+    boundary, begins = model_costs.boundary_bytes[legal], _begins_layer(model_costs)[legal]
     chosen: set[int] = set()
     for index in range(1, number):
         apart = np.abs(measure[legal] - (low + index * step))
@@ -114,38 +120,42 @@ def _inside(body: RangeCosts, start: int, stop: int, number: int) -> list[int]:
     return sorted(chosen)
 
 
-def _num_layers(body: RangeCosts, start: int, stop: int) -> int:
+def _num_layers(model_costs: RangeCosts, start: int, stop: int) -> int:
     """Return the number of units of about a layer in a stage; a large enough remainder counts as one more."""
-    measure = _measure(body)
-    return max(1, math.ceil(float(measure[stop] - measure[start]) / _layer_measure(body) - _PART_OF_LAYER))
+    measure = _measure(model_costs)
+    return max(
+        1, math.ceil(float(measure[stop] - measure[start]) / _layer_measure(model_costs) - _PART_OF_LAYER)
+    )
 
 
 @lru_cache(maxsize=4)
-def _measure(body: RangeCosts) -> Floats:
+def _measure(model_costs: RangeCosts) -> Floats:
     """Return, up to every position, the fraction of the model's parameters plus the fraction of its seconds."""
-    parts = [column / max(float(column[-1]), 1e-300) for column in (body.state_bytes, body.seconds)]
+    parts = [
+        column / max(float(column[-1]), 1e-300) for column in (model_costs.state_bytes, model_costs.seconds)
+    ]
     return parts[0] + parts[1]
 
 
 @lru_cache(maxsize=4)
-def _layer_measure(body: RangeCosts) -> float:
+def _layer_measure(model_costs: RangeCosts) -> float:
     """Return the median measure of the layers, the numbered modules of the model."""
-    amounts = np.diff(_measure(body))
+    amounts = np.diff(_measure(model_costs))
     layers: dict[str, float] = defaultdict(float)
-    for layer, amount in zip(_layers(body), amounts.tolist(), strict=True):
+    for layer, amount in zip(_layers(model_costs), amounts.tolist(), strict=True):
         if layer:
             layers[layer] += amount
     return float(np.median(list(layers.values()))) if layers else 2 / _PARTS_WITHOUT_LAYERS
 
 
 @lru_cache(maxsize=4)
-def _begins_layer(body: RangeCosts) -> Bools:
+def _begins_layer(model_costs: RangeCosts) -> Bools:
     """Return, for every position, whether its operator is in another layer than the one before."""
-    layers = _layers(body)
+    layers = _layers(model_costs)
     return np.array([True, *(before != after for before, after in pairwise(layers)), True])
 
 
 @lru_cache(maxsize=4)
-def _layers(body: RangeCosts) -> tuple[str, ...]:
+def _layers(model_costs: RangeCosts) -> tuple[str, ...]:
     """Return the layer of every operator."""
-    return layers_of(body.graph)
+    return layers_of(model_costs.graph)

@@ -9,7 +9,7 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.policy import Policy, Reruns
 from stagewright.graph.stage import Stage
-from stagewright.planning.prediction.pipeline import Pipeline, Variants
+from stagewright.planning.prediction.staged_model import StagedModel, Variants
 from stagewright.schedule import Program
 from stagewright.schedule.lower import insert_recomputation
 
@@ -77,12 +77,12 @@ def with_choice(
     roots: Mapping[StageOperator, Sequence[int]],
     choice: SavingChoice,
     program: Program | None = None,
-) -> Pipeline:
+) -> StagedModel:
     """Return the partition with the policies of a choice and the program for them; `program`, by default that of the
     partition, keeps everything."""
-    kept = program or variants.line.program
+    kept = program or variants.staged.program
     stages = {stage for stage, _ in (*choice.recomputed, *choice.moved, *choice.reruns)}
-    return variants.under(insert_recomputation(kept, stages), policies(roots, choice, variants.line.stages))
+    return variants.under(insert_recomputation(kept, stages), policies(roots, choice, variants.staged.stages))
 
 
 def fetch_ahead(choice: SavingChoice, stage: Stage) -> int:

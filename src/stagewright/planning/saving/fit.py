@@ -11,9 +11,9 @@ from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import Reruns
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.prediction.pipeline import Pipeline, Variants
 from stagewright.planning.prediction.predict import lowered, rank_memories
 from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.staged_model import StagedModel, Variants
 from stagewright.planning.saving.choice import (
     SavingChoice,
     StageOperator,
@@ -40,17 +40,17 @@ _WORTH_ANNEALING = 0.001
 class Fitted:
     """A pipeline whose ranks are within the limit, and the choice that makes it fit."""
 
-    line: Pipeline
+    staged: StagedModel
     memories: tuple[RankMemory, ...]
     choice: SavingChoice
 
     @property
     def memory_policy(self) -> tuple[Literal["keep"] | StagePolicy, ...]:
         """The policy of every stage by names of operators, as in plans."""
-        return tuple(self._of_stage(stage) for stage in range(len(self.line.stages)))
+        return tuple(self._of_stage(stage) for stage in range(len(self.staged.stages)))
 
     def _of_stage(self, stage: int) -> Literal["keep"] | StagePolicy:
-        nodes, choice = self.line.stages[stage].graph.nodes, self.choice
+        nodes, choice = self.staged.stages[stage].graph.nodes, self.choice
         recompute, checkpoints, moved = (
             tuple(nodes[operator].name for at, operator in sorted(keys) if at == stage)
             for keys in (choice.recomputed, choice.checkpoints, choice.moved)
@@ -63,29 +63,29 @@ class Fitted:
             recompute = tuple(dict.fromkeys(name for _, rerun in reruns for name in rerun))
         if not recompute and not moved:
             return "keep"
-        ahead = fetch_ahead(choice, self.line.stages[stage])
+        ahead = fetch_ahead(choice, self.staged.stages[stage])
         return StagePolicy(
             recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead, reruns=reruns
         )
 
 
 def fit(
-    line: Pipeline,
-    body: RangeCosts,
+    staged: StagedModel,
+    model_costs: RangeCosts,
     *,
     offload: bool = True,
     thorough: bool = False,
     propose: Callable[[Proposals, RankMemory], Propose] | None = None,
 ) -> Fitted | None:
-    """Return `line`, which keeps everything, with as much recomputed and offloaded as its limit requires, or None if no
+    """Return `staged`, which keeps everything, with as much recomputed and offloaded as its limit requires, or None if no
     choice stays within the limit when replayed.
 
     Recomputation may start at any value of the forward; if `thorough`, operators of stages that are not too large may be
     recomputed several times. `propose` makes the proposals for a rank instead, given its memory if everything is kept.
     """
-    memories = rank_memories(line)
-    variants, roots = Variants(line, body), saved_roots(line.stages)
-    proposals = Proposals(variants, body, roots)
+    memories = rank_memories(staged)
+    variants, roots = Variants(staged, model_costs), saved_roots(staged.stages)
+    proposals = Proposals(variants, model_costs, roots)
 
     def searches(
         make: Callable[[RankMemory], Propose | None],
@@ -94,7 +94,7 @@ def fit(
     ) -> list[RankSearch]:
         rank_searches: list[RankSearch] = []
         for memory in memories:
-            limit = line.allocatable_bytes(memory.rank)
+            limit = staged.allocatable_bytes(memory.rank)
             propose = make(memory) if memory.peak_bytes > limit else None
             rank_searches.append(RankSearch(memory, limit, propose, below(memory.rank)))
         _search(variants, roots, rank_searches, rounds)
@@ -111,7 +111,7 @@ def fit(
         slow = {
             search.rank: search
             for search in rank_searches
-            if search.seconds > worth * _busy_seconds(line, search.rank)
+            if search.seconds > worth * _busy_seconds(staged, search.rank)
         }
         if not slow:
             return rank_searches
@@ -129,7 +129,7 @@ def fit(
         rank_searches = searches(lambda memory: propose(proposals, memory))
     else:
         rank_searches = searches(proposals.by_chain)
-        if offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
+        if offload and any(staged.device_of(memory.rank).kind != "cpu" for memory in memories):
             rank_searches = anew(
                 rank_searches, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING
             )
@@ -149,9 +149,9 @@ def fit(
     return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
 
 
-def _busy_seconds(line: Pipeline, rank: int) -> float:
+def _busy_seconds(staged: StagedModel, rank: int) -> float:
     """Return the seconds of one microbatch on a rank that keeps everything."""
-    summaries = (line.summaries[stage] for stage in line.program.placement.stages_of(rank))
+    summaries = (staged.summaries[stage] for stage in staged.program.placement.stages_of(rank))
     return sum(summary.forward_s + summary.backward_s for summary in summaries)
 
 
@@ -183,7 +183,7 @@ def _replay(
     variants: Variants, roots: Mapping[StageOperator, Sequence[int]], searches: Sequence[RankSearch]
 ) -> None:
     """Replay the latest choice of every search, and tell the searches the results."""
-    whole = variants.line.program
+    whole = variants.staged.program
     latest = _joined(search.latest.choice for search in searches)
     tried = with_choice(variants, roots, latest, shortened(whole))
     program = lowered(tried.program, stage_edges(tried.stages), tried.receives_ahead)
@@ -191,15 +191,15 @@ def _replay(
     for search in searches:
         resident = tried.resident(search.rank)
         memory = replay_rank(tried.memories, program, search.rank, resident, num_dropped)
-        search.learn(memory, _added_seconds(variants.line, tried, search.rank))
+        search.learn(memory, _added_seconds(variants.staged, tried, search.rank))
 
 
-def _added_seconds(kept: Pipeline, tried: Pipeline, rank: int) -> float:
+def _added_seconds(kept: StagedModel, tried: StagedModel, rank: int) -> float:
     """Return by how many seconds a microbatch of `tried` takes longer on a rank than one of `kept`."""
     stages = kept.program.placement.stages_of(rank)
 
-    def taken(line: Pipeline) -> float:
-        summaries = [line.summaries[stage] for stage in stages]
+    def taken(staged: StagedModel) -> float:
+        summaries = [staged.summaries[stage] for stage in stages]
         return sum(summary.forward_s + summary.rebuild_s + summary.backward_s for summary in summaries)
 
     return taken(tried) - taken(kept)

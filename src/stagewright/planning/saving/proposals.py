@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
-from stagewright.planning.prediction.pipeline import Pipeline, Variants, bodies_of
+from stagewright.planning.prediction.staged_model import StagedModel, Variants, costs_by_rank
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.choice import SavingChoice, StageOperator, with_choice
 from stagewright.planning.saving.rank_chain import ChainChoice, PieceCache, RankChain
@@ -47,21 +47,21 @@ class Proposals:
     of all stages."""
 
     variants: Variants
-    body: RangeCosts
+    model_costs: RangeCosts
     roots: Mapping[StageOperator, Sequence[int]]
 
     @property
-    def line(self) -> Pipeline:
-        return self.variants.line
+    def staged(self) -> StagedModel:
+        return self.variants.staged
 
     def by_chain(self, kept: RankMemory, moves: bool = False) -> Propose:
         """Return the proposals along the chains of the rank's stages, piece by piece; with offloading if `moves`."""
         stages, costing = self.stages_of(kept), self.costing_of(kept)
         copies = copies_of(kept, stages)
-        chains = [chain_of(self.line.memories[stage], costing) for stage in stages]
-        device = self.line.device_of(kept.rank)
+        chains = [chain_of(self.staged.memories[stage], costing) for stage in stages]
+        device = self.staged.device_of(kept.rank)
         link = 1 / device.host_link_bandwidth if moves and device.kind != "cpu" else math.inf
-        cache = _PIECES.setdefault(self.body, PieceCache())
+        cache = _PIECES.setdefault(self.model_costs, PieceCache())
         rank = RankChain(chains, [copies[stage] for stage in stages], cache, link)
 
         def proposal(chosen: ChainChoice | None) -> Proposal | None:
@@ -82,10 +82,12 @@ class Proposals:
         backwards, for a stage that is too large, and for one that is not small if there is no start, or one that offloads.
         """
         number, *others = stages = self.stages_of(kept)
-        program = self.line.program.ranks[kept.rank]
+        program = self.staged.program.ranks[kept.rank]
         if others or any(part.kind is Kind.I for action in program for part in action.parts):
             return None
-        stage = RerunStage(self.line.memories[number], self.costing_of(kept), copies_of(kept, stages)[number])
+        stage = RerunStage(
+            self.staged.memories[number], self.costing_of(kept), copies_of(kept, stages)[number]
+        )
         start_choice = None if start is None or start.moved else start
         if not stage.is_small and (start_choice is None or stage.size > _MOST_ANNEALED):
             return None
@@ -103,13 +105,15 @@ class Proposals:
         return Propose(lambda needed: proposal(search.within(most - needed)), lambda: None)
 
     def stages_of(self, kept: RankMemory) -> tuple[int, ...]:
-        return self.line.program.placement.stages_of(kept.rank)
+        return self.staged.program.placement.stages_of(kept.rank)
 
     def costing_of(self, kept: RankMemory) -> Costing:
-        line = self.line
-        return bodies_of(self.body, line.cluster, line.pp, line.ranks_per_stage)[kept.rank].costing
+        staged = self.staged
+        return costs_by_rank(self.model_costs, staged.cluster, staged.pp, staged.ranks_per_stage)[
+            kept.rank
+        ].costing
 
-    def _with(self, choice: SavingChoice) -> Pipeline:
+    def _with(self, choice: SavingChoice) -> StagedModel:
         return with_choice(self.variants, self.roots, choice)
 
 

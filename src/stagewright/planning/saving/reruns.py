@@ -165,11 +165,11 @@ class RerunStage:
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
         """Places in the backward of operators that use a storage, each with the forward operator it belongs to."""
-        body, nodes = self.stage.graph.position, self.stage.backward.nodes
+        model_costs, nodes = self.stage.graph.position, self.stage.backward.nodes
         phases: list[tuple[int, int]] = []
-        group = next((node.forward for node in nodes if node.forward in body), -1)
+        group = next((node.forward for node in nodes if node.forward in model_costs), -1)
         for place, node in enumerate(nodes):
-            group = node.forward if node.forward in body else group
+            group = node.forward if node.forward in model_costs else group
             if self._numbers(node.inputs):
                 phases.append((place, group))
         return phases

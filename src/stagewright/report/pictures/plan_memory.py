@@ -10,14 +10,14 @@ from stagewright.arrays import Floats
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.memory_curve import ActionCurve, action_curves
 from stagewright.estimation.state import ResidentBytes
-from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.staged_model import StagedModel
 from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 
 
-def plan_curves(staged: Pipeline, timeline: Timeline) -> list[Curve]:
+def plan_curves(staged: StagedModel, timeline: Timeline) -> list[Curve]:
     """Return per rank the bytes before, inside and after each of its computations, by category, and the peak.
 
     Changes by transfers and offload count with the previous computation. Ignores: that operators of a computation take

@@ -14,7 +14,7 @@ from stagewright.planning.partition.bisection import bisect, bottleneck
 from stagewright.planning.partition.ranges import Ranges, ranges_of
 from stagewright.planning.partition.refine import best_partition, narrowed
 from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
-from stagewright.planning.prediction.pipeline import Pipeline, stage_bodies
+from stagewright.planning.prediction.staged_model import StagedModel, costs_by_stage
 from stagewright.planning.prediction.transfers import message_seconds
 from stagewright.schedule import Program
 from stagewright.schedule.builders.asynchronous import weight_versions
@@ -29,9 +29,9 @@ _PROBE_BYTES = 1e9
 
 
 def cuts_to_try(
-    line: Pipeline,
+    staged: StagedModel,
     memories: Sequence[RankMemory],
-    body: RangeCosts,
+    model_costs: RangeCosts,
     others: Iterable[tuple[int, ...]],
     *,
     state_share: float = 1.0,
@@ -44,18 +44,18 @@ def cuts_to_try(
     They are `others`, the partition of least bottleneck, and nearly as good ones with smaller boundaries.
 
     Args:
-        line: any partition that keeps everything; the error of the ranges for its `memories` is corrected everywhere.
+        staged: any partition that keeps everything; the error of the ranges for its `memories` is corrected everywhere.
         state_share: fraction of the state of a stage that one replica keeps.
         shrink: fraction of the memory to leave free.
         below_s: partitions whose batches take as long or longer are left out.
     """
-    terms = terms_of(line, body, state_share=state_share, offload=offload)
-    stage_ranges = corrected(line, memories, StageRanges(known_ranges(body), terms), shrink)
+    terms = terms_of(staged, model_costs, state_share=state_share, offload=offload)
+    stage_ranges = corrected(staged, memories, StageRanges(known_ranges(model_costs), terms), shrink)
     fastest = best_partition(stage_ranges)
     tried = set(others)
     if fastest is not None:
         tried |= {fastest.cuts, *(narrowed(stage_ranges, fastest, slack).cuts for slack in _SLACKS)}
-    seconds = {cuts: _makespan(line.program, stage_ranges, cuts) for cuts in tried}
+    seconds = {cuts: _makespan(staged.program, stage_ranges, cuts) for cuts in tried}
     return sorted((cuts for cuts in tried if seconds[cuts] < below_s), key=lambda cuts: seconds[cuts])
 
 
@@ -69,7 +69,7 @@ class Within:
 
 
 def partition_within(
-    bodies: Sequence[RangeCosts],
+    stage_costs: Sequence[RangeCosts],
     program: Program,
     cuts: tuple[int, ...],
     capacities: Sequence[float],
@@ -83,25 +83,27 @@ def partition_within(
     stages recompute and offload as necessary; None if nothing fits.
 
     Args:
-        bodies: the costs of the model on the device of every stage.
+        stage_costs: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
         between: seconds of a message from a stage to another, by its bytes.
 
     Ignores: memory that ranges do not include.
     """
-    body, last = bodies[0], len(bodies) - 1
+    model_costs, last = stage_costs[0], len(stage_costs) - 1
     terms = [
         StageTerms(
             copies=count,
             capacity=capacity,
-            inverse_speed=float(stage_body.seconds[-1] / body.seconds[-1]),
-            link_s_per_byte=_link_seconds(stage_body.device) if offload else math.inf,
+            inverse_speed=float(own_costs.seconds[-1] / model_costs.seconds[-1]),
+            link_s_per_byte=_link_seconds(own_costs.device) if offload else math.inf,
             boundary_s_per_byte=between(stage, min(stage + 1, last), _PROBE_BYTES) / _PROBE_BYTES / 2,
             state_share=state_share,
         )
-        for stage, (stage_body, capacity, count) in enumerate(zip(bodies, capacities, counts, strict=True))
+        for stage, (own_costs, capacity, count) in enumerate(
+            zip(stage_costs, capacities, counts, strict=True)
+        )
     ]
-    stage_ranges = StageRanges(known_ranges(body), terms)
+    stage_ranges = StageRanges(known_ranges(model_costs), terms)
     if stage_ranges.least_bytes() > sum(capacities):
         return None
     seconds = _makespan(program, stage_ranges, cuts)
@@ -110,7 +112,7 @@ def partition_within(
             return None
         cuts, seconds = partition.cuts, _makespan(program, stage_ranges, partition.cuts)
     ends = [0, *cuts, stage_ranges.ranges.size]
-    once_s = sum(stage_ranges.cost(stage, *ends[stage : stage + 2]) for stage in range(len(bodies)))
+    once_s = sum(stage_ranges.cost(stage, *ends[stage : stage + 2]) for stage in range(len(stage_costs)))
     return Within(cuts, seconds, once_s * program.num_microbatches / program.num_ranks)
 
 
@@ -135,26 +137,26 @@ def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]
 
 
 def terms_of(
-    line: Pipeline, body: RangeCosts, *, state_share: float = 1.0, offload: bool = True
+    staged: StagedModel, model_costs: RangeCosts, *, state_share: float = 1.0, offload: bool = True
 ) -> list[StageTerms]:
-    """Return the terms of every stage of `line`, a partition of `body`; stages of one rank share its memory evenly.
+    """Return the terms of every stage of `staged`, a partition of `model_costs`; stages of one rank share its memory evenly.
 
     Ignores: that a device may be slower at some operators than at others.
     """
-    program = line.program
+    program = staged.program
     versions, counts = weight_versions(program), in_flight(program)
     placed = program.placement
-    devices = [line.device_of(rank) for rank in range(line.pp)]
-    bodies = stage_bodies(body, line.cluster, program, line.ranks_per_stage)
+    devices = [staged.device_of(rank) for rank in range(staged.pp)]
+    stage_costs = costs_by_stage(model_costs, staged.cluster, program, staged.ranks_per_stage)
     sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
     return [
         StageTerms(
             copies=counts[stage],
-            capacity=line.allocatable_bytes(rank) / sharing[stage],
+            capacity=staged.allocatable_bytes(rank) / sharing[stage],
             versions=versions[rank],
-            inverse_speed=float(bodies[stage].seconds[-1] / body.seconds[-1]),
+            inverse_speed=float(stage_costs[stage].seconds[-1] / model_costs.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
-            boundary_s_per_byte=_boundary_seconds(line, stage),
+            boundary_s_per_byte=_boundary_seconds(staged, stage),
             state_share=state_share,
         )
         for stage, rank in enumerate(placed.rank_of_stage)
@@ -166,22 +168,21 @@ def _link_seconds(device: Device) -> float:
     return math.inf if device.kind == "cpu" else 1 / device.host_link_bandwidth
 
 
-def _boundary_seconds(line: Pipeline, stage: int) -> float:
+def _boundary_seconds(staged: StagedModel, stage: int) -> float:
     """Return the seconds per byte that crosses the end of a stage; half of the bytes go each way, at the same time."""
-    if stage + 1 == len(line.stages):
+    if stage + 1 == len(staged.stages):
         return 0.0
-    return message_seconds(line, stage, stage + 1, _PROBE_BYTES) / _PROBE_BYTES / 2
+    return message_seconds(staged, stage, stage + 1, _PROBE_BYTES) / _PROBE_BYTES / 2
 
 
 def corrected(
-    line: Pipeline, memories: Sequence[RankMemory], stage_ranges: StageRanges, shrink: float = 0.0
+    staged: StagedModel, memories: Sequence[RankMemory], stage_ranges: StageRanges, shrink: float = 0.0
 ) -> StageRanges:
-    """Return `stage_ranges` with capacities reduced by the memory of `line` that ranges do not include: inputs, buffers and
-    the like."""
-    ends = [stage.start for stage in line.stages] + [stage_ranges.ranges.size]
+    """Return `stage_ranges` with capacities reduced by memory that ranges do not include: inputs, buffers and the like."""
+    ends = [stage.start for stage in staged.stages] + [stage_ranges.ranges.size]
     terms = list(stage_ranges.terms)
     for memory in memories:
-        stages = line.program.placement.stages_of(memory.rank)
+        stages = staged.program.placement.stages_of(memory.rank)
         seen = sum(stage_ranges.demand(stage, ends[stage], ends[stage + 1]) for stage in stages)
         unseen = (memory.peak_bytes - seen) / len(stages)
         for stage in stages:
@@ -191,6 +192,6 @@ def corrected(
 
 
 @lru_cache(maxsize=64)
-def known_ranges(body: RangeCosts) -> Ranges:
+def known_ranges(model_costs: RangeCosts) -> Ranges:
     """Return the ranges of a model, computed once."""
-    return ranges_of(body)
+    return ranges_of(model_costs)

@@ -36,7 +36,7 @@ _SEGMENT_BYTES = 2 * 2**20  # the smallest block that PyTorch's CUDA allocator t
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class StagedModel:
     """A split model with the program that runs it on `cluster`."""
 
     memories: tuple[StageMemory, ...]
@@ -213,83 +213,96 @@ class Pipeline:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
 
 
-def pipeline(
-    body: RangeCosts,
+def staged_model(
+    model_costs: RangeCosts,
     cuts: Sequence[int],
     program: Program,
     cluster: Cluster,
     job: Job,
     num_holders: int,
     policies: Sequence[Policy] = (),
-) -> Pipeline:
-    """Return the model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
+) -> StagedModel:
+    """Return the model of `model_costs` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     hands_over = job.compiled and job.profile.compiles == "model" and program.num_microbatches > 1
-    split, memories = _split(body, tuple(cuts), tuple(policies), hands_over)
-    tp = tensor_parallel_size(body.graph)
+    split, memories = _split(model_costs, tuple(cuts), tuple(policies), hands_over)
+    tp = tensor_parallel_size(model_costs.graph)
     if cluster.is_homogeneous:
-        summaries = _summaries(body, tuple(cuts), tuple(policies), hands_over)
+        summaries = _summaries(model_costs, tuple(cuts), tuple(policies), hands_over)
     else:
-        bodies = stage_bodies(body, cluster, program, num_holders * tp)
-        summaries = tuple(map(summarise, memories, (costs.costing for costs in bodies)))
-    return Pipeline(memories, summaries, program, cluster, job, num_holders, split, tp=tp)
+        stage_costs = costs_by_stage(model_costs, cluster, program, num_holders * tp)
+        summaries = tuple(map(summarise, memories, (costs.costing for costs in stage_costs)))
+    return StagedModel(memories, summaries, program, cluster, job, num_holders, split, tp=tp)
 
 
 @lru_cache(maxsize=16)
 def _split(
-    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
+    model_costs: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
 ) -> tuple[SplitGraph, tuple[StageMemory, ...]]:
     """Split a graph; cached, as configurations that differ in schedule, microbatches or sharding have the same stages."""
-    split = SplitGraph(body.graph, cuts)
+    split = SplitGraph(model_costs.graph, cuts)
     return split, tuple(StageMemory(stage, hands_over) for stage in split.stages(policies))
 
 
 @lru_cache(maxsize=16)
 def _summaries(
-    body: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
+    model_costs: RangeCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool
 ) -> tuple[StageSummary, ...]:
-    """Return the summary of every stage on the devices of `body`."""
-    return tuple(summarise(memory, body.costing) for memory in _split(body, cuts, policies, hands_over)[1])
+    """Return the summary of every stage on the devices of `model_costs`."""
+    return tuple(
+        summarise(memory, model_costs.costing)
+        for memory in _split(model_costs, cuts, policies, hands_over)[1]
+    )
 
 
 class Variants:
     """A partition under different memory policies; a stage is built once for each of its policies.
 
     Args:
-        line: the partition with all values kept.
+        staged: the partition with all values kept.
     """
 
-    def __init__(self, line: Pipeline, body: RangeCosts) -> None:
-        self.line = line
-        self._bodies = stage_bodies(body, line.cluster, line.program, line.ranks_per_stage)
-        stages = zip(line.memories, line.summaries, strict=True)
+    def __init__(self, staged: StagedModel, model_costs: RangeCosts) -> None:
+        self.staged = staged
+        self._known_costs = costs_by_stage(
+            model_costs, staged.cluster, staged.program, staged.ranks_per_stage
+        )
+        stages = zip(staged.memories, staged.summaries, strict=True)
         self._by_policy = {(index, KEEP): stage for index, stage in enumerate(stages)}
 
-    def under(self, program: Program, policies: Sequence[Policy]) -> Pipeline:
+    def under(self, program: Program, policies: Sequence[Policy]) -> StagedModel:
         """Return the partition under `program`, which has the same placement, with a policy for every stage."""
         memories, summaries = zip(*(self._stage(*key) for key in enumerate(policies)), strict=True)
-        return replace(self.line, memories=memories, summaries=summaries, program=program)
+        return replace(self.staged, memories=memories, summaries=summaries, program=program)
 
     def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
         stage = self._by_policy.get((index, policy))
         if stage is None:
-            hands_over = self.line.memories[index].hands_over
-            memory = StageMemory(self.line.split.stage(index, policy), hands_over)
-            stage = self._by_policy[index, policy] = memory, summarise(memory, self._bodies[index].costing)
+            hands_over = self.staged.memories[index].hands_over
+            memory = StageMemory(self.staged.split.stage(index, policy), hands_over)
+            stage = self._by_policy[index, policy] = (
+                memory,
+                summarise(memory, self._known_costs[index].costing),
+            )
         return stage
 
 
-def stage_bodies(body: RangeCosts, cluster: Cluster, program: Program, width: int) -> list[RangeCosts]:
-    """Return the costs of the model on the rank of every stage, as `bodies_of` does."""
-    bodies = bodies_of(body, cluster, program.num_ranks, width)
-    return [bodies[rank] for rank in program.placement.rank_of_stage]
+def costs_by_stage(
+    model_costs: RangeCosts, cluster: Cluster, program: Program, width: int
+) -> list[RangeCosts]:
+    """Return the costs of the model on the rank of every stage, as `costs_by_rank` does."""
+    stage_costs = costs_by_rank(model_costs, cluster, program.num_ranks, width)
+    return [stage_costs[rank] for rank in program.placement.rank_of_stage]
 
 
-def bodies_of(body: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
+def costs_by_rank(model_costs: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
     """Return the costs of the model on every pipeline rank of `width` devices: those of its slowest device."""
     if cluster.is_homogeneous:
-        return [body] * num_ranks
+        return [model_costs] * num_ranks
     kinds = (cluster.kinds_of(range(rank * width, (rank + 1) * width)) for rank in range(num_ranks))
-    return [max(map(body.on, rank_kinds), key=lambda costs: float(costs.seconds[-1])) for rank_kinds in kinds]
+    return [
+        max(map(model_costs.on, rank_kinds), key=lambda costs: float(costs.seconds[-1]))
+        for rank_kinds in kinds
+    ]
 
 
 def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
@@ -305,23 +318,23 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
     return Costing(graph, cluster.nodes[0].device, cluster, job.matmul_precision, job.compiled)
 
 
-def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
+def costs_of_model(graph: OperatorGraph, cluster: Cluster, job: Job) -> RangeCosts:
     """Return the costs of ranges of operators of `graph`, as the job's runtime runs it and with all its layers.
 
     Raises as `costing`. The most recent results are cached by graph, cluster, runtime and precision.
     """
     request = _CostsRequest(graph, cluster, job.runtime, job.matmul_precision, job.compiled, job.kept)
-    for earlier, body in tuple(_RECENT):
+    for earlier, model_costs in tuple(_RECENT):
         if earlier.graph is request.graph and earlier[1:] == request[1:]:
-            return body
+            return model_costs
     few = job.rewritten(graph)
     try:
         copies = copies_of(few)
     except IrregularLayers:  # a kernel reaches from one layer into the next
         few, copies = job.rewritten(expanded(graph)), None
-    body = RangeCosts(few, costing(few, cluster, job), copies)
-    _RECENT.append((request, body))
-    return body
+    model_costs = RangeCosts(few, costing(few, cluster, job), copies)
+    _RECENT.append((request, model_costs))
+    return model_costs
 
 
 class _CostsRequest(NamedTuple):
