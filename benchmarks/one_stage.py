@@ -26,10 +26,10 @@ from stagewright.execution.weights import Weights
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage
+from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.staged_model import StagedModel, allocatable_bytes, staged_model
-from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Program
 from stagewright.schedule.builders import build
 from stagewright.schedule.lower import insert_recomputation

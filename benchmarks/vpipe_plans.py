@@ -18,11 +18,11 @@ from peers.plans.units import choice_of, stage_units
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, with_cuts
+from stagewright.planning.checkpointing.choice import saved_roots, with_choice
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.planning.prediction.staged_model import Variants, costing
-from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

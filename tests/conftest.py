@@ -110,7 +110,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
 def _whole_annealing() -> Iterator[dict[str, int]]:
     """What stages recompute is annealed in a tenth of the steps, which are given: tests are of what a search does with
     the result, few of how good it is."""
-    from stagewright.planning.saving import reruns
+    from stagewright.planning.checkpointing import reruns
 
     steps = {name: getattr(reruns, name) for name in ("_STEPS", "_MORE_STEPS")}
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ def _whole_annealing() -> Iterator[dict[str, int]]:
 @pytest.fixture
 def whole_annealing(_whole_annealing: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In all the steps that a user's search takes."""
-    from stagewright.planning.saving import reruns
+    from stagewright.planning.checkpointing import reruns
 
     for name, number in _whole_annealing.items():
         monkeypatch.setattr(reruns, name, number)

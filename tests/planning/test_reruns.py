@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from stagewright.graph.policy import Policy
+from stagewright.planning.checkpointing.fit import fit
+from stagewright.planning.checkpointing.reruns import RerunSearch, RerunStage
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.saving.fit import fit
-from stagewright.planning.saving.reruns import RerunSearch, RerunStage
 
 pytestmark = pytest.mark.usefixtures("whole_annealing")
 

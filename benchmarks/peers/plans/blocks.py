@@ -10,10 +10,10 @@ import numpy as np
 from stagewright.arrays import Ints
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
+from stagewright.planning.checkpointing.chain import narrow_places
 from stagewright.planning.partition.bisection import bisect
 from stagewright.planning.partition.ranges import Ranges
 from stagewright.planning.partition.stage_ranges import StageRanges, StageTerms
-from stagewright.planning.saving.chain import narrow_places
 
 _WINDOWS = (12, 6, 3)
 """Operators to either side among which the end of a block is narrowest; narrower windows until there are enough blocks."""

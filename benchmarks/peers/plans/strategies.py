@@ -20,13 +20,13 @@ from stagewright.planning.candidate import (
     fastest_partition,
     with_cuts,
 )
+from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.partition.stage_terms import corrected, known_ranges, terms_of
 from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.prediction.staged_model import staged_model
-from stagewright.planning.saving.fit import fit
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
 

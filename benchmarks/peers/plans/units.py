@@ -16,9 +16,9 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.stage import Stage
-from stagewright.planning.saving.chain import narrow_places
-from stagewright.planning.saving.choice import SavingChoice, operator_seconds, saved_roots
-from stagewright.planning.saving.proposals import Proposal, Proposals, Propose, copies_of
+from stagewright.planning.checkpointing.chain import narrow_places
+from stagewright.planning.checkpointing.choice import SavingChoice, operator_seconds, saved_roots
+from stagewright.planning.checkpointing.proposals import Proposal, Proposals, Propose, copies_of
 
 _WINDOWS = (6, 12, 24, 48, 96)
 """Operators on either side among which a cut must be the narrowest; windows grow until few enough bytes are chosen."""

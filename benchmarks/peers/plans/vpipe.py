@@ -17,12 +17,12 @@ from stagewright.arrays import Ints
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate
+from stagewright.planning.checkpointing.choice import saved_roots, with_choice
 from stagewright.planning.partition.stage_ranges import StageRanges
 from stagewright.planning.partition.stage_terms import corrected, known_ranges, terms_of
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.staged_model import Variants, allocatable_bytes
-from stagewright.planning.saving.choice import saved_roots, with_choice
 from stagewright.schedule.in_flight import in_flight
 
 

@@ -23,6 +23,7 @@ from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
+from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.solver import MemoryBudget, partition
@@ -47,7 +48,6 @@ from stagewright.planning.prediction.staged_model import (
     staged_model,
 )
 from stagewright.planning.prediction.units import around_layers, units_to_try
-from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation

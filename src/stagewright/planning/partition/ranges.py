@@ -13,8 +13,8 @@ from stagewright.arrays import Floats, Ints
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph, Part
-from stagewright.planning.saving.chain import chain_of
-from stagewright.planning.saving.pieces import PieceNetwork, Point
+from stagewright.planning.checkpointing.chain import chain_of
+from stagewright.planning.checkpointing.pieces import PieceNetwork, Point
 
 
 class RangeMaximum:

@@ -14,7 +14,7 @@ from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node
 from stagewright.graph.stage import Stage
-from stagewright.planning.saving.choice import operator_seconds, operators_of
+from stagewright.planning.checkpointing.choice import operator_seconds, operators_of
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)
 """Operators on either side among which a boundary must be the narrowest; windows grow until there are few enough."""

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from stagewright.estimation.memory import RankMemory
-from stagewright.planning.saving.choice import SavingChoice
-from stagewright.planning.saving.proposals import Proposal, Propose
+from stagewright.planning.checkpointing.choice import SavingChoice
+from stagewright.planning.checkpointing.proposals import Proposal, Propose
 
 _CLOSE = 0.01
 """Relative difference of needs below which their choices are equally good."""

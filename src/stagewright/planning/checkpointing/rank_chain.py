@@ -13,8 +13,8 @@ import numpy as np
 
 from stagewright.arrays import Floats, Ints
 from stagewright.compiled import compiled
-from stagewright.planning.saving.chain import Chain
-from stagewright.planning.saving.pieces import PieceNetwork, Point
+from stagewright.planning.checkpointing.chain import Chain
+from stagewright.planning.checkpointing.pieces import PieceNetwork, Point
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Lengths of a piece in intervals between neighbouring boundaries; a whole stage is tried too."""

@@ -13,12 +13,12 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import make_program
+from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.staged_model import StagedModel, reserved_bytes, staged_model
-from stagewright.planning.saving.fit import fit
 from stagewright.schedule import insert_communication
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.tracing.cache import trace

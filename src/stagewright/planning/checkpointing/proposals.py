@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
+from stagewright.planning.checkpointing.chain import chain_of
+from stagewright.planning.checkpointing.choice import SavingChoice, StageOperator, with_choice
+from stagewright.planning.checkpointing.rank_chain import ChainChoice, PieceCache, RankChain
+from stagewright.planning.checkpointing.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.planning.prediction.staged_model import StagedModel, Variants, costs_by_rank
-from stagewright.planning.saving.chain import chain_of
-from stagewright.planning.saving.choice import SavingChoice, StageOperator, with_choice
-from stagewright.planning.saving.rank_chain import ChainChoice, PieceCache, RankChain
-from stagewright.planning.saving.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.schedule import Kind
 
 _MOST_ANNEALED = 16_000

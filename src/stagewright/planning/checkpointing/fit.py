@@ -10,19 +10,19 @@ from typing import Literal
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.policy import Reruns
-from stagewright.planning.plan import StagePolicy
-from stagewright.planning.prediction.predict import lowered, rank_memories
-from stagewright.planning.prediction.shortening import shortened
-from stagewright.planning.prediction.staged_model import StagedModel, Variants
-from stagewright.planning.saving.choice import (
+from stagewright.planning.checkpointing.choice import (
     SavingChoice,
     StageOperator,
     fetch_ahead,
     saved_roots,
     with_choice,
 )
-from stagewright.planning.saving.proposals import Proposals, Propose
-from stagewright.planning.saving.rank_search import RankSearch
+from stagewright.planning.checkpointing.proposals import Proposals, Propose
+from stagewright.planning.checkpointing.rank_search import RankSearch
+from stagewright.planning.plan import StagePolicy
+from stagewright.planning.prediction.predict import lowered, rank_memories
+from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.staged_model import StagedModel, Variants
 
 _ROUNDS = 12
 """Maximum number of choices tried for a rank; each is replayed."""

@@ -25,9 +25,9 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.policy import Reruns
 from stagewright.graph.stage import Stage
-from stagewright.planning.saving import rerun_kernels as kernels
-from stagewright.planning.saving.choice import operator_seconds, operators_of
-from stagewright.planning.saving.rerun_kernels import Arrays
+from stagewright.planning.checkpointing import rerun_kernels as kernels
+from stagewright.planning.checkpointing.choice import operator_seconds, operators_of
+from stagewright.planning.checkpointing.rerun_kernels import Arrays
 
 _STARTS = (
     (0.3, 20.0), (0.1, 50.0), (0.1, 20.0), (0.03, 50.0), (0.03, 20.0), (0.03, 5.0), (0.01, 50.0), (0.01, 20.0),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Floats
-from stagewright.planning.saving.chain import Chain
+from stagewright.planning.checkpointing.chain import Chain
 
 _SCALE = 10_000_000
 """Flow that stands for all seconds of a piece."""
