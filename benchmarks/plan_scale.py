@@ -4,7 +4,8 @@
 
 X is `torch.export` of Llama-3-8B, 8,192 tokens with labels, on fake tensors, imports left out, around every case. Each
 case is the whole command in a new process: with no trace kept (`new`), then with those that the run before has kept
-(`kept`); kernels are compiled before. A case that takes longer than the limit is stopped and counted as that.
+(`kept`); kernels are compiled before. `first` is when its progress on a terminal shows a plan. A case that takes longer
+than the limit is stopped and counted as that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -94,22 +96,38 @@ def export_seconds() -> float:
 
 
 def once(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
-    """One run of the command."""
+    """One run of the command, with its stderr on a terminal."""
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "STAGEWRIGHT_CACHE": folder, "PYTHONPATH": path}
-    begun = time.perf_counter()
-    try:
-        done = subprocess.run(
-            case.command(), env=environment, capture_output=True, text=True, timeout=limit_s
-        )
-    except subprocess.TimeoutExpired:
-        return {"seconds": limit_s, "error": f"stopped after {limit_s:.0f} s"}
-    seconds = round(time.perf_counter() - begun, 1)
-    if done.returncode:
-        return {"seconds": seconds, "error": done.stderr.strip().splitlines()[-1][:200]}
-    best = json.loads(done.stdout)["plans"][0]
+    environment = {
+        **os.environ, "STAGEWRIGHT_CACHE": folder, "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm",
+    }  # fmt: skip
+    ours, theirs = os.openpty()
+    begun, shown, first = time.perf_counter(), b"", None
+    with tempfile.TemporaryFile() as results:
+        process = subprocess.Popen(case.command(), env=environment, stdout=results, stderr=theirs)
+        os.close(theirs)
+        while process.poll() is None and time.perf_counter() - begun < limit_s:
+            if not select.select([ours], [], [], 0.1)[0]:
+                continue
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # the process has ended
+                break
+            if first is None and b"best so far" in shown:
+                first = round(time.perf_counter() - begun, 1)
+        if process.poll() is None and time.perf_counter() - begun >= limit_s:
+            process.kill()
+            return {"seconds": limit_s, "first": first, "error": f"stopped after {limit_s:.0f} s"}
+        process.wait()
+        seconds = round(time.perf_counter() - begun, 1)
+        os.close(ours)
+        if process.returncode:
+            error = shown.decode(errors="replace").strip().splitlines()[-1][:200]
+            return {"seconds": seconds, "first": first, "error": error}
+        results.seek(0)
+        best = json.loads(results.read())["plans"][0]
     kept = ("step_seconds", "tp", "cp", "ep", "pp", "dp", "schedule", "microbatch_size")
-    return {"seconds": seconds, "best": {name: best[name] for name in kept}}
+    return {"seconds": seconds, "first": first or seconds, "best": {name: best[name] for name in kept}}
 
 
 def measured(case: Case, limit_s: float) -> dict[str, Any]:
@@ -122,7 +140,11 @@ def measured(case: Case, limit_s: float) -> dict[str, Any]:
         export = statistics.mean((before, export_seconds()))
 
     def row(run: dict[str, Any], bar: float | None) -> dict[str, Any]:
-        return {"s": run["seconds"], "X": round(run["seconds"] / export, 1), "bar": bar}
+        first = run["first"]
+        return {
+            "s": run["seconds"], "X": round(run["seconds"] / export, 1), "bar": bar, "first_s": first,
+            "first_X": None if first is None else round(first / export, 1),
+        }  # fmt: skip
 
     return {
         "model": case.model, "cluster": case.cluster, "export_s": round(export, 2), "best": new.get("best"),
@@ -142,14 +164,14 @@ def main() -> None:
     for case in CASES:
         if given.only in case.model:
             rows.append(measured(case, given.limit))
-            new, kept = rows[-1]["new"], rows[-1]["kept"]
-            told = f"{case.model:26} on {case.cluster:14} X {rows[-1]['export_s']:5.2f} s"
-            print(
-                f"{told}  new {new['s']:6.1f} s {new['X']:5.1f} X (bar {new['bar']})  kept {kept['s']:6.1f} s "
-                f"{kept['X']:5.1f} X (bar {kept['bar']})  {rows[-1]['best'] or rows[-1]['error']}",
-                file=sys.stderr,
-                flush=True,
+            row = rows[-1]
+            runs = "  ".join(
+                "{} {s:6.1f} s {X:5.1f} X (bar {bar}, first {first_X} X)".format(name, **row[name])
+                for name in ("new", "kept")
             )
+            result = row["best"] or row["error"]
+            case_name = f"{case.model:26} on {case.cluster:14}"
+            print(f"{case_name} X {row['export_s']:5.2f} s  {runs}  {result}", file=sys.stderr, flush=True)
     if given.json:
         print(json.dumps({"cores": os.cpu_count(), "cases": rows}, indent=1))
 

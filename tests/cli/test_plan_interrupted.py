@@ -80,7 +80,7 @@ def test_sigterm_and_the_end_of_a_time_leave_the_best_plan_so_far(
         assert done.exit_code == 0, done.output
         assert f"{what}: these are the best plans so far" in done.stderr
         document = json.loads(done.stdout)
-        assert document["ended_early"] == what and 0 <= document["gap"] < 1
+        assert document["ended_early"] == what and 0 <= document["gap"] <= 1
 
 
 def test_a_plan_that_is_wanted_soon_takes_one_graph() -> None:
@@ -111,7 +111,7 @@ def test_no_signal_reaches_a_compiled_kernel() -> None:
 
         num_ended = 0
         while num_ended < 10:
-            with EarlyEnd(math.inf, ["a plan"]) as searching:
+            with EarlyEnd(math.inf, lambda: True) as searching:
                 searching.patience_s = random.uniform(0.001, 0.1)
                 signal.setitimer(signal.ITIMER_REAL, searching.patience_s, 0.2)
                 build("v-half", 4, 8, 2)

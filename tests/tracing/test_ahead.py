@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from itertools import product
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -50,7 +54,6 @@ def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) 
 def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = resolve("tiny-llama"), sizes(1, 2, microbatches=(1,))
     monkeypatch.setattr(ahead, "_num_more_processes", lambda: 1)
-    monkeypatch.setattr(ahead, "_FEWEST", 1)
     with Ahead(model, asked) as others:
         others.start(asked)
         others._wait()
@@ -66,7 +69,6 @@ def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
         )
     monkeypatch.chdir(here)
     monkeypatch.setattr(ahead, "_num_more_processes", lambda: 1)
-    monkeypatch.setattr(ahead, "_FEWEST", 1)
     with Ahead(model, asked) as others:
         others.start(asked)
         others._wait()
@@ -81,7 +83,7 @@ def test_few_graphs_and_code_of_factories_start_no_process(monkeypatch: pytest.M
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr(ahead, "_num_more_processes", lambda: 2)
     for model, asked in (
-        ("tiny-llama", sizes(1, microbatches=(1, 2))),
+        ("tiny-llama", sizes(1, microbatches=(1,))),
         (f"{__file__}:sizes", sizes(1, 2, 4)),
     ):
         with Ahead(resolve(model), asked) as others:
@@ -99,3 +101,28 @@ def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) 
         others.start(asked)
         others.finish(asked)
     assert to_trace(model, asked) == sizes(1, 2, 4, microbatches=(1, 2))
+
+
+def test_a_graph_that_another_process_traces_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (size,) = resolve("tiny-llama"), sizes(1, microbatches=(1,))
+    script = """
+        import sys
+        from stagewright.tracing import cache
+        own = cache._traced
+        def slow(*arguments):
+            print("traced here", flush=True)
+            sys.stdin.readline()
+            return own(*arguments)
+        cache._traced = slow
+        cache.trace("tiny-llama", 1, 16, expand=False)
+    """
+    other = subprocess.Popen(
+        [sys.executable, "-c", dedent(script)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdin is not None and other.stdout is not None
+    with other:
+        assert other.stdout.readline() == "traced here\n"
+        threading.Timer(0.2, other.stdin.close).start()
+        monkeypatch.setattr("stagewright.tracing.cache._traced", None)  # so that nothing is traced here
+        graph = trace(model, **size)
+    assert other.returncode == 0 and len(graph.nodes) > 10

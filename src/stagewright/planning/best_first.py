@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from operator import itemgetter
+from typing import Any, Self
 
 from stagewright.cluster import Cluster
 from stagewright.errors import ContractError, InputError, StagewrightError, TraceError
@@ -42,8 +44,14 @@ from stagewright.units import format_seconds
 KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
-_FIRST_STEPS = 6
-"""Maximum number of partitions and fits that the first graphs get before others are traced."""
+_FIRST_TRIES = 3
+"""Maximum number of configurations of a graph that are fitted before others are traced."""
+
+_TO_SPARE = 0.15
+"""Share of memory that these have to spare by their bound, which leaves out much."""
+
+_POOR = 2.0
+"""How many times its lower bound a preliminary plan may take before another is wanted."""
 
 _NEAR = 0.05
 """Bounds of microbatch sizes that differ by less than this share do not say which is better."""
@@ -95,15 +103,6 @@ class _Queue:
         self.entries = [item for item in self.entries if is_wanted(item[2])]
         heapq.heapify(self.entries)
 
-    def take(self, is_wanted: Callable[[Entry], bool]) -> tuple[float, Entry] | None:
-        """Remove and return the first entry that `is_wanted`, or None."""
-        first = min((item for item in self.entries if is_wanted(item[2])), default=None)
-        if first is None:
-            return None
-        self.entries.remove(first)
-        heapq.heapify(self.entries)
-        return first[0], first[2]
-
     def pop(self) -> tuple[float, Entry]:
         bound_s, _, entry = heapq.heappop(self.entries)
         return bound_s, entry
@@ -132,11 +131,23 @@ class Search:
     """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
     fitted_s: float = math.inf
     """Lower bound of the entry that is being fitted."""
-    is_hurried: bool = False
-    """Whether a first plan is wanted before all graphs are traced. That changes the order of fits, each of which expects to
-    lose as much memory to fragmentation as the one before: steps may differ by thousandths from those of a whole search."""
+    shows_first: bool = False
+    """Whether somebody watches, who gets a preliminary plan."""
+    preliminary: list[Fit] = field(default_factory=list)
+    """Plans from the first graphs, to be shown or taken until there are others; nothing in the search depends on them."""
+    is_gathered: bool = False
+    """Whether all degrees have a bound."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
+
+    _processes: ExitStack = field(default_factory=ExitStack)
+    """Processes that trace ahead, until the search is closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._processes.close()
 
     def __post_init__(self) -> None:
         request, report = self.request, self.report
@@ -160,9 +171,11 @@ class Search:
         sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
         if not sizes_of:
             raise InputError(obstacle(self.cluster, self.job, space))  # for any model
-        arguments = {
-            degrees: self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=sizes[0])))
+        arguments = {degrees: self._arguments(degrees, sizes[0]) for degrees, sizes in sizes_of.items()}
+        larger = {
+            degrees: self._arguments(degrees, sizes[1])
             for degrees, sizes in sizes_of.items()
+            if len(sizes) > 1
         }
         has_experts, is_ahead = space.ep is not None, False
 
@@ -170,30 +183,48 @@ class Search:
             traceable = (degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
             return [arguments[degrees] for degrees in self._unbounded(traceable)]
 
-        with Ahead(self.request.model, list(arguments.values()), self.report) as ahead:
-            if self._is_kept():
-                ahead.start(to_trace_ahead())
-            for degrees, sizes in sizes_of.items():
-                if degrees.ep > 1 and not has_experts:
-                    continue
-                if (narrower := self.coarse.narrower(degrees)) is not None:
-                    bound_s = self.coarse.wider_s(degrees, narrower)
-                    self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
-                else:
-                    self._gather_degrees(degrees, sizes)
-                    if self.is_hurried and self.is_own:
-                        self._fit_first()
-                if self.coarse.graphs and not is_ahead:
-                    is_ahead = True
-                    graph = next(iter(self.coarse.graphs.values()))
-                    has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
-                    if self._is_kept():
-                        ahead.finish(to_trace_ahead())
+        ahead = Ahead(self.request.model, [*arguments.values(), *larger.values()], self.report)
+        self._processes.enter_context(ahead)
+        if self._is_kept():
+            ahead.start(to_trace_ahead())
+        for degrees, sizes in sizes_of.items():
+            if degrees.ep > 1 and not has_experts:
+                continue
+            if (narrower := self.coarse.narrower(degrees)) is not None:
+                bound_s = self.coarse.wider_s(degrees, narrower)
+                self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
+            else:
+                self._gather_degrees(degrees, sizes)
+                self._fit_first()
+            if self.coarse.graphs and not is_ahead:
+                is_ahead = True
+                graph = next(iter(self.coarse.graphs.values()))
+                has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
+                if self._is_kept():
+                    ahead.finish(to_trace_ahead())
         self.untraced.sort(key=lambda untraced: untraced.bound_s)
         while self.untraced and not self.waiting:
             self._gather_untraced()
         if not self.waiting:
             self._refuse_nothing_to_try()
+        self.is_gathered = True
+        if self._is_kept():  # what may be wanted next
+            wider = [arguments[untraced.degrees] for untraced in self.untraced]
+            traced = {(graph.tp, graph.cp, graph.ep) for graph in self.coarse.graphs}
+            ahead.start(
+                [
+                    *wider[:2],
+                    *(
+                        sizes
+                        for degrees, sizes in larger.items()
+                        if (degrees.tp, degrees.cp, degrees.ep) in traced
+                    ),
+                ]
+            )
+
+    def _arguments(self, degrees: Configuration, microbatch: int) -> dict[str, Any]:
+        """Return the arguments of the tracer for degrees and a microbatch size."""
+        return self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=microbatch)))
 
     def _refuse_nothing_to_try(self) -> None:
         lacks = self.fitter.nearest_bound is not None
@@ -312,16 +343,37 @@ class Search:
                 self._work_out(bound_s, entry, total)
 
     def _fit_first(self) -> None:
-        """Fit a promising configuration of the graphs that are there, before more are traced: so there is a plan soon, and
-        degrees that cannot be faster are never traced."""
-        for _ in range(_FIRST_STEPS):
-            if self.fits:
+        """Fit a promising configuration of the graphs that are there, so that there is a plan before others are traced.
+
+        It keeps everything or recomputes every layer, whichever leaves memory to spare: to choose what to recompute takes
+        longer.
+        """
+        is_good = self.fastest is not None and self.fastest.step_seconds <= _POOR * self.waiting.least_s
+        if is_good or not self.shows_first:
+            return
+        fitter, num_tried = fitter_of(self.coarse, self.space), 0
+        for _, _, entry in sorted(self.waiting.entries, key=itemgetter(0, 1)):
+            if num_tried == _FIRST_TRIES:
                 return
-            partitioned = self.waiting.take(lambda entry: entry.is_split)
-            first = partitioned or self.waiting.take(lambda entry: entry.bounded_by is None)
-            if first is None:
+            if (first := self._with_room(entry)) is None:
+                continue
+            num_tried += 1
+            split = fitter.split(first)
+            if split and (fit := fitter.fit(split[1], math.inf, math.inf)) is not None:
+                self.preliminary.append(self._on_own_devices(fit))
                 return
-            self._work_out(*first, len(self.waiting))
+
+    def _with_room(self, entry: Entry) -> Entry | None:
+        """Return an entry that keeps everything or else recomputes every layer and has memory to spare by its bound, or None
+        if neither has or its graph is not there."""
+        chosen = entry.configuration.recompute
+        for recompute in ("none", "full") if chosen == "auto" else (chosen,):
+            configuration = replace(entry.configuration, recompute=recompute)
+            if entry.bounded_by is None:
+                missing = self.coarse.missing_bytes(configuration, configuration.traced, entry.cluster)
+                if missing < -_TO_SPARE * self.usable_bytes:
+                    return replace(entry, configuration=configuration)
+        return None
 
     def _work_out(self, bound_s: float, entry: Entry, total: int) -> None:
         """Trace, partition or fit an entry, whichever is next, and queue it again unless it is fitted or left out."""
@@ -386,26 +438,32 @@ class Search:
 
     @property
     def best(self) -> Fit | None:
-        """The fastest plan so far, or None."""
+        """The fastest plan of the search so far, or None."""
         return min(self.fits, key=lambda fit: fit.step_seconds, default=None)
 
     @property
+    def fastest(self) -> Fit | None:
+        """The fastest plan so far, the preliminary one included, or None."""
+        return min((*self.fits, *self.preliminary), key=lambda fit: fit.step_seconds, default=None)
+
+    @property
     def gap(self) -> float:
-        """By what share of the best plan's time a configuration that was not fitted could be faster, by the lower bounds."""
-        if self.best is None:
+        """By what share of the best plan's time a configuration that was not fitted could be faster, by the lower bounds; 1
+        before there are bounds."""
+        if self.fastest is None or not self.is_gathered:
             return 1.0
         untraced_s = min((untraced.bound_s for untraced in self.untraced), default=math.inf)
         least_s = min(self.fitted_s, self.waiting.least_s, untraced_s)
-        return max(0.0, 1 - least_s / self.best.step_seconds)
+        return max(0.0, 1 - least_s / self.fastest.step_seconds)
 
     def _so_far(self) -> str:
         """Return the best plan so far, for progress."""
-        if self.best is None:
+        if self.fastest is None:
             return ""
-        plan, gap = self.best.plan, self.gap
+        plan, gap = self.fastest.plan, self.gap
         degrees = f"pp {plan.pp} x dp {plan.dp}" + (f" x tp {plan.tp}" if plan.tp > 1 else "")
-        others = f", others at most {gap:.0%} faster" if gap >= 0.01 else ""
-        return f"best so far {format_seconds(self.best.step_seconds)} ({degrees}{others}); "
+        others = f", others at most {gap:.0%} faster" if 0.01 <= gap < 1 else ""
+        return f"best so far {format_seconds(self.fastest.step_seconds)} ({degrees}{others}); "
 
     @property
     def longest_s(self) -> float:
@@ -433,8 +491,10 @@ class Search:
 
     def add(self, fit: Fit) -> None:
         """Add a plan."""
-        plan = on_devices_of(fit.plan, self.cluster, fit.entry.cluster)
-        self.fits.append(replace(fit, plan=plan))
+        self.fits.append(self._on_own_devices(fit))
+
+    def _on_own_devices(self, fit: Fit) -> Fit:
+        return replace(fit, plan=on_devices_of(fit.plan, self.cluster, fit.entry.cluster))
 
     # -- pieces of the loss ------------------------------------------------------------------------------------------
 
@@ -468,17 +528,18 @@ class Search:
     # -- result ------------------------------------------------------------------------------------------------------
 
     def result(self) -> SearchResult:
-        """Return the best plans.
+        """Return the best plans; of a search that was ended before it had any, the preliminary one.
 
         Raises:
             PlanError: no configuration fits.
         """
-        if not self.fits:
+        fits = self.fits or self.preliminary
+        if not fits:
             raise self.fitter.failure()
         num_bounded = (
             self.num_bounded + self.fitter.num_slow + sum(map(self._num_configurations, self.untraced))
         )
-        plans = sorted((fit.plan for fit in self.fits), key=lambda plan: plan.predictions.step_seconds)
+        plans = sorted((fit.plan for fit in fits), key=lambda plan: plan.predictions.step_seconds)
         beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
         warnings = operator_warnings(self.coarse.without_rule) + ([] if beyond is None else [beyond])
         kept = (ranked(plans) if self.is_own else plans)[: self.request.keep or KEPT]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,9 +61,8 @@ def plan(
     checked(space.host_optimizer, cluster)
     space.check(cluster, job)
     request = Request(reference, cluster, job, space.of_runtime(job), keep)
-    is_hurried = patience_s is not None and math.isfinite(patience_s)
-    search = Search(request, report, trace, is_hurried=is_hurried)
-    with EarlyEnd(patience_s, search.fits) as searching:
+    search = Search(request, report, trace, shows_first=patience_s is not None)
+    with EarlyEnd(patience_s, lambda: search.fastest is not None) as searching, search:
         search.gather()
         search.work_out()
         if job.runtime == STAGEWRIGHT and (space.is_improved or not search.fits):

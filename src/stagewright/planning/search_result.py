@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -109,19 +109,19 @@ class SearchResult:
 
     def ended(self, what: str, gap: float) -> SearchResult:
         """Return this result of a search that `what` ended early, with a warning."""
-        shortest = f"; none of the others can be more than {gap:.1%} faster" if gap > 0 else ""
+        shortest = f"; none of the others can be more than {gap:.1%} faster" if 0 < gap < 1 else ""
         warnings = [f"{what}: {_SO_FAR}{shortest}", *self.warnings]
         return replace(self, warnings=warnings, ended_early=what, gap=gap)
 
 
 class EarlyEnd:
-    """A context that Ctrl-C, SIGTERM, or the end of a finite time leaves once `so_far` is not empty. Before that Ctrl-C and
+    """A context that Ctrl-C, SIGTERM, or the end of a finite time leaves once there is a plan. Before that Ctrl-C and
     SIGTERM raise `KeyboardInterrupt`, as they always do where `patience_s` is None.
 
     Signals that come in a compiled kernel wait until it has returned: numba does not check for exceptions there, and the
     process would crash.
 
-    >>> with EarlyEnd(math.inf, ["a plan"]) as searching:
+    >>> with EarlyEnd(math.inf, has_plan=lambda: True) as searching:
     ...     raise KeyboardInterrupt
     >>> searching.what
     'interrupted'
@@ -130,9 +130,9 @@ class EarlyEnd:
         InputError: a finite time in another thread than the main one, which alone gets signals.
     """
 
-    def __init__(self, patience_s: float | None, so_far: Sequence[object]) -> None:
+    def __init__(self, patience_s: float | None, has_plan: Callable[[], bool]) -> None:
         self.patience_s = patience_s
-        self.so_far = so_far
+        self.has_plan = has_plan
         self.what: str | None = None
         """What ended the search early."""
         self._why = "interrupted"
@@ -166,7 +166,7 @@ class EarlyEnd:
         else:
             waiting, self._waiting = self._waiting, None
         is_over = frame is not None and frame.f_code is EarlyEnd.__exit__.__code__
-        if is_over or (waiting == signal.SIGALRM and not self.so_far):
+        if is_over or (waiting == signal.SIGALRM and not self.has_plan()):
             return
         if is_in_kernel(frame):
             self._waiting = waiting
@@ -186,7 +186,7 @@ class EarlyEnd:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if not (isinstance(error, KeyboardInterrupt) and self.patience_s is not None and self.so_far):
+        if not (isinstance(error, KeyboardInterrupt) and self.patience_s is not None and self.has_plan()):
             return False
         self.what = self._why
         return True

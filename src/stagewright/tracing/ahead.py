@@ -19,8 +19,6 @@ from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 
-_FEWEST = 2
-"""Minimum number of graphs worth starting processes for, each of which first imports torch."""
 _MOST = 8
 _BYTES = 1.5 * 2**30
 """Memory of a process in bytes, estimated generously."""
@@ -62,19 +60,20 @@ class Ahead:
 
     def start(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Start to trace the missing graphs of `wanted` except the first, which the caller traces meanwhile."""
-        self._give([setting for setting in to_trace(self._model, wanted) if setting is not wanted[0]])
+        self._give([setting for setting in to_trace(self._model, wanted) if setting is not wanted[0]], 1)
 
     def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Trace the missing graphs of `wanted`, together with other processes if there are enough graphs."""
         for _ in range(2):  # some turn out not to follow from others
-            self._give(to_trace(self._model, wanted))
+            self._give(to_trace(self._model, wanted), 2)
             while (place := _next(self._queue, 0)) is not None:
                 self._say()
                 _trace(self._model, self._settings[place])
                 self._num_done += 1
             self._wait()
 
-    def _give(self, missing: Sequence[Mapping[str, Any]]) -> None:
+    def _give(self, missing: Sequence[Mapping[str, Any]], fewest: int) -> None:
+        """Give graphs to processes; so many are worth starting some, each of which first imports torch."""
         places = [
             place
             for place, setting in enumerate(self._settings)
@@ -83,7 +82,7 @@ class Ahead:
         num = min(_num_more_processes(), len(places))
         if self._model.kind == "factory" or not sys.executable or not num:
             return
-        if not self._workers and len(places) < _FEWEST:
+        if not self._workers and len(places) < fewest:
             return
         with contextlib.suppress(OSError):  # no process can be started
             while len(self._workers) < num:

@@ -7,6 +7,7 @@ traced before starts in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -72,22 +73,59 @@ def trace(
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
     wanted = TraceSettings.of(sizes | settings)
     facts = _facts(reference, wanted)
-    path = graph = None
+    path, graph, stamp = None, None, ""
     if use_cache:
         stamp = _stamp()
         path = _entry(facts, stamp)
         graph = _cached(facts, stamp, reference.kind != "factory")
     if graph is None:
-        report("importing torch")
-        from stagewright.tracing.trace import trace_reference
-
-        if reference.kind == "factory":
-            graph, is_kept = _watched(reference, lambda: trace_reference(reference, wanted, facts, report))
-        else:
-            graph, is_kept = trace_reference(reference, wanted, facts, report), True
-        if path is not None and is_kept:
-            _store(path, graph)
+        with _only_process(path):
+            if path is not None and path.exists():  # by now
+                graph = _cached(facts, stamp, False)
+            if graph is None:
+                graph, is_kept = _traced(reference, wanted, facts, report)
+                if path is not None and is_kept:
+                    _store(path, graph)
     return expanded(graph) if expand else graph
+
+
+def _traced(
+    reference: ModelReference, wanted: TraceSettings, facts: dict[str, Any], report: Callable[[str], None]
+) -> tuple[OperatorGraph, bool]:
+    """Return a new graph, and whether it may be kept."""
+    report("importing torch")
+    from stagewright.tracing.trace import trace_reference
+
+    if reference.kind == "factory":
+        return _watched(reference, lambda: trace_reference(reference, wanted, facts, report))
+    return trace_reference(reference, wanted, facts, report), True
+
+
+@contextlib.contextmanager
+def _only_process(path: Path | None) -> Iterator[None]:
+    """While this is open, other processes that open it for the same cached graph wait; where files cannot be locked, and for
+    None, they do not."""
+    locks = None if path is None else _locks(path.parent)
+    place = 0 if path is None else int(path.stem[:7], 16)  # a byte that need not exist
+    if locks is not None:
+        try:
+            fcntl.lockf(locks, fcntl.LOCK_EX, 1, place)
+        except OSError:  # such as on a network file system without locks
+            locks = None
+    try:
+        yield
+    finally:
+        if locks is not None:
+            fcntl.lockf(locks, fcntl.LOCK_UN, 1, place)
+
+
+@functools.cache  # to close the file would end all locks of this process
+def _locks(folder: Path) -> int | None:
+    """Return the descriptor of the file whose bytes stand for the graphs in `folder`, or None if there can be none."""
+    try:
+        return os.open(folder / "locks", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
 
 
 def _watched(reference: ModelReference, trace_it: Callable[[], OperatorGraph]) -> tuple[OperatorGraph, bool]:
