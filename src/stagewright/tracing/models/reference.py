@@ -21,6 +21,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import apply_overrides, check_sizes
+from stagewright.tracing.models.quantised import refuse_method
 from stagewright.tracing.models.source import factory_source, split_factory
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
@@ -86,7 +87,8 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     or its directory, or a Hugging Face id; in this order.
 
     `overrides` replaces keys of the config (`{"num_hidden_layers": 2}`; `dropout` stands for every dropout
-    probability) or is passed to the factory. Raises `InputError` when nothing fits or a file is malformed.
+    probability) or is passed to the factory. Raises `InputError` when nothing fits, a file is malformed, or the config says
+    that the weights are quantised by a method that no run reads.
 
     >>> resolve("llama-3-8b", {"num_hidden_layers": 2}).config["num_hidden_layers"]
     2
@@ -106,6 +108,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     name, path, config = _find_config(text)
     changed = apply_overrides(config, overrides)
     check_sizes(changed, name)
+    refuse_method(changed, text)
     unconfirmed = frozenset(changed) - frozenset(config)
     weights = path.parent if path is not None and _speaks_of_weights(path.parent) else None
     structure = {key: value for key, value in changed.items() if key not in _NOT_STRUCTURE}
