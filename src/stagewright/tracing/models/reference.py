@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -80,6 +82,17 @@ def bundled_names() -> list[str]:
     return sorted(
         path.name.removesuffix(".json") for path in _bundled().iterdir() if path.name.endswith(".json")
     )
+
+
+@cache
+def bundled_sources() -> Mapping[str, Mapping[str, Any]]:
+    """Return where the bundled configs come from by name: `parameters`, their number, and `model`, the published one; those
+    for tests and demonstrations have no `model`.
+
+    >>> bundled_sources()["llama-3-8b"]["parameters"]
+    8030261248
+    """
+    return tomllib.loads((_bundled() / "sources.toml").read_text(encoding="utf-8"))
 
 
 def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelReference:
