@@ -49,6 +49,23 @@ def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None =
     return validated(Cluster, document, origin)
 
 
+def given_cluster(cluster: Cluster | str | Path) -> Cluster:
+    """Return the cluster, loaded if it is a name or file.
+
+    Raises:
+        InputError: as `load_cluster` does.
+        TypeError: it is neither.
+    """
+    if isinstance(cluster, str | Path):
+        return load_cluster(cluster)
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"cluster is of type {type(cluster).__name__}: pass a catalog name such as '8x-h100', the path of a TOML file, "
+            "or what stagewright.load_cluster returns"
+        )
+    return cluster
+
+
 def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
     """Write `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`.
 

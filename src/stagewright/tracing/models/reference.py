@@ -95,7 +95,7 @@ def bundled_sources() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads((_bundled() / "sources.toml").read_text(encoding="utf-8"))
 
 
-def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelReference:
+def resolve(text: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelReference:
     """Return the model that `text` names: `package.module:factory`, `file.py:factory`, a bundled name, a config.json
     or its directory, or a Hugging Face id; in this order.
 
@@ -106,6 +106,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     >>> resolve("llama-3-8b", {"num_hidden_layers": 2}).config["num_hidden_layers"]
     2
     """
+    text = str(text) if isinstance(text, Path) else text
     if not isinstance(text, str):
         raise InputError(
             f"a model is given by its name, not as {type(text).__name__}: the ranks of a run create it again, each in "
