@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pydoc
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.estimate import estimate
-from stagewright.planning.job import Job
+from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import Plan
 from stagewright.schedule import build
 from stagewright.simulation import StageCosts
@@ -35,6 +37,66 @@ def test_a_plan_is_simulated_as_it_is(plan: Plan) -> None:
     assert stagewright.simulate(program, StageCosts.uniform(2)).makespan_s == 12.0
     with pytest.raises(InputError, match="states its own costs"):
         stagewright.simulate(plan, StageCosts.uniform(2))  # type: ignore[call-overload]
+
+
+def test_functions_take_names_dicts_and_files_as_the_command_line_does(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    job = {"global_batch": 4, "sequence_length": 32, "dtype": "fp32"}
+    found = stagewright.plan("tiny-llama", "2x1x-t4", job, pp=2, schedules=("1f1b",)).plans[0]
+    assert found.job == JOB and found.cluster.name == "2x1x-t4"
+    (tmp_path / "job.toml").write_text('global_batch = 4\nsequence_length = 32\ndtype = "fp32"\n')
+    again = stagewright.estimate("tiny-llama", "2x1x-t4", tmp_path / "job.toml", pp=2, schedule="1f1b")
+    assert again.predictions == plan.predictions
+    for given in (path, str(path)):
+        assert stagewright.estimate(given).predictions == plan.predictions
+        assert stagewright.explain(given) == stagewright.explain(plan)
+        assert stagewright.simulate(given).makespan_s == stagewright.simulate(plan).makespan_s
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: stagewright.plan("tiny-llama", 2, JOB),
+            "cluster is of type int: pass a catalog name such as",
+        ),
+        (
+            lambda: stagewright.plan("tiny-llama", "2x-t4", None),
+            "job is of type NoneType: pass a stagewright.Job, a dict",
+        ),
+        (lambda: stagewright.estimate("tiny-llama", {}, JOB), "cluster is of type dict"),
+        (lambda: stagewright.explain([]), "plan is of type list; pass a plan, or the path of one"),
+        (lambda: stagewright.simulate(3), "plan is of type int"),
+        (lambda: stagewright.check({}), "plan is of type dict"),
+        (lambda: stagewright.verify("tiny-llama", None), "plan is of type NoneType"),
+        (lambda: stagewright.profile("tiny-llama", 3), "job is of type int"),
+    ],
+)
+def test_other_types_are_a_type_error_that_says_what_to_pass(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_a_search_result_in_place_of_a_plan_says_where_its_plans_are() -> None:
+    found = stagewright.plan("tiny-llama", "2x1x-t4", JOB, pp=2, schedules=("1f1b",))
+    with pytest.raises(TypeError, match=r"SearchResult: its plans are in \.plans, best first"):
+        stagewright.explain(found)  # type: ignore[arg-type]
+
+
+def test_help_shows_no_addresses() -> None:
+    public = [name for name in stagewright.__all__ if name != "__version__"]
+    texts = {name: pydoc.plain(pydoc.render_doc(getattr(stagewright, name))) for name in public}
+    heads = {name: "\n".join(text.splitlines()[:6]) for name, text in texts.items()}
+    assert not [name for name, head in heads.items() if " at 0x" in head or "lambda" in head]
+    assert "report: 'Callable[[str], None] | None' = None" in heads["plan"]
+
+
+def test_a_memory_limit_may_be_a_text() -> None:
+    limited = {"global_batch": 4, "sequence_length": 32}
+    assert load_job(None, {**limited, "memory_limit": "16 GiB"}).memory_limit == 16 * 2**30
+    with pytest.raises(InputError, match="memory_limit"):
+        load_job(None, {**limited, "memory_limit": "16 GB of it"})
 
 
 def test_check_says_what_it_found(plan: Plan, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,14 @@ from stagewright.cluster.profile import OperatorProfile
 from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
 from stagewright.planning.checks import Allow
 from stagewright.planning.estimate import Report, staged_model_of
-from stagewright.planning.job import Job
+from stagewright.planning.job import Job, given_job
 from stagewright.planning.plan import Plan, cluster_of, given_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.step_times import simulated
 from stagewright.report.comparison import comparison_document
 from stagewright.report.runs import as_timed, longest_not_run, on_other_devices
+from stagewright.text import silent
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def compare(
     record: Record | str | Path,
     cluster: str | Path | Cluster | None = None,
     *,
-    allow: Allow = lambda plan, what: None,
-    report: Report = lambda stage: None,
+    allow: Allow | None = None,
+    report: Report | None = None,
 ) -> Comparison:
     """Compare a plan's predictions with the record of its run.
 
@@ -80,7 +81,7 @@ def compare(
     timed = as_timed(whole, run)
     measured = timeline_of(run, timed)
     planned = cluster_of(timed, cluster)
-    predicted = _predicted(timed, planned, cluster is None, allow, report)
+    predicted = _predicted(timed, planned, cluster is None, allow or silent, report or silent)
     document = comparison_document(timed, run, predicted, measured, clock_error_seconds(run))
     return Comparison(
         timed, run, predicted, measured, document, [*longest_not_run(whole, run), *_warnings(run, planned)]
@@ -114,7 +115,7 @@ def _warnings(record: Record, planned: Cluster) -> list[str]:
 
 def probe(
     device: str = "cpu", processes: int = 1, *, time_limit_s: float = 180.0,
-    report: Callable[[str, float], None] = lambda what, fraction: None,
+    report: Callable[[str, float], None] | None = None,
 ) -> Cluster:  # fmt: skip
     """Return this machine as a cluster of `processes` devices, measured in about fifteen seconds while all of them work.
 
@@ -124,12 +125,13 @@ def probe(
     """
     from stagewright.execution.probe import probe as probed
 
-    return probed(device, processes, report, time_limit_s)
+    return probed(device, processes, report or silent, time_limit_s)
 
 
 def profile(
-    model: str | ModelReference, job: Job, microbatches: Sequence[int] = (1,), *, device: str = "cpu",
-    processes: int = 1, seconds: float = 5.0, report: Callable[[str, float], None] = lambda what, fraction: None,
+    model: str | ModelReference, job: Job | Mapping[str, Any] | str | Path, microbatches: Sequence[int] = (1,), *,
+    device: str = "cpu",
+    processes: int = 1, seconds: float = 5.0, report: Callable[[str, float], None] | None = None,
 ) -> OperatorProfile:  # fmt: skip
     """Return measured times of a model's operators on this device, for `seconds` per microbatch size.
 
@@ -143,12 +145,14 @@ def profile(
     from stagewright.execution.profiling import profile as profiled
 
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    return profiled(reference, job, microbatches, device, processes, seconds, report=report)
+    return profiled(
+        reference, given_job(job), microbatches, device, processes, seconds, report=report or silent
+    )
 
 
 def verify(
     model: str, plan: Plan | str | Path, num_layers: int | None = None, *, device: str = "auto",
-    report: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] | None = None,
 ) -> Verification:  # fmt: skip
     """Verify that a reduced copy of a model, pipelined as `plan` says, trains as it does without pipelining (`holds`).
 
@@ -161,4 +165,4 @@ def verify(
     """
     from stagewright.execution.verification import verify as verified
 
-    return verified(model, given_plan(plan), num_layers, report, device)
+    return verified(model, given_plan(plan), num_layers, report or silent, device)

@@ -154,6 +154,17 @@ def read_json(
     return parse_json(read_text(path, what, fix, most_bytes), f"{what} '{path}'", fix, allows_infinity)
 
 
+def is_plan_file(path: str | Path) -> bool:
+    """Return whether `path` names a file that holds a plan (and not, say, a model's configuration)."""
+    if Path(path).suffix != ".json" or not os.path.isfile(path):
+        return False
+    try:
+        document = read_json(path, "plan")
+    except InputError:
+        return False
+    return isinstance(document, dict) and "predictions" in document
+
+
 def sealed(text: str) -> str:
     """Return the text of a JSON object with the digest of its content as the first key.
 

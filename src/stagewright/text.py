@@ -38,6 +38,10 @@ def say(message: str) -> None:
     print(printable(message), file=sys.stderr, flush=True)
 
 
+def silent(*_: object) -> None:
+    """Report nothing: what is used where no report is given."""
+
+
 def _shown(character: str) -> str:
     if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
         return character

@@ -12,7 +12,16 @@ import stagewright
 
 def test_the_door_is_pinned() -> None:
     assert stagewright.__all__ == [
+        "Cluster",
+        "InputError",
         "Job",
+        "Plan",
+        "PlanError",
+        "RunError",
+        "ScheduleError",
+        "Space",
+        "StagewrightError",
+        "TraceError",
         "Trainer",
         "__version__",
         "check",
@@ -30,7 +39,7 @@ def test_the_door_is_pinned() -> None:
         "trace",
         "verify",
     ]
-    assert set(stagewright.__all__) <= set(dir(stagewright))
+    assert dir(stagewright) == stagewright.__all__
     assert all(callable(getattr(stagewright, name)) for name in stagewright.__all__ if name[0] != "_")
 
 

@@ -173,7 +173,7 @@ def test_torchtitan_names_the_model(tmp_path: Path) -> None:
     for name, flavor, text in (
         ("llama3", "8B", "llama-3-8b"),
         ("deepseek_v3", "671B", "deepseek-v3"),
-        ("qwen3", "0.6B", "Qwen/Qwen3-0.6B"),
+        ("qwen3", "0.6B", "qwen3-0.6b"),
     ):
         path.write_text(f'[model]\nname = "{name}"\nflavor = "{flavor}"\n[training]\nseq_len = 64\n')
         assert read_configuration(path).read_model() == ModelRead(text)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
-from stagewright.planning.estimate import graph_of, line_of
+from stagewright.planning.estimate import graph_of, staged_model_of
 from stagewright.planning.plan import Plan, StagePolicy, load_plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.planning.prediction.predict import rank_memories, run_timeline
@@ -58,7 +58,7 @@ def check_drawn(path: Path, plan: Plan, kind: Kind) -> None:
     assert done.exit_code == 0, done.output
     assert files["svg"].read_text().startswith("<svg ")
     assert json.loads(files["trace"].read_text())["traceEvents"]
-    line = line_of(plan, plan.cluster.load())
+    line = staged_model_of(plan, plan.cluster.load())
     timeline, memories = run_timeline(line), rank_memories(line)
     for rank, curve in enumerate(plan_curves(line, timeline)):
         ends = [event.end_s for event in timeline.events(rank) if event.action.kind in COMPUTE]

@@ -83,4 +83,46 @@ def test_doctor_names_what_keeps_ranks_from_their_gpus() -> None:
 def test_models_say_their_family_and_size() -> None:
     lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
     (line,) = [one for one in lines if one.split()[:1] == ["llama-3-8b"]]
-    assert line.split() == ["llama-3-8b", "llama", "32", "4096", "32", "128256"]
+    assert line.split() == ["llama-3-8b", "llama", "8.03", "B", "32", "4096", "32", "128256"]
+
+
+def shown(*words: str) -> str:
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_one_model_is_shown_whole() -> None:
+    facts = dict(line.strip().split("  ", 1) for line in shown("models", "qwen3-30b-a3b").splitlines())
+    facts = {key: value.strip() for key, value in facts.items()}
+    assert facts["parameters"] == "30.53 B (30,532,122,624)" and facts["source"] == "Qwen/Qwen3-30B-A3B"
+    assert (facts["layers"], facts["experts per token"], facts["context length"]) == ("48", "8", "40960")
+    document = json.loads(shown("models", "gpt2", "--json"))
+    assert (document["parameters"], document["context_length"]) == (124439808, 1024)
+    assert document["config"]["n_embd"] == document["width"] == 768
+    done = CliRunner().invoke(app, ["models", "llama-3-9b"])
+    assert done.exit_code == 2 and "did you mean 'llama-3-8b'" in done.stderr
+
+
+def test_one_cluster_is_shown_with_its_sources_and_guesses(tmp_path: Path) -> None:
+    text = shown("clusters", "64x-h100")
+    for title in (
+        "64x-h100: 64 devices on 8 nodes",
+        "Links between h100",
+        "Network of",
+        "Host of",
+        "Device h100",
+    ):
+        assert title in text
+    assert "9.894e+14" not in text and "989.4 TFLOP/s" in text and "guess: " in text
+    document = json.loads(shown("clusters", "64x-h100", "--json"))
+    assert document["num_nodes"] == 8 and "nodes[0].device.memory_efficiency" in document["guesses"]
+    assert "nodes[0].intra_node.bandwidth" not in document["guesses"]
+    assert document["nodes"][0]["device"]["sources"]["memory_bandwidth"] == "NVIDIA H100 SXM datasheet, dense"
+    assert "Device h100" in shown("clusters", "h100")
+    path = tmp_path / "box.toml"
+    path.write_text('[[nodes]]\ndevices = ["rtx3090", "rtx4090"]\n')
+    text = shown("clusters", str(path))
+    assert "In the same node: 1 rtx4090" in text and "No host is described" in text
+    done = CliRunner().invoke(app, ["clusters", "8x-h1000"])
+    assert done.exit_code == 2 and "did you mean 'h100'" in done.stderr

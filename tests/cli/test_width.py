@@ -79,12 +79,13 @@ def assert_whole(*words: object) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        ("models",), ("clusters",), ("doctor",), ("trace", *MODEL), ("schedule", "1f1b", "--ranks", "4"),
+        ("models",), ("models", "llama-3-8b"), ("clusters",), ("clusters", "64x-h100"), ("doctor",),
+        ("trace", *MODEL), ("schedule", "1f1b", "--ranks", "4"),
         ("estimate", *MODEL, *JOB, "--cluster", "2x-rtx3090", "--by", "operator"),
         ("estimate", *MODEL, *JOB, "--cluster", "2x-rtx3090", "--by", "layer"),
         ("plan", *MODEL, *JOB, "--cluster", "4x-h100", "--runtime", "megatron-core+te", "--tokens", "1e9", "--pp", "2"),
     ],
-    ids=["models", "clusters", "doctor", "trace", "schedule", "operators", "layers", "runtime"],
+    ids=["models", "model", "clusters", "cluster", "doctor", "trace", "schedule", "operators", "layers", "runtime"],
 )  # fmt: skip
 def test_what_needs_no_plan_fits(words: tuple[str, ...]) -> None:
     if words[0] in ("models", "clusters"):

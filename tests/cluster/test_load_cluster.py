@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cluster import Cluster, load_cluster, save_cluster
+from stagewright.cluster import Cluster, arranged, load_cluster, save_cluster, without
 from stagewright.cluster.load import write_toml
 from stagewright.errors import InputError
 
@@ -34,6 +34,66 @@ def test_a_file_completes_itself_from_the_catalog(tmp_path: Path) -> None:
     assert group.inter_node.latency_s == load_cluster("8x-a100-40").nodes[0].inter_node.latency_s
     assert "site.toml" in (group.inter_node.source_of("bandwidth") or "")
     assert "site.toml" not in (group.inter_node.source_of("latency_s") or "")
+
+
+BOX = """
+[[nodes]]
+devices = ["rtx3090", "rtx3090", "rtx4090", "rtx4090"]
+"""
+
+
+def test_a_list_of_devices_is_one_node_on_pcie_without_a_host(tmp_path: Path) -> None:
+    box = load_cluster(written(tmp_path, BOX))
+    assert [box.device_of(rank).name for rank in range(4)] == ["rtx3090"] * 2 + ["rtx4090"] * 2
+    assert (box.num_nodes, box.ranks_of(0), {box.node_of(rank) for rank in range(4)}) == (1, range(4), {0})
+    slow, fast = (load_cluster(f"2x-{name}").nodes[0].intra_node for name in ("rtx3090", "rtx4090"))
+    assert box.link_between(0, 1) == slow and box.link_between(2, 3) == fast
+    assert box.link_between(1, 2).bandwidth == slow.bandwidth < fast.bandwidth
+    assert all(group.host is None for group in box.nodes)
+    assert repr(box) == "<Cluster site: 1 x 2 rtx3090 + 2 rtx4090>"
+
+
+def test_the_node_of_a_list_states_its_links_and_host(tmp_path: Path) -> None:
+    text = (
+        f'name = "site"\n{BOX}count = 2\nintra_node = {{ bandwidth = "20 GB/s" }}\ninter_node = {{ bandwidth = "1 GB/s" }}\n'
+        'host = { name = "desktop", memory_bytes = "64 GB", memory_bandwidth = "80 GB/s", memory_efficiency = 0.5 }\n'
+    )
+    boxes = load_cluster(written(tmp_path, text))
+    assert (boxes.num_devices, boxes.num_nodes, boxes.ranks_of(1)) == (8, 2, range(4, 8))
+    assert boxes.link_between(5, 6).bandwidth == 20e9
+    assert boxes.link_between(0, 6, 1).bandwidth == 1e9 and boxes.link_between(0, 6).bandwidth == 0.25e9
+    host = boxes.group_of(7).host
+    assert host is not None and (host.name, host.num_devices) == ("desktop", 4)
+    assert "site.toml" in (boxes.group_of(7).intra_node.source_of("bandwidth") or "")
+
+
+def test_devices_of_a_list_leave_their_fast_links(tmp_path: Path) -> None:
+    link = load_cluster(written(tmp_path, '[[nodes]]\ndevices = ["h100", "h100", "a100-80"]\n')).link_between(
+        0, 1
+    )
+    assert link.bandwidth < 32e9 and link.collectives is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ('devices = "rtx3090"', r"nodes\[0\].devices = 'rtx3090': must be a list of names"),
+        ("devices = []", r"nodes\[0\].devices = \[\]: must be a list of names"),
+        ('devices = ["rtx3090", 4]', "must be a list of names"),
+        ('devices = ["rtx3090", "rtx4900"]', "did you mean 'rtx4090'"),
+        ('devices = ["t4"]\ndevice = "t4"', "has both devices and device:"),
+        ('devices = ["t4"]\ndevices_per_node = 1', "has both devices and devices_per_node:"),
+        ('devices = ["t4"]\ncount = 0', r"nodes\[0\].count = 0: must be a whole number from 1"),
+        ('devices = ["t4", "l4"]\nlinks = 1', r"nodes\[0\]: unknown key 'links'"),
+        ('devices = ["t4", "l4"]\nhost = { name = "x" }', "host.memory_bytes is missing"),
+        ('device = "t4"\nsame_node = true', "means the node of the group before it"),
+    ],
+)
+def test_bad_lists_of_devices_are_one_error(tmp_path: Path, changed: str, words: str) -> None:
+    path = written(tmp_path, f"[[nodes]]\n{changed}\n")
+    with pytest.raises(InputError, match=words) as refusal:
+        load_cluster(path)
+    assert str(refusal.value).count("nodes[") <= 1
 
 
 def test_stating_a_bandwidth_drops_the_ring_figure_of_the_catalog(tmp_path: Path) -> None:
@@ -118,6 +178,24 @@ def test_saved_clusters_read_back_equal(tmp_path: Path, name: str) -> None:
     assert load_cluster(path) == cluster
     assert path.read_text().startswith("# copied by a test\n# on two lines\n")
     assert [entry.name for entry in path.parent.iterdir()] == ["copy.toml"]
+
+
+def test_nodes_of_several_kinds_survive_a_round_trip_and_the_loss_of_devices(tmp_path: Path) -> None:
+    boxes = load_cluster(written(tmp_path, f"{BOX}count = 2\n"))
+    save_cluster(boxes, tmp_path / "copy.toml", "copied by a test")
+    assert load_cluster(tmp_path / "copy.toml") == boxes
+    fewer = without(boxes, [0, 1, 5])
+    assert [fewer.device_of(rank).name for rank in range(5)] == ["rtx4090"] * 2 + ["rtx3090"] + [
+        "rtx4090"
+    ] * 2
+    assert [fewer.node_of(rank) for rank in range(5)] == [0, 0, 1, 1, 1]
+    turned = arranged(boxes, [7, 0, 1, 2, 3, 4, 5, 6])
+    assert (
+        turned.device_of(0).name == "rtx4090"
+        and turned.node_of(0) == 1
+        and list(turned.ranks_of(0)) == [1, 2, 3, 4]
+    )
+    assert turned.link_between(0, 5) == boxes.link_between(7, 4)
 
 
 def test_measured_bandwidth_survives_a_round_trip(tmp_path: Path) -> None:

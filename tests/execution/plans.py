@@ -11,7 +11,7 @@ from stagewright.execution.record import Record
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.estimate import line_of
+from stagewright.planning.estimate import staged_model_of
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import (
     ClusterSection,
@@ -157,4 +157,4 @@ def _policy(stage: Stage, policy: str) -> str | StagePolicy:
 def peaks_on_cpus(plan: Plan) -> list[int]:
     """What each pipeline rank of a plan for GPUs has at its peak on CPUs, which keep no buffers for transfers."""
     cluster = load_cluster(f"{plan.num_ranks}x-h100", {"device.kind": "cpu"})
-    return [memory.peak_bytes for memory in rank_memories(line_of(plan, cluster))]
+    return [memory.peak_bytes for memory in rank_memories(staged_model_of(plan, cluster))]

@@ -10,7 +10,7 @@ from cells import SMALL_LLAMA, Cell, predicted
 from test_sharded import check_equal, check_memory, outcomes
 
 from stagewright.cluster import load_cluster
-from stagewright.planning.estimate import line_of
+from stagewright.planning.estimate import staged_model_of
 from stagewright.planning.plan import load_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -36,4 +36,4 @@ def test_training_is_the_same_wherever_the_optimizer_is(cells: list[Cell], tmp_p
 
 
 def _host_bytes(cell: Cell, folder: Path) -> int:
-    return line_of(load_plan(cell.plan(folder)), load_cluster("8x-h100")).resident(0).host_bytes
+    return staged_model_of(load_plan(cell.plan(folder)), load_cluster("8x-h100")).resident(0).host_bytes

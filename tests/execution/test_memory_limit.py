@@ -10,7 +10,7 @@ from plans import peaks_on_cpus, trained
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.prediction.pipeline import allocatable_bytes
+from stagewright.planning.prediction.staged_model import allocatable_bytes
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
 

@@ -9,7 +9,7 @@ from plans import make_plan, peaks_on_cpus
 
 from stagewright.cluster import load_cluster
 from stagewright.execution.launch import run
-from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.plan import StagePolicy, load_plan
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.schedule.lower import insert_recomputation
@@ -28,7 +28,7 @@ def test_an_offloading_plan_uses_the_memory_that_was_predicted(pp: int, tmp_path
         sequence_length=128,
     )
     cluster = load_cluster(f"{pp}x-h100")
-    line = line_of(kept, cluster)
+    line = staged_model_of(kept, cluster)
     names = tuple(
         line.stages[0].graph.nodes[node].name
         for node in line.stages[0].graph.forward_ids[line.stages[0].start : line.stages[0].stop]
@@ -43,7 +43,7 @@ def test_an_offloading_plan_uses_the_memory_that_was_predicted(pp: int, tmp_path
     plan = estimate(plan, cluster)
     plan.save(tmp_path / "plan.json")
     plan = load_plan(tmp_path / "plan.json")
-    before, after = (rank_memories(line_of(one, cluster))[0].peak_bytes for one in (kept, plan))
+    before, after = (rank_memories(staged_model_of(one, cluster))[0].peak_bytes for one in (kept, plan))
     assert after < before
     record = run(tmp_path / "plan.json", steps=2, out=tmp_path / "run")
     assert record is not None

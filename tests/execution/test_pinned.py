@@ -22,7 +22,7 @@ from stagewright.execution import accelerator
 from stagewright.execution.accelerator import accelerator_of, install
 from stagewright.execution.offload import HostCopies
 from stagewright.execution.pinned import Piece, PinnedArena
-from stagewright.planning.estimate import line_of
+from stagewright.planning.estimate import staged_model_of
 from stagewright.planning.plan import load_plan
 from stagewright.planning.predictions import RankPrediction
 
@@ -158,7 +158,7 @@ def test_offloading_takes_what_was_predicted(schedule: str, tmp_path: Path) -> N
     """One block, allocated before the first step, that is as full as was predicted but for alignment."""
     cell = Cell(schedule=schedule, dp=1, pp=2, policy="offload", overrides=SMALL_LLAMA)
     path = cell.plan(tmp_path)
-    line = line_of(load_plan(path), load_cluster("8x-h100"))
+    line = staged_model_of(load_plan(path), load_cluster("8x-h100"))
     predicted = [line.offloaded_bytes(rank) for rank in range(2)]
     for rank, (pinned, most_used) in enumerate(run_ranks(offload, 2, str(path), predicted, timeout=90)):
         assert len(pinned) == 1

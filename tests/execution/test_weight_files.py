@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.loading import StartingTensors, StoredWeights
-from stagewright.execution.quantised import refuse_quantised
 from stagewright.execution.weight_files import INDEX, WeightFiles, check_weights
 from stagewright.graph.split import split_graph
 from stagewright.planning.plan import ModelSection, Plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel, build
+from stagewright.tracing.models.quantised import refuse_quantised
 from stagewright.tracing.models.reference import resolve
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "vocab_size": 64, "num_attention_heads": 4,
@@ -203,15 +203,45 @@ def to_int8(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{PROJECTION}_scale"] = scale
 
 
-@pytest.mark.parametrize(
-    "method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "torchao"]
-)
+QUANTISED = {
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq"},
+    "bitsandbytes": {"load_in_4bit": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors"},
+    "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
+    "torchao": {"quant_method": "torchao"},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
 def test_other_methods_are_refused_by_name(method: str, folder: Path) -> None:
-    change(folder, to_int8, quantization_config={"quant_method": method})
-    refused(
-        folder,
-        rf"quantised by the method '{method}' .*only fp8 and mxfp4 are supported: dequantise .*--random-weights",
-    )
+    plan = folder.parent / "plan.json"
+    plan_of(folder, plan)
+    change(folder, to_int8, quantization_config=QUANTISED[method])
+    with pytest.raises(
+        InputError, match=f"quantised by the method '{method}' .*only fp8 and mxfp4"
+    ) as refusal:
+        resolve(str(folder))
+    planning = [str(folder), "--cluster", "1x-t4", "--global-batch", "1", "--sequence-length", "8"]
+    out = ["--out", str(folder.parent / "out"), "--device", "cpu"]
+    for command in (
+        ["trace", str(folder)],
+        ["plan", *planning],
+        ["estimate", *planning],
+        ["run", str(plan), *out],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2 and " ".join(done.stderr.split()) == f"error: {refusal.value}", command
+    assert not (folder.parent / "out").exists()
+
+
+def test_quantised_weights_are_passed_over_if_the_model_is_to_have_none(folder: Path) -> None:
+    change(folder, to_int8, quantization_config=QUANTISED["bitsandbytes"])
+    plain = resolve(str(folder), {"quantization_config": None})
+    loaded = _plan().model_copy(update={"model": ModelSection.of(plain)})
+    with pytest.raises(InputError, match=f"has tensor .{PROJECTION}"):
+        check_weights(loaded, random_weights=False, is_resumed=False)
+    check_weights(loaded, random_weights=True, is_resumed=False)
 
 
 @pytest.mark.parametrize(

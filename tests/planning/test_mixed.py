@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning import search
 from stagewright.planning.candidate import with_cuts
+from stagewright.planning.checks import check
 from stagewright.planning.configuration import Configuration
+from stagewright.planning.cost import priced_results
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
@@ -48,6 +51,39 @@ def mixed() -> Cluster:
     }
     slow = fast.model_copy(update={"device": device.model_copy(update=figures), "count": 2})
     return Cluster(name="mixed", nodes=(slow, fast))
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Cluster:
+    path = tmp_path / "box.toml"
+    path.write_text('[[nodes]]\ndevices = ["rtx3090", "rtx3090", "rtx4090", "rtx4090"]\n')
+    return load_cluster(path)
+
+
+def test_the_unequal_cards_of_one_node_get_unequal_stages(box: Cluster, tmp_path: Path) -> None:
+    plan = best(box, pp=4)
+    devices = plan.devices or range(4)
+    names = [box.device_of(device).name for device in devices]
+    assert names in (["rtx3090"] * 2 + ["rtx4090"] * 2, ["rtx4090"] * 2 + ["rtx3090"] * 2)
+    seconds = [
+        stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+        for stage in plan.predictions.stages
+    ]
+    assert max(seconds) < 1.3 * min(seconds)  # of equal stages the slow cards would take twice as long
+    plan.save(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.cluster.device == "rtx3090 + rtx4090"
+    checked = check(loaded)
+    assert checked and list(checked.passed) == [
+        "document", "gradients", "program", "time", "model", "transfers", "memory",
+    ]  # fmt: skip
+    again = estimate(loaded, loaded.cluster.load()).predictions
+    assert again.step_seconds == pytest.approx(plan.predictions.step_seconds)
+
+
+def test_each_kind_of_a_nodes_cards_is_tried_alone(box: Cluster) -> None:
+    parts = priced_results("gpt2", box, JOB, "speed", 1e9, pp=2, dp=1, microbatch=2, schedules=("1f1b",))
+    assert {part.cluster.name for part in parts} == {"box", "2 rtx3090 of box", "2 rtx4090 of box"}
 
 
 def position_of(device: int, plan: Plan) -> int:

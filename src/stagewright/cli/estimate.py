@@ -23,7 +23,7 @@ from stagewright.cli.model import ModelOptions
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
-from stagewright.documents import parse_json, read_text
+from stagewright.documents import is_plan_file, parse_json, read_text
 from stagewright.errors import InputError, StagewrightError, nearest
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def estimate(
     from stagewright.planning.plan import cluster_of, load_plan
 
     from_file = configuration.from_file
-    from_plan = subject is not None and options.is_plan(subject)
+    from_plan = subject is not None and is_plan_file(subject)
     _refuse_ignored(from_plan)
     with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
         if subject is not None and from_plan:

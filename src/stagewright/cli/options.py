@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from stagewright.documents import parse_json_or_text, read_json
+from stagewright.documents import parse_json_or_text
 from stagewright.errors import InputError, nearest
 from stagewright.text import say
 from stagewright.units import parse_count
@@ -271,18 +270,6 @@ def as_measured(cluster: Cluster, profile: Path | None, record: Path | None) -> 
             f"{cluster.num_devices}: name the cluster of the run"
         )
     return with_slower_devices(cluster, run.device_slowdowns)
-
-
-def is_plan(text: str) -> bool:
-    """Return whether `text` names a file that holds a plan (and not, say, a model's configuration)."""
-    path = Path(text)
-    if path.suffix != ".json" or not os.path.isfile(path):
-        return False
-    try:
-        document = read_json(path, "plan")
-    except InputError:
-        return False
-    return isinstance(document, dict) and "predictions" in document
 
 
 def warn(messages: Iterable[str]) -> None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, is_plan, parse_settings
+from stagewright.cli.options import Json, parse_settings
 from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Pictures
 from stagewright.cli.program_costs import CostsOf, GivenCosts, costing_of
 from stagewright.cli.program_file import is_program_file, read_predicted_program
 from stagewright.cli.refuse import is_given, refuse
+from stagewright.documents import is_plan_file
 from stagewright.errors import InputError, ScheduleError
 from stagewright.limits import MOST_ACTIONS, check_seconds
 
@@ -115,7 +116,7 @@ def schedule(
     check_written(name, schedule_options)
     if memory_limit is not None and "memory_limit" in options_of(name):
         schedule_options["memory_limit"] = float(memory_limit)
-    if is_plan(name):
+    if is_plan_file(name):
         raise InputError(f"'{name}' is a plan: `stagewright simulate {name}` shows its timetable")
     if is_program_file(name):
         program, prediction = read_predicted_program(Path(name))

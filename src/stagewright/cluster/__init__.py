@@ -12,7 +12,7 @@ from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFractio
 from stagewright.cluster.dispatch import Tokens, dispatch_seconds
 from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
-from stagewright.cluster.load import load_cluster, save_cluster
+from stagewright.cluster.load import given_cluster, load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.profile import OperatorProfile, load_profile
 from stagewright.cluster.variants import arranged, with_slower_devices, with_slower_links, without
@@ -34,6 +34,7 @@ __all__ = [
     "all_to_all_seconds",
     "arranged",
     "dispatch_seconds",
+    "given_cluster",
     "load_cluster",
     "load_profile",
     "reduce_scatter_seconds",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -31,11 +31,16 @@ def measurement_cautions(cores_of_others: float | None) -> list[str]:
 
 
 class NodeGroup(SourcedModel):
-    """`count` equal nodes; each has `devices_per_node` devices and `num_nics` network adapters."""
+    """`count` equal nodes; each has `devices_per_node` devices and `num_nics` network adapters.
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"count"})
+    A node with several kinds of devices is a group for each kind, of which all but the first are in the `same_node`.
+    """
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"count", "same_node"})
 
     count: int = Field(default=1, ge=1, le=MOST_DEVICES)
+    same_node: bool = False
+    """Whether these devices are in the last node of the group before, and share its adapters and host."""
     devices_per_node: int = Field(ge=1, le=MOST_DEVICES)
     num_nics: int = Field(ge=1, le=MOST_DEVICES)
     device: Device
@@ -98,8 +103,15 @@ class Cluster(SourcedModel):
 
     def __repr__(self) -> str:
         """Show name and nodes; the whole description is long."""
-        nodes = ", ".join(f"{node.count} x {node.devices_per_node} {node.device.name}" for node in self.nodes)
-        return f"<Cluster {self.name}: {nodes}>"
+        parts = (
+            f"{'' if group.same_node else f'{group.count} x '}{group.devices_per_node} {group.device.name}"
+            for group in self.nodes
+        )
+        joined = "".join(
+            f"{' + ' if group.same_node else ', '}{part}"
+            for group, part in zip(self.nodes, parts, strict=True)
+        )
+        return f"<Cluster {self.name}: {joined.removeprefix(', ')}>"
 
     __str__ = __repr__
 
@@ -129,6 +141,16 @@ class Cluster(SourcedModel):
         return self
 
     @model_validator(mode="after")
+    def _shared_nodes(self) -> Cluster:
+        for number, group in enumerate(self.nodes):
+            if group.same_node and (number == 0 or group.count > 1):
+                raise ValueError(
+                    f"nodes[{number}] has same_node = true, which means the node of the group before it: give it count = 1 "
+                    "and a group before it, or leave same_node out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _measured_size(self) -> Cluster:
         if self.measured is not None:
             size = len(self.measured.bandwidth)
@@ -155,18 +177,30 @@ class Cluster(SourcedModel):
     def num_devices(self) -> int:
         return self._first_ranks[-1]
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
-        return sum(group.count for group in self.nodes)
+        return self._node_of_part[-1] + 1
 
     @cached_property
-    def _groups_by_node(self) -> tuple[NodeGroup, ...]:
+    def _parts(self) -> tuple[NodeGroup, ...]:
+        """The group of every part of a node with equal devices, which is all of the node if it has one kind."""
         return tuple(group for group in self.nodes for _ in range(group.count))
 
     @cached_property
+    def _node_of_part(self) -> tuple[int, ...]:
+        return tuple(accumulate((not part.same_node for part in self._parts[1:]), initial=0))
+
+    @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
-        """First rank of every node, then the number of ranks."""
-        return (0, *accumulate(group.devices_per_node for group in self._groups_by_node))
+        """First rank of every part, then the number of ranks."""
+        return (0, *accumulate(part.devices_per_node for part in self._parts))
+
+    @cached_property
+    def _ranks_of_node(self) -> tuple[range, ...]:
+        firsts = [
+            first for first, part in zip(self._first_ranks, self._parts, strict=False) if not part.same_node
+        ]
+        return tuple(starmap(range, pairwise((*firsts, self.num_devices))))
 
     @property
     def is_homogeneous(self) -> bool:
@@ -227,21 +261,25 @@ class Cluster(SourcedModel):
         """Whether all nodes are equal, have no measured links, and hold neighbouring ranks."""
         return not self.nodes[1:] and self.measured is None
 
-    def node_of(self, rank: int) -> int:
-        """Return the node of `rank`; raise `InputError` for a rank outside the cluster."""
+    def _part_of(self, rank: int) -> int:
+        """Return the part of a node that holds `rank`; raise `InputError` for a rank outside the cluster."""
         if not 0 <= rank < self.num_devices:
             raise InputError(
                 f"rank {rank} is outside cluster '{self.name}', whose ranks are 0 to {self.num_devices - 1}"
             )
         return bisect_right(self._first_ranks, rank) - 1
 
+    def node_of(self, rank: int) -> int:
+        """Return the node of `rank`; raise `InputError` for a rank outside the cluster."""
+        return self._node_of_part[self._part_of(rank)]
+
     def ranks_of(self, node: int) -> Sequence[int]:
         """Return the ranks on `node`."""
-        return range(self._first_ranks[node], self._first_ranks[node + 1])
+        return self._ranks_of_node[node]
 
     def group_of(self, rank: int) -> NodeGroup:
         """Return the group of nodes that holds `rank`."""
-        return self._groups_by_node[self.node_of(rank)]
+        return self._parts[self._part_of(rank)]
 
     def device_of(self, rank: int) -> Device:
         """Return the device of `rank`."""
@@ -249,8 +287,8 @@ class Cluster(SourcedModel):
 
     def kinds_of(self, ranks: Iterable[int]) -> tuple[Device, ...]:
         """Return the devices of `ranks`, equal ones once, in the order of the ranks."""
-        nodes = dict.fromkeys(map(self.node_of, ranks))
-        return tuple(dict.fromkeys(self._groups_by_node[node].device for node in nodes))
+        parts = dict.fromkeys(map(self._part_of, ranks))
+        return tuple(dict.fromkeys(self._parts[part].device for part in parts))
 
     def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
         """Return the link of a message from rank `src` to rank `dst`.
@@ -259,26 +297,34 @@ class Cluster(SourcedModel):
         time; by default every device of the node sends one. A measured bandwidth overrides the description and ignores this
         number.
         """
-        a, b = self.node_of(src), self.node_of(dst)
-        link = self._link_of_nodes(a, b, flows_per_node)
-        return link if self.measured is None else self.measured.applied(link, (src, dst), (a, b))
-
-    def _link_of_nodes(self, a: int, b: int, flows_per_node: int | None) -> Link:
+        a, b = self._part_of(src), self._part_of(dst)
         link = self._links.get((a, b, flows_per_node))
         if link is None:
             link = self._links[a, b, flows_per_node] = self._described_link(a, b, flows_per_node)
-        return link
+        if self.measured is None:
+            return link
+        return self.measured.applied(
+            link, self._numbers(src, dst), (self._node_of_part[a], self._node_of_part[b])
+        )
+
+    def _numbers(self, src: int, dst: int) -> tuple[int, int]:
+        """Return the numbers of the devices of two ranks."""
+        return src, dst
 
     @cached_property
     def _links(self) -> dict[tuple[int, int, int | None], Link]:
-        """Cache of links between nodes: searches need the same ones many thousand times."""
+        """Cache of links between parts of nodes: searches need the same ones many thousand times."""
         return {}
 
     def _described_link(self, a: int, b: int, flows_per_node: int | None) -> Link:
+        ends = [self._parts[part] for part in (a, b)]
         if a == b:
-            return self._groups_by_node[a].intra_node
-        ends = [self._groups_by_node[node] for node in (a, b)]
-        shares = [end.network_share(flows_per_node or end.devices_per_node) for end in ends]
+            return ends[0].intra_node
+        nodes = [self._node_of_part[part] for part in (a, b)]
+        if nodes[0] == nodes[1]:
+            return ends[0].intra_node.slower(ends[1].intra_node)
+        sizes = [len(self._ranks_of_node[node]) for node in nodes]
+        shares = [end.network_share(flows_per_node or size) for end, size in zip(ends, sizes, strict=True)]
         return shares[0].slower(shares[1])
 
     def point_to_point_seconds(self, num_bytes: float, src: int, dst: int) -> float:

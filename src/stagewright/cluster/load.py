@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stagewright.cluster.schema import validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
+from stagewright.limits import MOST_DEVICES
 
 _SOURCED_TABLES = ("device", "intra_node", "inter_node", "host")
 """Tables of a node with their own `sources`."""
@@ -45,6 +47,23 @@ def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None =
     for key, value in (overrides or {}).items():
         _override(document, key, value)
     return validated(Cluster, document, origin)
+
+
+def given_cluster(cluster: Cluster | str | Path) -> Cluster:
+    """Return the cluster, loaded if it is a name or file.
+
+    Raises:
+        InputError: as `load_cluster` does.
+        TypeError: it is neither.
+    """
+    if isinstance(cluster, str | Path):
+        return load_cluster(cluster)
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"cluster is of type {type(cluster).__name__}: pass a catalog name such as '8x-h100', the path of a TOML file, "
+            "or what stagewright.load_cluster returns"
+        )
+    return cluster
 
 
 def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
@@ -88,18 +107,67 @@ def _from_file(path: Path) -> dict[str, Any]:
     nodes = document.get("nodes")
     if isinstance(nodes, list):
         document["nodes"] = [
-            _completed(node, str(path)) if isinstance(node, dict) else node for node in nodes
+            group
+            for number, node in enumerate(nodes)
+            for group in (_groups(node, f"{path}: nodes[{number}]") if isinstance(node, dict) else [node])
         ]
     return document
 
 
-def _completed(node: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Complete a node whose `device` names a catalog entry with the figures of that entry."""
+def _groups(node: dict[str, Any], origin: str) -> list[dict[str, Any]]:
+    """Return the groups of a node: those of a list of `devices`, else the node, completed with the figures of the catalog if
+    its `device` is a name."""
+    file = origin.rpartition(":")[0]
+    if "devices" in node:
+        return _groups_of_list(node, origin, f"given in {file}")
     if not isinstance(node.get("device"), str):
-        return node
-    base = catalog_node(node["device"])
+        return [node]
     stated = {key: value for key, value in node.items() if key != "device"}
-    return _merged(base, stated, f"given in {origin}")
+    return [_merged(catalog_node(node["device"]), stated, f"given in {file}")]
+
+
+def _groups_of_list(node: dict[str, Any], origin: str, source: str) -> list[dict[str, Any]]:
+    """Return a group for every run of equal names in the `devices` of a node, which are joined by PCIe and have the host
+    that the node states, if any."""
+    names = node["devices"]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise InputError(
+            f'{origin}.devices = {names!r}: must be a list of names of the catalog, e.g. ["rtx3090", "rtx4090"]'
+        )
+    for key in ("device", "devices_per_node", "same_node"):
+        if key in node:
+            raise InputError(
+                f"{origin} has both devices and {key}: devices lists all of the node, so leave out {key}"
+            )
+    count = node.get("count", 1)
+    if not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
+        raise InputError(f"{origin}.count = {count!r}: must be a whole number from 1 to {MOST_DEVICES}")
+    stated = {key: value for key, value in node.items() if key not in ("devices", "count")}
+    if isinstance(host := stated.get("host"), Mapping):
+        stated["host"] = {"num_devices": len(names), **host}
+    network = catalog_node(names[0])
+    groups: list[dict[str, Any]] = []
+    for name, run in groupby(names):
+        base = catalog_node(name)
+        base |= {"intra_node": _pcie(base), "inter_node": network["inter_node"], "num_nics": 1}
+        base.pop("host", None)
+        part = {"devices_per_node": len(list(run)), "same_node": bool(groups)}
+        base["sources"] = {"num_nics": "guess: one adapter"}
+        groups.append(_merged(base, {**part, **stated}, source))
+    validated(NodeGroup, groups[0], origin)  # what the node states is wrong in every group or in none
+    return [{**groups[0], "count": count}] if len(groups) == 1 else groups * count
+
+
+def _pcie(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the link over PCIe of a catalog node's device: the node's own unless it is faster than the link to the host."""
+    to_host = node["device"]["host_link_bandwidth"]
+    if node["intra_node"]["bandwidth"] <= to_host:
+        return node["intra_node"]
+    sources = {
+        "latency_s": "guess: NCCL through host memory",
+        "bandwidth": "guess: through host memory, at half the rate of the link to the host",
+    }
+    return {"latency_s": 1e-5, "bandwidth": to_host / 2, "sources": sources}
 
 
 def _merged(base: dict[str, Any], stated: Mapping[str, Any], source: str) -> dict[str, Any]:

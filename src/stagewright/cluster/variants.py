@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from statistics import median
@@ -11,7 +11,6 @@ from typing import ClassVar
 from pydantic import model_validator
 
 from stagewright.cluster.cluster import Cluster, MeasuredBandwidth, NodeGroup
-from stagewright.cluster.link import Link
 from stagewright.errors import InputError
 
 _ALIKE = 1.1
@@ -48,20 +47,14 @@ class ArrangedCluster(Cluster):
     def is_uniform(self) -> bool:
         return False
 
-    def node_of(self, rank: int) -> int:
-        return super().node_of(self.order[rank] if 0 <= rank < len(self.order) else rank)
+    def _part_of(self, rank: int) -> int:
+        return super()._part_of(self.order[rank] if 0 <= rank < len(self.order) else rank)
 
     def ranks_of(self, node: int) -> Sequence[int]:
         return self._ranks[node]
 
-    def group_of(self, rank: int) -> NodeGroup:
-        return self._groups_by_node[self.node_of(rank)]
-
-    def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
-        link = self._link_of_nodes(self.node_of(src), self.node_of(dst), flows_per_node)
-        devices = self.order[src], self.order[dst]
-        nodes = self.node_of(src), self.node_of(dst)
-        return link if self.measured is None else self.measured.applied(link, devices, nodes)
+    def _numbers(self, src: int, dst: int) -> tuple[int, int]:
+        return self.order[src], self.order[dst]
 
 
 def arranged(cluster: Cluster, order: Sequence[int]) -> Cluster:
@@ -92,13 +85,7 @@ def without(cluster: Cluster, lost: Collection[int]) -> Cluster:
     """
     kept = [device for device in range(cluster.num_devices) if device not in lost]
     nodes = [list(on_node) for _, on_node in groupby(kept, cluster.node_of)]
-    shrunk = [
-        cluster.group_of(on_node[0]).model_copy(update={"count": 1, "devices_per_node": len(on_node)})
-        for on_node in nodes
-    ]
-    groups: list[NodeGroup] = []
-    for group, run in groupby(shrunk):
-        groups.append(group.model_copy(update={"count": len(list(run))}))
+    groups = _grouped([cluster.group_of(device) for device in on_node] for on_node in nodes)
     measured = cluster.measured
     if measured is not None:
         chosen = kept if measured.between == "ranks" else [cluster.node_of(on_node[0]) for on_node in nodes]
@@ -108,7 +95,7 @@ def without(cluster: Cluster, lost: Collection[int]) -> Cluster:
         }
         measured = measured.model_copy(update=matrices)
     return Cluster(
-        name=f"{len(kept)} devices of {cluster.name}", nodes=tuple(groups), measured=measured,
+        name=f"{len(kept)} devices of {cluster.name}", nodes=groups, measured=measured,
         collectives=() if lost else cluster.collectives, cores_of_others=cluster.cores_of_others,
     )  # fmt: skip
 
@@ -116,35 +103,35 @@ def without(cluster: Cluster, lost: Collection[int]) -> Cluster:
 def with_slower_devices(cluster: Cluster, slowdowns: Mapping[int, float]) -> Cluster:
     """Return `cluster` with the measured slowdown (`Device.pace`) of some devices, by number; the others get the median.
 
-    Devices of similar slowdown get the same one. A node is as fast as its slowest device; if the cluster is one node, its
-    devices become separate nodes joined by the same links. Ignores: slow links.
+    Devices of similar slowdown get the same one. Where there are several nodes, each is as fast as its slowest device.
+    Ignores: slow links.
     """
     middle = median(slowdowns.values())
     of_device = _alike([slowdowns.get(number, middle) for number in range(cluster.num_devices)])
-    if cluster.num_nodes == 1:
-        return _divided(cluster, of_device)
-    of_node = [max(of_device[rank] for rank in cluster.ranks_of(node)) for node in range(cluster.num_nodes)]
-    kinds = [(cluster.group_of(cluster.ranks_of(node)[0]), slowdown) for node, slowdown in enumerate(of_node)]
-    groups = [_group(group, slowdown, count=len(list(run))) for (group, slowdown), run in groupby(kinds)]
-    return cluster.model_copy(update={"nodes": tuple(groups)})
-
-
-def _divided(cluster: Cluster, of_device: list[float]) -> Cluster:
-    (node,) = cluster.nodes
-    if len(set(of_device)) == 1:
-        return cluster.model_copy(update={"nodes": (_group(node, of_device[0], count=1),)})
-    groups = []
-    for slowdown, run in groupby(of_device):
-        size = len(list(run))
-        part = {"devices_per_node": size, "num_nics": size, "inter_node": node.intra_node}
-        groups.append(_group(node, slowdown, count=1).model_copy(update=part))
-    return cluster.model_copy(update={"nodes": tuple(groups)})
-
-
-def _group(node: NodeGroup, slowdown: float, count: int) -> NodeGroup:
-    return node.model_copy(
-        update={"count": count, "device": node.device.model_copy(update={"pace": slowdown})}
+    nodes = [cluster.ranks_of(node) for node in range(cluster.num_nodes)]
+    if len(nodes) > 1:
+        of_device = [max(of_device[rank] for rank in ranks) for ranks in nodes for _ in ranks]
+    slower = (
+        [_with_pace(cluster.group_of(device), of_device[device]) for device in devices] for devices in nodes
     )
+    return cluster.model_copy(update={"nodes": _grouped(slower)})
+
+
+def _with_pace(group: NodeGroup, slowdown: float) -> NodeGroup:
+    return group.model_copy(update={"device": group.device.model_copy(update={"pace": slowdown})})
+
+
+def _grouped(nodes: Iterable[Sequence[NodeGroup]]) -> tuple[NodeGroup, ...]:
+    """Return the groups of nodes given by the group of each of their devices; equal neighbours become one group."""
+    parts = [
+        group.model_copy(update={"count": 1, "devices_per_node": len(list(run)), "same_node": number > 0})
+        for of_devices in nodes
+        for number, (group, run) in enumerate(groupby(of_devices))
+    ]
+    groups: list[NodeGroup] = []
+    for part, run in groupby(parts):
+        groups += [part] if part.same_node else [part.model_copy(update={"count": len(list(run))})]
+    return tuple(groups)
 
 
 def _alike(slowdowns: list[float]) -> list[float]:

@@ -17,7 +17,6 @@ import torch
 
 from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.conversions import Conversions
-from stagewright.execution.quantised import FIX, is_of_activations, leftovers_of, method_of, parts_of, scheme
 from stagewright.execution.weight_files import WeightFiles, adapter_file, open_weights, reading, some_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
@@ -25,6 +24,14 @@ from stagewright.text import say
 from stagewright.tracing.arguments import from_contents
 from stagewright.tracing.models.adapter_names import base_name, is_adapter, peft_name
 from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.quantised import (
+    FIX,
+    is_of_activations,
+    leftovers_of,
+    method_of,
+    parts_of,
+    scheme,
+)
 
 
 class StartingTensors(Mapping[str, torch.Tensor]):
@@ -126,12 +133,12 @@ class StoredWeights:
         config: content of the model's ``config.json``, which describes the quantisation of the weights.
 
     Raises:
-        InputError: files are missing or lie outside the folder, or the weights' quantisation is not supported.
+        InputError: files are missing or lie outside the folder.
     """
 
     def __init__(self, folder: Path, module: torch.nn.Module, config: Mapping[str, Any]) -> None:
         self._files = WeightFiles.of(folder)
-        self._method = method_of(config, str(folder))
+        self._method = method_of(config)
         self._scheme = scheme(config)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
@@ -294,7 +301,7 @@ _EXACT = (torch.bfloat16, torch.float32)  # represent every product of a four-bi
 def dequantised(
     key: str, parts: Sequence[torch.Tensor], scheme: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantise tensor `key` from its stored `parts` (`stagewright.execution.quantised.parts_of`) by the config's scheme.
+    """Dequantise tensor `key` from its stored `parts` (`quantised.parts_of`) by the config's scheme.
 
     The result is meant for `dtype` but need not have that type. Raises `InputError` where weights and scales do not fit
     each other."""

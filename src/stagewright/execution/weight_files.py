@@ -18,11 +18,11 @@ from stagewright.documents import read_json
 from stagewright.errors import InputError
 from stagewright.execution.base_model import BaseFile, BaseModelIdentity
 from stagewright.execution.manifest import MANIFEST, Manifest, check_contents, read_manifest
-from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
 from stagewright.text import say
 from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG
+from stagewright.tracing.models.quantised import method_of, refuse_quantised
 from stagewright.tracing.models.reference import OTHER_FORMATS, ModelReference, bundled_names
 
 INDEX = "model.safetensors.index.json"
@@ -122,8 +122,7 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
             )
         return
     folder = str(reference.weights)
-    method = method_of(reference.config or {}, folder)
-    refuse_quantised(WeightFiles.of(reference.weights).types(), method, folder)
+    refuse_quantised(WeightFiles.of(reference.weights).types(), method_of(reference.config or {}), folder)
 
 
 def adapter_file(folder: Path) -> Path:

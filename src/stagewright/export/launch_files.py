@@ -147,7 +147,7 @@ def node_shape(plan: Plan, kind: str) -> tuple[int, int]:
         InputError: nodes have different numbers of devices, or are only partly used; the message names `kind`.
     """
     cluster = plan.cluster.load()
-    sizes = {group.devices_per_node for group in cluster.nodes}
+    sizes = {len(cluster.ranks_of(node)) for node in range(cluster.num_nodes)}
     if len(sizes) > 1:
         raise InputError(
             f"{kind}: nodes of {cluster.name} have {', '.join(map(str, sorted(sizes)))} devices, and one launch line starts "

@@ -138,14 +138,14 @@ def _model(plan: Plan) -> tuple[str, str]:
 
 
 def model_text(name: str, flavor: str) -> str | None:
-    """Return the MODEL of a torchtitan model: a bundled model, or one of the Hugging Face hub; None if none is known."""
+    """Return the bundled model that is a torchtitan model; None if none is."""
     sizes = {key for key, model in _FLAVORS.items() if model == (name, flavor)}
     folders = {family for family, folder in _FOLDERS.items() if folder == name}
     for text in bundled_names():
         config = resolve(text).config or {}
         if config["model_type"] in folders and (flavor == text or _sizes(config) in sizes):
             return text
-    return f"Qwen/Qwen3-{flavor}" if sizes and name == "qwen3" else None
+    return None
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[str, int, int, int]:

@@ -26,6 +26,7 @@ from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline
 from stagewright.simulation import simulate as simulate_program
+from stagewright.text import silent
 from stagewright.units import format_bytes, format_seconds
 
 Allow = Callable[[Plan, str], None]
@@ -67,8 +68,8 @@ def check(
     cluster: str | Path | Cluster | None = None,
     *,
     with_model: bool = False,
-    allow: Allow = lambda plan, what: None,
-    report: Report = lambda stage: None,
+    allow: Allow | None = None,
+    report: Report | None = None,
 ) -> Checked:
     """Check whether a plan would run, before any machine is booked.
 
@@ -83,7 +84,7 @@ def check(
     try:
         loaded = given_plan(plan)
         on = None if cluster is None else cluster_of(loaded, cluster)
-        for name, detail in _checks(loaded, on, with_model, left_out, allow, report):
+        for name, detail in _checks(loaded, on, with_model, left_out, allow or silent, report or silent):
             passed[name] = detail  # noqa: PERF403  # kept when a later one raises
     except StagewrightError as error:
         return Checked(passed, tuple(left_out), error)
@@ -227,26 +228,27 @@ def check_predicted_memory(plan: Plan, cluster: Cluster) -> str:
 
 
 @overload
-def simulate(subject: Plan) -> Timeline: ...
+def simulate(subject: Plan | str | Path) -> Timeline: ...
 @overload
 def simulate(subject: Program, costs: StageCosts, *args: Any, **options: Any) -> Timeline: ...
-def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
-    """Return when every action of a batch runs: for a plan with the costs that it states, for a program with the given
-    ones and the other arguments of `stagewright.simulation.simulate`.
+def simulate(subject: Plan | str | Path | Program, *args: Any, **options: Any) -> Timeline:
+    """Return when every action of a batch runs: for a plan, or that of a file, with the costs that it states; for a program
+    with the given ones and the other arguments of `stagewright.simulation.simulate`.
 
     Raises:
         InputError: the plan states no costs, or costs of another number of stages are given.
         ScheduleError: the program deadlocks.
     """
-    if not isinstance(subject, Plan):
+    if isinstance(subject, Program):
         return simulate_program(subject, *args, **options)
     if args or options:
         raise InputError(
             "a plan states its own costs: give no other argument, or pass its program, `stage_program(plan)`"
         )
-    costs = subject.predictions.costs
+    plan = given_plan(subject)
+    costs = plan.predictions.costs
     if costs is None:
         raise InputError(
             "the plan does not state its costs: `stagewright.estimate(plan, cluster)` returns one that does"
         )
-    return simulated(stage_program(subject), costs)
+    return simulated(stage_program(plan), costs)

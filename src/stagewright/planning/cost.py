@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from stagewright.cluster import Cluster, NodeGroup
+from stagewright.cluster import Cluster, Device, without
 from stagewright.cluster.prices import Price, Terms, list_prices
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.job import Job
@@ -166,7 +166,7 @@ def priced_results(
 def _parts(cluster: Cluster, objective: Objective) -> list[Cluster]:
     """Return the parts of a cluster to plan for; each kind of nodes alone may be faster than all together."""
     if len(cluster.nodes) > 1 and cluster.measured is None:
-        kinds = [_part(cluster, group) for group in cluster.nodes]
+        kinds = _kinds(cluster)
         return (
             [cluster, *kinds]
             if objective == "speed"
@@ -175,9 +175,22 @@ def _parts(cluster: Cluster, objective: Objective) -> list[Cluster]:
     return [cluster] if objective == "speed" else halves(cluster)
 
 
-def _part(cluster: Cluster, group: NodeGroup) -> Cluster:
-    name = f"{group.count * group.devices_per_node} {group.device.name} of {cluster.name}"
-    return Cluster(name=name, nodes=(group,), sources=cluster.sources)
+def _kinds(cluster: Cluster) -> list[Cluster]:
+    """Return the parts of a cluster that have one kind of device, and as many of them on each node."""
+
+    def kind_of(rank: int) -> tuple[Device, int]:
+        group = cluster.group_of(rank)
+        return group.device, group.devices_per_node
+
+    ranks = range(cluster.num_devices)
+    kinds = dict.fromkeys(map(kind_of, ranks))
+    parts = (without(cluster, [rank for rank in ranks if kind_of(rank) != kind]) for kind in kinds)
+    return [_named(part, cluster) for part in parts]
+
+
+def _named(part: Cluster, cluster: Cluster) -> Cluster:
+    name = f"{part.num_devices} {part.device.name} of {cluster.name}"
+    return part.model_copy(update={"name": name, "sources": cluster.sources})
 
 
 def halves(cluster: Cluster) -> list[Cluster]:
@@ -193,5 +206,8 @@ def halves(cluster: Cluster) -> list[Cluster]:
     parts, count = [cluster], group.count
     while count % 2 == 0:
         count //= 2
-        parts.append(_part(cluster, group.model_copy(update={"count": count})))
+        half = cluster.model_copy(
+            update={"nodes": (group.model_copy(update={"count": count}),), "collectives": ()}
+        )
+        parts.append(_named(half, cluster))
     return parts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, given_cluster
+from stagewright.documents import is_plan_file
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.eager_step import step_memory
@@ -17,9 +19,9 @@ from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.candidate import make_candidate, make_plan
 from stagewright.planning.configuration import Configuration, Recompute
-from stagewright.planning.job import Job
+from stagewright.planning.job import Job, given_job
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
-from stagewright.planning.plan import ClusterSection, Plan
+from stagewright.planning.plan import ClusterSection, Plan, cluster_of, load_plan
 from stagewright.planning.plan_stages import staged_by_plan
 from stagewright.planning.prediction.predict import predict
 from stagewright.planning.prediction.sharding import check_shard_size
@@ -28,6 +30,7 @@ from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
 from stagewright.planning.sequence_lengths import with_lengths
 from stagewright.planning.space import recompute_of
+from stagewright.text import silent
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -36,25 +39,27 @@ Report = Callable[[str], None]
 
 
 def estimate(
-    subject: Plan | str | ModelReference,
-    cluster: Cluster,
-    job: Job | None = None,
+    subject: Plan | str | Path | ModelReference,
+    cluster: Cluster | str | Path | None = None,
+    job: Job | Mapping[str, Any] | str | Path | None = None,
     configuration: Configuration | None = None,
     *,
-    report: Report = lambda stage: None,
-    trace: Trace = cached_trace,
+    report: Report | None = None,
+    trace: Trace | None = None,
     **fields: Any,
 ) -> Plan:
-    """Return a plan, or a model in one configuration, with fresh predictions for `cluster`, whether or not it fits.
+    """Return a plan, or the one in a file, or a model in one configuration, with fresh predictions for `cluster`.
 
-    A plan keeps its own job, degrees and cuts. A model needs `job`, and the partition is the one a search would take.
-    The model is built, which runs the code of a factory; a plan's own `predictions` need no model.
+    It need not fit. A plan keeps its own job, degrees and cuts. A model needs `job`, and the partition is the one a search
+    would take. The model is built, which runs the code of a factory; a plan's own `predictions` need no model.
 
     Args:
+        cluster: a cluster, its name in the catalog or its file; default: the plan's.
+        job: a job, a dict of its fields or its file.
         configuration: that of a model; by default one replica on a pipeline over all devices.
         fields: fields of `Configuration` by name, in place of `configuration`.
         report: called with a line of text about the progress.
-        trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
+        trace: makes operator graphs; default: `stagewright.tracing.cache.trace`, whose arguments it takes.
 
     Raises:
         InputError: degrees that do not fit the cluster or the batch, a model without a job, or a runtime that does not
@@ -62,13 +67,20 @@ def estimate(
         PlanError: a plan made for another model, or more stages than legal cuts.
         TraceError: the model cannot be traced.
     """
+    report, trace = report or silent, trace or cached_trace
+    if isinstance(subject, str | Path) and is_plan_file(subject):
+        subject = load_plan(subject)
     if isinstance(subject, Plan):
+        cluster = cluster_of(subject, cluster)
         subject.job.check_devices(cluster)
         again = any(policy in ("layers", "recompute", "selective") for policy in subject.memory_policy)
         _check_loop(subject.job, subject, again)
         return _of_loop(_of_plan(subject, cluster, report, trace), cluster, report, trace)
-    if job is None:
-        raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
+    if job is None or cluster is None:
+        raise InputError(
+            "an estimate of a model needs a cluster and a job: give both, the job with global_batch and sequence_length"
+        )
+    cluster, job = given_cluster(cluster), given_job(job)
     job.check_runtime()
     job.check_devices(cluster)
     request = Configuration.of(configuration, **fields)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import InputError, ScheduleError
 from stagewright.frames import data_frame, html_table
-from stagewright.planning.plan import Plan
+from stagewright.planning.plan import Plan, given_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import COMPUTING, with_equal_stages, with_transfers
 from stagewright.planning.prediction.step_times import simulated, simulated_seconds, whole_step_seconds
@@ -91,13 +92,14 @@ class Explanation:
         return ["kind", "what", "seconds", "note"], rows
 
 
-def explain(plan: Plan) -> Explanation:
-    """Explain the predicted time of a step of `plan`, at its longest sequence length.
+def explain(plan: Plan | str | Path) -> Explanation:
+    """Explain the predicted time of a step of `plan`, or of the plan in a file, at its longest sequence length.
 
     Raises:
         InputError: the plan does not state its costs.
         ScheduleError: its program does not run.
     """
+    plan = given_plan(plan)
     costs = plan.predictions.costs
     if costs is None:
         raise InputError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cluster.schema import RefusedValues, StrictModel, parse_amount, validated
@@ -106,10 +106,14 @@ class Job(StrictModel):
     """Steps without an overflow after which the loss scale is doubled."""
     num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    memory_limit: Annotated[int | None, BeforeValidator(parse_amount)] = Field(
-        default=None, gt=0, le=MOST_BYTES
-    )
+    memory_limit: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Bytes of a device that a plan may use; None: its memory less reserve and context."""
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _of_text(cls, limit: Any) -> Any:
+        """Convert a text such as ``16 GiB``."""
+        return parse_amount(limit)
 
     @field_validator("runtime")
     @classmethod
@@ -431,6 +435,25 @@ class Job(StrictModel):
             f"the memory limit of {format_bytes(self.memory_limit)} is more than the "
             f"{format_bytes(device.usable_bytes)} that a {device.name} can give: plans that need more do not run on it"
         )
+
+
+def given_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
+    """Return the job, validated if it is a dict and loaded if it is a file.
+
+    Raises:
+        InputError: as `load_job` does.
+        TypeError: it is nothing of that.
+    """
+    if isinstance(job, Job):
+        return job
+    if isinstance(job, Mapping):
+        return load_job(None, job)
+    if not isinstance(job, str | Path):
+        raise TypeError(
+            f"job is of type {type(job).__name__}: pass a stagewright.Job, a dict of its fields such as "
+            "{'global_batch': 64, 'sequence_length': 2048}, or the path of a job.toml"
+        )
+    return load_job(job)
 
 
 def load_job(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Job:

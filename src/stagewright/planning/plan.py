@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
-from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster import Cluster, given_cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
@@ -564,8 +564,20 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def given_plan(plan: Plan | str | Path) -> Plan:
-    """Return the plan, loaded if it is a file. Raises `InputError` if the file is not a plan."""
-    return plan if isinstance(plan, Plan) else load_plan(plan)
+    """Return the plan, loaded if it is a file.
+
+    Raises:
+        InputError: the file is not a plan.
+        TypeError: it is neither.
+    """
+    if isinstance(plan, str | Path):
+        return load_plan(plan)
+    if not isinstance(plan, Plan):
+        hint = ": its plans are in .plans, best first" if hasattr(plan, "plans") else ""
+        raise TypeError(
+            f"plan is of type {type(plan).__name__}{hint}; pass a plan, or the path of one that was saved as plan.json"
+        )
+    return plan
 
 
 def cluster_of(plan: Plan, cluster: Cluster | str | Path | None) -> Cluster:
@@ -574,6 +586,4 @@ def cluster_of(plan: Plan, cluster: Cluster | str | Path | None) -> Cluster:
     Raises:
         InputError: there is no such cluster, or the plan describes none and its name is not in the catalog.
     """
-    if cluster is None:
-        return plan.cluster.load()
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    return plan.cluster.load() if cluster is None else given_cluster(cluster)

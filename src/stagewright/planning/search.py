@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, given_cluster
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.best_first import Request, Search
 from stagewright.planning.bounds.coarse import Trace
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.improvement import improve
-from stagewright.planning.job import Job
+from stagewright.planning.job import Job, given_job
 from stagewright.planning.memory.host_optimizer import checked
 from stagewright.planning.search_result import EarlyEnd, SearchResult
 from stagewright.planning.sequence_lengths import best_over_lengths
 from stagewright.planning.space import Space
+from stagewright.text import silent
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 
 def plan(
-    model: str | ModelReference,
-    cluster: Cluster,
-    job: Job,
+    model: str | Path | ModelReference,
+    cluster: Cluster | str | Path,
+    job: Job | Mapping[str, Any] | str | Path,
     space: Space | None = None,
     *,
     keep: int | None = None,
-    report: Callable[[str], None] = lambda stage: None,
-    trace: Trace = cached_trace,
+    report: Callable[[str], None] | None = None,
+    trace: Trace | None = None,
     patience_s: float | None = None,
     **within: Any,
 ) -> SearchResult:
@@ -39,11 +41,13 @@ def plan(
     much of the model as its devices have speed and memory for; the fast devices come first or last.
 
     Args:
+        cluster: a cluster, its name in the catalog or its file.
+        job: a job, a dict of its fields or its file.
         space: the search space; by default everything that the runtime supports.
         keep: number of plans; by default all that had to be evaluated to find the best, at most five.
         within: fields of `Space` by name, in place of those of `space`.
         report: called with a line of text about the progress.
-        trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
+        trace: makes operator graphs; default: `stagewright.tracing.cache.trace`, whose arguments it takes.
         patience_s: seconds after which the search ends with the plans so far, or as soon as there is one, and a warning; so
             it does on Ctrl-C and SIGTERM, at any time if infinite. A finite time needs the main thread. None: all is tried.
 
@@ -52,6 +56,8 @@ def plan(
         TraceError: the model cannot be traced.
         PlanError: no configuration fits; the message has the missing memory of the best, and what would fit.
     """
+    report, trace = report or silent, trace or cached_trace
+    cluster, job = given_cluster(cluster), given_job(job)
     reference = model if isinstance(model, ModelReference) else resolve(model)
     space = Space.of(space, **within)
     job.check_stages()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from typing import Any
 
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster import Cluster, Device, NodeGroup
 from stagewright.cluster.prices import list_prices
-from stagewright.report.tables import Table, facts, table
+from stagewright.cluster.schema import SourcedModel
+from stagewright.report.tables import Table, facts, plural, table
 from stagewright.units import GIB, GIGA, TERA, format_bytes, format_seconds
 
 
@@ -45,6 +50,108 @@ def prices_line(devices: Iterable[str]) -> str:
 def _tera(device: Device, precision: str) -> str:
     peak = device.peak_flops.get(precision)
     return "" if peak is None else f"{peak / TERA:.4g}"
+
+
+def cluster_tables(cluster: Cluster) -> list[Table | str]:
+    """Return every figure of a cluster with its source: of its nodes, links and hosts, and of devices with their prices."""
+    nodes = plural(cluster.num_nodes, "node")
+    shown: list[Table | str] = [f"{cluster.name}: {plural(cluster.num_devices, 'device')} on {nodes}"]
+    figures = list(_figures(cluster))
+    for title, run in groupby(figures, key=lambda figure: figure.part):
+        rows, last = [], ""
+        for figure in run:
+            rows.append((figure.name, figure.value, "as above" if figure.source == last else figure.source))
+            last = figure.source
+        shown.append(table(title, ("figure", "value", "source"), rows, text=3))
+    if any(group.host is None for group in cluster.nodes):
+        shown.append("No host is described: no optimizer state is kept there.")
+    guesses = sum(figure.is_guess for figure in figures)
+    shown.append(
+        f"{guesses} of these {len(figures)} figures are guesses, or partly so: their sources say it."
+    )
+    return shown
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """Return a cluster as a JSON document: its description with `sources`, the keys of guesses, and prices by device."""
+    return {
+        **cluster.model_dump(mode="json", exclude_none=True),
+        "num_devices": cluster.num_devices,
+        "num_nodes": cluster.num_nodes,
+        "guesses": [figure.key for figure in _figures(cluster) if figure.is_guess],
+        "prices": {
+            group.device.name: {terms: vars(price) for terms, price in list_prices(group.device.name).items()}
+            for group in cluster.nodes
+        },
+    }
+
+
+@dataclass(frozen=True)
+class _Figure:
+    part: str
+    key: str
+    """Where it is in the description: ``nodes[0].device.memory_bytes``."""
+    name: str
+    value: str
+    source: str
+
+    @property
+    def is_guess(self) -> bool:
+        return "guess" in self.source
+
+
+def _figures(cluster: Cluster) -> Iterator[_Figure]:
+    """Yield the figures of a cluster; parts that equal those of an earlier group of nodes once."""
+    seen: list[SourcedModel] = []
+    for number, group in enumerate(cluster.nodes):
+        for place, title, part in _parts(group):
+            if part in seen:
+                continue
+            seen.append(part)
+            at = f"nodes[{number}].{place}".rstrip(".")
+            for name in part.figures():
+                value = reduce(getattr, name.split("."), part)
+                is_shared = group.same_node and name == "num_nics"
+                if isinstance(value, bool | int | float | str) and not is_shared:
+                    yield _Figure(
+                        title, f"{at}.{name}", name, _shown(name, value), part.source_of(name) or ""
+                    )
+            if part is group.device:
+                for terms, price in list_prices(group.device.name).items():
+                    source = f"{price.source}, {price.date}"
+                    yield _Figure(title, "", f"price {terms}", f"{price.dollars:.2f} $/h", source)
+
+
+def _parts(group: NodeGroup) -> Iterator[tuple[str, str, SourcedModel]]:
+    """Yield place, title and figures of the parts of a group of nodes."""
+    name, devices = group.device.name, f"{group.devices_per_node} {group.device.name}"
+    nodes = (
+        f"In the same node: {devices}" if group.same_node else f"{plural(group.count, 'node')} of {devices}"
+    )
+    yield "", nodes, group
+    yield "intra_node", f"Links between {name} of a node, per device", group.intra_node
+    yield "inter_node", f"Network of nodes with {name}, per adapter", group.inter_node
+    if group.host is not None:
+        yield "host", f"Host of nodes with {name}: {group.host.name}", group.host
+    yield "device", f"Device {name}", group.device
+
+
+def _shown(name: str, value: bool | float | str) -> str:
+    """
+    >>> _shown("peak_flops.bf16", 989.4e12), _shown("latency_s", 6e-6), _shown("count", 8), _shown("shares", True)
+    ('989.4 TFLOP/s', '6.0 us', '8', 'yes')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if name.startswith("peak_flops."):
+        return f"{value / TERA:.4g} TFLOP/s"
+    if name.endswith("bandwidth"):
+        return f"{value / GIGA:,.4g} GB/s"
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if name.endswith("_s") else f"{value:.4g}"
 
 
 _SLOW = 0.5

@@ -29,7 +29,7 @@ from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.graph.repeat import expanded
 from stagewright.graph.resize import Unlike, at_degree, at_samples
-from stagewright.text import say
+from stagewright.text import say, silent
 from stagewright.tracing.dependencies import FACT, Dependencies, FileWatch
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import factory_file, split_factory
@@ -40,13 +40,13 @@ _T = TypeVar("_T")
 
 
 def trace(
-    model: str | ModelReference,
+    model: str | Path | ModelReference,
     microbatch_size: int,
     sequence_length: int,
     dtype: str = "float32",
     overrides: Mapping[str, Any] | None = None,
     *,
-    report: Callable[[str], None] = lambda stage: None,
+    report: Callable[[str], None] | None = None,
     use_cache: bool = True,
     expand: bool = True,
     **settings: Any,
@@ -69,6 +69,7 @@ def trace(
         InputError: the reference cannot be resolved or built, or not split over its ranks, or there is no such setting.
         TraceError: the model cannot be traced; names module and line.
     """
+    report = report or silent
     sizes = {"microbatch_size": microbatch_size, "sequence_length": sequence_length, "dtype": dtype}
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
     wanted = TraceSettings.of(sizes | settings)

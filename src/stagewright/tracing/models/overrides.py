@@ -28,8 +28,9 @@ _NEEDED = frozenset({
     *(name for names in _SYNONYMS for name in names),
 })  # fmt: skip
 """Sizes and counts without which there is no model; of others, such as shared experts, there may be 0."""
-_SIZE = re.compile(r"(num|n|d)_.+|.+_(size|dim|heads|layers|rank|experts)|expand")
-"""Keys of the configurations of all families that say how many of something there are, or how large it is."""
+_SIZE = re.compile(r"(?!mscale)((num|n|d)_.+|.+_(size|dim|heads|layers|rank|experts)|expand)")
+"""Keys of the configurations of all families that say how many of something there are, or how large it is; not the factor
+`mscale_all_dim` of scaled positions."""
 _NO_LIMIT = -1
 """Value for a size without limit in several families."""
 _PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")

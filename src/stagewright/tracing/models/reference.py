@@ -9,8 +9,10 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,6 +23,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import apply_overrides, check_sizes
+from stagewright.tracing.models.quantised import refuse_method
 from stagewright.tracing.models.source import factory_source, split_factory
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
@@ -81,16 +84,29 @@ def bundled_names() -> list[str]:
     )
 
 
-def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelReference:
+@cache
+def bundled_sources() -> Mapping[str, Mapping[str, Any]]:
+    """Return where the bundled configs come from by name: `parameters`, their number, and `model`, the published one; those
+    for tests and demonstrations have no `model`.
+
+    >>> bundled_sources()["llama-3-8b"]["parameters"]
+    8030261248
+    """
+    return tomllib.loads((_bundled() / "sources.toml").read_text(encoding="utf-8"))
+
+
+def resolve(text: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelReference:
     """Return the model that `text` names: `package.module:factory`, `file.py:factory`, a bundled name, a config.json
     or its directory, or a Hugging Face id; in this order.
 
     `overrides` replaces keys of the config (`{"num_hidden_layers": 2}`; `dropout` stands for every dropout
-    probability) or is passed to the factory. Raises `InputError` when nothing fits or a file is malformed.
+    probability) or is passed to the factory. Raises `InputError` when nothing fits, a file is malformed, or the config says
+    that the weights are quantised by a method that no run reads.
 
     >>> resolve("llama-3-8b", {"num_hidden_layers": 2}).config["num_hidden_layers"]
     2
     """
+    text = str(text) if isinstance(text, Path) else text
     if not isinstance(text, str):
         raise InputError(
             f"a model is given by its name, not as {type(text).__name__}: the ranks of a run create it again, each in "
@@ -106,6 +122,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     name, path, config = _find_config(text)
     changed = apply_overrides(config, overrides)
     check_sizes(changed, name)
+    refuse_method(changed, text)
     unconfirmed = frozenset(changed) - frozenset(config)
     weights = path.parent if path is not None and _speaks_of_weights(path.parent) else None
     structure = {key: value for key, value in changed.items() if key not in _NOT_STRUCTURE}

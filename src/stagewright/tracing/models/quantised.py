@@ -34,10 +34,11 @@ _SIBLINGS = (
 )  # fmt: skip
 _SMALL_FLOATS = ("F4", "F6_", "F8_")
 _KEYS = ("quantization_config", "compression_config")
-FIX = (
+_DEQUANTISE = (
     "dequantise them once with transformers (from_pretrained with dequantize=True in its quantization config, or "
-    "model.dequantize(), then save_pretrained), or run with --random-weights to start from the seed"
+    "model.dequantize(), then save_pretrained)"
 )
+FIX = f"{_DEQUANTISE}, or run with --random-weights to start from the seed"
 
 
 def scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -48,18 +49,27 @@ def scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {"quant_method": settings}
 
 
-def method_of(config: Mapping[str, Any], source: str) -> str | None:
-    """Return the quantisation method of the weights in folder `source`; None for plain numbers. Raises `InputError` where
-    the method is not supported."""
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Return the quantisation method that `config` names, as transformers reads it; None for plain numbers.
+
+    >>> method_of({"quantization_config": {"load_in_4bit": True}})
+    'bitsandbytes'
+    """
     settings = scheme(config)
-    method = settings.get("quant_method")
+    is_of_bitsandbytes = any(settings.get(key) for key in ("load_in_4bit", "load_in_8bit"))
+    return settings.get("quant_method") or ("bitsandbytes" if is_of_bitsandbytes else None)
+
+
+def refuse_method(config: Mapping[str, Any], model: str) -> None:
+    """Raise `InputError` if `config` says that the weights of `model` are quantised by a method that is not supported."""
+    settings, method = scheme(config), method_of(config)
     if settings and method not in (FP8, MXFP4):
         how = f"by the method '{method}'" if method else "by a method it does not name"
         raise InputError(
-            f"the weights in '{source}' are quantised {how} (quantization_config in its config.json), and only {FP8} and "
-            f"{MXFP4} are supported: {FIX}"
+            f"the weights of '{model}' are quantised {how} (quantization_config in its config.json), and only {FP8} and "
+            f"{MXFP4} are supported, which are read as numbers of the job's dtype: {_DEQUANTISE}, or plan for weights from "
+            "the seed with --set quantization_config=null"
         )
-    return method
 
 
 def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:
