@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Ints
 from stagewright.compiled import compiled
@@ -28,22 +29,27 @@ LARGE_ROUND = 2 * 2**20
 ACTIVE, RESERVED, PEAK_ACTIVE, PEAK_RESERVED, NEXT_ADDRESS, CAPACITY, NUM_SPARE = range(7)
 """Indices of the totals; a capacity of -1 means no limit."""
 NONE = -1
+LEFT, RIGHT = 0, 1
 
 
 class Blocks(NamedTuple):
-    """Blocks by number, with their place in a segment, and the cached blocks of both pools in no order."""
+    """Blocks by number, with their place in a segment.
+
+    The cached blocks of a pool are a treap, a search tree whose shape is as if they had come in random order: by size, then
+    address from left to right, and by `_rank` from top to bottom.
+    """
 
     address: Ints
     size: Ints
     pool: Ints
     """1 for blocks of small requests."""
-    place: Ints
-    """Index of a cached block in its pool; `NONE` for a block in use."""
+    is_cached: NDArray[np.bool_]
     before: Ints
     after: Ints
-    cached: Ints
-    """[pool, place] numbers of blocks."""
-    num_cached: Ints
+    below: Ints
+    """[side, number] the cached blocks to the left and to the right below a cached block."""
+    top: Ints
+    """The top cached block of each pool."""
     spare: Ints
     """Unused block numbers."""
     totals: Ints
@@ -59,8 +65,8 @@ class Blocks(NamedTuple):
         totals[CAPACITY] = NONE if capacity_bytes is None else capacity_bytes
         totals[NUM_SPARE] = num_blocks
         return cls(
-            address=column(), size=column(), pool=column(), place=column(), before=column(), after=column(),
-            cached=np.full((2, num_blocks), NONE, np.int64), num_cached=np.zeros(2, np.int64),
+            address=column(), size=column(), pool=column(), is_cached=np.zeros(num_blocks, np.bool_),
+            before=column(), after=column(), below=np.full((2, num_blocks), NONE, np.int64), top=np.full(2, NONE, np.int64),
             spare=np.arange(num_blocks)[::-1].copy(), totals=totals,
         )  # fmt: skip
 
@@ -76,10 +82,11 @@ class Blocks(NamedTuple):
         totals[NUM_SPARE] += num
         padding = np.full(2 * num - len(added) - len(kept), NONE, np.int64)
         return Blocks(
-            address=doubled(self.address), size=doubled(self.size), pool=doubled(self.pool), place=doubled(self.place),
+            address=doubled(self.address), size=doubled(self.size), pool=doubled(self.pool),
+            is_cached=np.concatenate([self.is_cached, np.zeros(num, np.bool_)]),
             before=doubled(self.before), after=doubled(self.after),
-            cached=np.concatenate([self.cached, np.full((2, num), NONE, np.int64)], axis=1),
-            num_cached=self.num_cached, spare=np.concatenate([added, kept, padding]), totals=totals,
+            below=np.concatenate([self.below, np.full((2, num), NONE, np.int64)], axis=1), top=self.top,
+            spare=np.concatenate([added, kept, padding]), totals=totals,
         )  # fmt: skip
 
 
@@ -133,11 +140,11 @@ def free(blocks: Blocks, number: int) -> None:
     """Return a block to the cache; free neighbours become one block."""
     blocks.totals[ACTIVE] -= blocks.size[number]
     before, after = blocks.before[number], blocks.after[number]
-    if before != NONE and blocks.place[before] != NONE:
+    if before != NONE and blocks.is_cached[before]:
         _forget(blocks, before)
         _join(blocks, before, number)
         number = before
-    if after != NONE and blocks.place[after] != NONE:
+    if after != NONE and blocks.is_cached[after]:
         _forget(blocks, after)
         _join(blocks, number, after)
     _keep(blocks, number)
@@ -146,13 +153,11 @@ def free(blocks: Blocks, number: int) -> None:
 @compiled
 def release_cached(blocks: Blocks) -> None:
     """Return unused segments to the driver."""
-    for pool in range(2):
-        for place in range(blocks.num_cached[pool] - 1, -1, -1):
-            number = blocks.cached[pool, place]
-            if blocks.before[number] == NONE and blocks.after[number] == NONE:
-                _forget(blocks, number)
-                blocks.totals[RESERVED] -= blocks.size[number]
-                _give_back(blocks, number)
+    for number in range(len(blocks.size)):
+        if blocks.is_cached[number] and blocks.before[number] == NONE and blocks.after[number] == NONE:
+            _forget(blocks, number)
+            blocks.totals[RESERVED] -= blocks.size[number]
+            _give_back(blocks, number)
 
 
 @compiled
@@ -177,19 +182,13 @@ def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
 @compiled
 def _best_fit(blocks: Blocks, size: int) -> int:
     """Return the cached block of minimum size, then address, that `size` fits in."""
-    pool, best = int(size <= SMALL), NONE
-    for place in range(blocks.num_cached[pool]):
-        number = blocks.cached[pool, place]
-        has = blocks.size[number]
-        if has < size:
-            continue
-        if (
-            best == NONE
-            or has < blocks.size[best]
-            or (has == blocks.size[best] and blocks.address[number] < blocks.address[best])
-        ):
-            best = number
-    return best
+    best, number = NONE, blocks.top[int(size <= SMALL)]
+    while number != NONE:
+        if blocks.size[number] < size:
+            number = blocks.below[RIGHT, number]
+        else:
+            best, number = number, blocks.below[LEFT, number]
+    return int(best)
 
 
 @compiled
@@ -237,7 +236,7 @@ def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
     totals[NUM_SPARE] -= 1
     number = int(blocks.spare[totals[NUM_SPARE]])
     blocks.address[number], blocks.size[number], blocks.pool[number] = address, size, pool
-    blocks.place[number] = blocks.before[number] = blocks.after[number] = NONE
+    blocks.before[number] = blocks.after[number] = NONE
     return number
 
 
@@ -248,22 +247,73 @@ def _give_back(blocks: Blocks, number: int) -> None:
 
 
 @compiled
+def _comes_before(blocks: Blocks, first: int, second: int) -> bool:
+    sizes = blocks.size
+    if sizes[first] == sizes[second]:
+        return bool(blocks.address[first] < blocks.address[second])
+    return bool(sizes[first] < sizes[second])
+
+
+@compiled
+def _rank(number: int) -> int:
+    """Return the priority of a block: a hash of its number, as if at random."""
+    return (number * 2654435761) & 0xFFFFFFFF
+
+
+@compiled
+def _below(blocks: Blocks, side: int, number: int) -> int:
+    """Return the cached block on a side below another, or `NONE`."""
+    return int(blocks.below[side, number])
+
+
+@compiled
+def _set_below(blocks: Blocks, pool: int, above: int, side: int, number: int) -> None:
+    """Put a cached block, or none, below `above`; on top of the pool if that is none."""
+    if above == NONE:
+        blocks.top[pool] = number
+    else:
+        blocks.below[side, above] = number
+
+
+@compiled
 def _keep(blocks: Blocks, number: int) -> None:
-    pool = blocks.pool[number]
-    place = blocks.num_cached[pool]
-    blocks.cached[pool, place], blocks.place[number] = number, place
-    blocks.num_cached[pool] = place + 1
+    """Insert a block into its pool, above what has a lower rank, which it parts in two."""
+    pool, below = int(blocks.pool[number]), blocks.below
+    above, side, lower = NONE, LEFT, int(blocks.top[pool])
+    while lower != NONE and _rank(lower) > _rank(number):
+        above, side = lower, int(_comes_before(blocks, lower, number))
+        lower = _below(blocks, side, lower)
+    _set_below(blocks, pool, above, side, number)
+    left, left_side, right, right_side = number, LEFT, number, RIGHT
+    while lower != NONE:
+        if _comes_before(blocks, lower, number):
+            below[left_side, left] = lower
+            left, left_side, lower = lower, RIGHT, _below(blocks, RIGHT, lower)
+        else:
+            below[right_side, right] = lower
+            right, right_side, lower = lower, LEFT, _below(blocks, LEFT, lower)
+    below[left_side, left] = below[right_side, right] = NONE
+    blocks.is_cached[number] = True
 
 
 @compiled
 def _forget(blocks: Blocks, number: int) -> None:
-    """Remove a block from its pool; the last one takes its place."""
-    pool, place = blocks.pool[number], blocks.place[number]
-    last = blocks.num_cached[pool] - 1
-    moved = blocks.cached[pool, last]
-    blocks.cached[pool, place], blocks.place[moved] = moved, place
-    blocks.num_cached[pool] = last
-    blocks.place[number] = NONE
+    """Remove a block from its pool and join the two parts below it."""
+    pool = int(blocks.pool[number])
+    above, side, other = NONE, LEFT, int(blocks.top[pool])
+    while other != number:
+        above, side = other, int(_comes_before(blocks, other, number))
+        other = _below(blocks, side, other)
+    left, right = _below(blocks, LEFT, number), _below(blocks, RIGHT, number)
+    while left != NONE and right != NONE:
+        if _rank(left) > _rank(right):
+            _set_below(blocks, pool, above, side, left)
+            above, side, left = left, RIGHT, _below(blocks, RIGHT, left)
+        else:
+            _set_below(blocks, pool, above, side, right)
+            above, side, right = right, LEFT, _below(blocks, LEFT, right)
+    _set_below(blocks, pool, above, side, right if left == NONE else left)
+    blocks.is_cached[number] = False
 
 
 _AT_FIRST = 256
