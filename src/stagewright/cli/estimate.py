@@ -153,10 +153,11 @@ def estimate(
             report.estimate_document(shown) | {"compared_with_model": shown.is_compared} | breakdown
         )
         return
-    said = [line for line in (report.host_line(shown), report.profile_line(shown)) if line is not None]
+    options.warn(report.tight_warnings(shown))
+    lines = report.host_line(shown), report.profile_line(shown), report.host_memory_line(shown)
     show(
         report.estimate_heading(shown),
-        *said,
+        *(line for line in lines if line is not None),
         *report.lengths_tables(shown),
         report.stage_table(shown),
     )

@@ -129,6 +129,8 @@ class PlanResultOptions:
         int | None, typer.Option("--top", min=1,
             help="Number of plans to find (default: enough to be sure of the best, up to 5); if given, -o writes all of "
             "them: FILE, FILE-2, ...")] = None
+    details: Annotated[
+        bool, typer.Option("--details", help="Also show what every stage recomputes and what was ruled out.")] = False
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write the node and device of every rank of the best plan (CSV), for `run --ranks`.")] = None
@@ -175,6 +177,7 @@ def plan(
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning.cost import priced_results, prices_of
+    from stagewright.report.plans import tight_warnings
 
     check_writable(result.output)
     _check_ranks(result.ranks)
@@ -206,9 +209,10 @@ def plan(
         compared = (
             None if reading is None else _compared(reading, result, reference, target, training_job, progress)
         )
-    options.warn([*target.cautions, *search_result.warnings])
+    best = search_result.plans[0]
+    options.warn([*target.cautions, *search_result.warnings, *tight_warnings(best)])
     if result.ranks is not None:
-        _write_ranks(result.ranks, search_result.plans[0], on)
+        _write_ranks(result.ranks, best, on)
     if result.html is not None:
         _write_page(result.html, search_result, on)
     has_bills = len(results) > 1 or objective.price is not None or objective.tokens is not None
@@ -370,17 +374,19 @@ def _show_plans(
         return
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        plans.found_heading(search_result),
-        plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
+        configurations.search_heading(search_result),
+        configurations.configurations_table(shown),
+        *configurations.legend(shown),
         plans.answer_line(shown[0]),
+        plans.host_memory_line(shown[0]),
         *plans.lengths_tables(shown[0]),
-        *saved_values.saving_tables(shown[0]),
+        *(saved_values.saving_tables if result.details else saved_values.saving_summary)(shown[0]),
         *saved_values.loss_lines(shown[0]),
         configurations.stages_line(shown[0], cluster),
         plans.host_line(shown[0]),
         plans.profile_line(shown[0]),
-        None if is_own else configurations.left_out_table(search_result),
-        plans.left_out(search_result),
+        configurations.left_out_table(search_result) if result.details else None,
+        configurations.considered_line(search_result),
         *(side_by_side.side_by_side_lines(compared.plan, shown[0], str(compared.path)) if compared else ()),
     ]
     if bills is not None:

@@ -233,8 +233,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _alternatives(result: SearchResult) -> PanelTable:
     columns = (
-        Column("pp x dp"), Column("schedule"), Column("microbatches"), Column("step", "s"), Column("slower by", "%"),
-        Column("bubble", "%"), Column("fullest rank", "B"),
+        *(Column(name) for name in ("schedule", "tp", "cp", "pp", "dp", "ep", "zero", "microbatches x size")),
+        Column("step", "s"), Column("slower by", "%"), Column("bubble", "%"), Column("reserved peak", "B"),
     )  # fmt: skip
     return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(result)))
 
@@ -244,11 +244,13 @@ def _others(result: SearchResult) -> Iterator[tuple[Cell, ...]]:
     for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
-            plan.degrees, described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
-            step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
+            described_schedule(plan), plan.tp, plan.cp, plan.pp, plan.dp, plan.ep, max(plan.sharding),
+            f"{plan.num_microbatches} x {plan.microbatch_size}", step, step / best - 1,
+            plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
     if (near := result.next_best) is not None:
-        yield (near.configuration, "not estimated", "", near.seconds, near.seconds / best - 1, None, None)
+        bound = f"not simulated; lower bound of {near.configuration}"
+        yield (bound, *(None,) * 7, near.seconds, near.seconds / best - 1, None, None)
 
 
 def _shown(value: Any) -> Any:
