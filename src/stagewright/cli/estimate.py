@@ -132,7 +132,7 @@ def estimate(
             replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
             if configuration.configurations is not None:
                 refuse(["by"], "--configurations prints estimates alone", "estimate one configuration")
-                training_job = job.read(reading)
+                training_job = job.read(reference, reading)
                 _print_estimates(
                     configuration.configurations,
                     lambda configured: estimating.estimate(
@@ -142,7 +142,7 @@ def estimate(
                 )
                 return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
-            shown = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
+            shown = estimating.estimate(reference, on, job.read(reference, reading), chosen, report=progress)
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables

@@ -188,7 +188,7 @@ def plan(
     reading = None if result.compare is None else read_and_report(result.compare)
     reference = model_options.reference(model, reading)
     target = job.measured(load_cluster(cluster))
-    training_job = job.read(reading)
+    training_job = job.read(reference, reading)
     if training_job.runtime != STAGEWRIGHT:
         options.check_one_length(training_job, f"plan --runtime {training_job.runtime}")
     price, terms = _price(objective.price)

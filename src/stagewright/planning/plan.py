@@ -556,6 +556,8 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and "
             f"`stagewright check {path}` checks it"
         )
+    if isinstance(document, Mapping) and document.keys() >= {"losses", "step_seconds"}:
+        raise InputError(f"{path} is the record of a run, not a plan: give the plan.json that was run")
     if not isinstance(document, Mapping) or "version" not in document:
         raise InputError(
             f"{path} is not a plan: it has no 'version' key; give a file that `stagewright plan` wrote"

@@ -21,13 +21,13 @@ from stagewright.planning.ranking import AS_FAST
 from stagewright.planning.search_result import LARGER, Excluded, SearchResult
 from stagewright.report.plans import (
     MARKS,
-    counts_samples,
     described_schedule,
     marks,
     plan_document,
     tokens_per_second,
 )
-from stagewright.report.tables import Table, byte_unit, plural, table
+from stagewright.report.tables import Table, byte_unit, table
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 _WIDTH = 100
@@ -38,7 +38,7 @@ def search_heading(result: SearchResult) -> str:
     """Return the model, cluster and job of the plans."""
     best = result.plans[0]
     job, lora = best.job, best.model.lora
-    of_tokens = "" if counts_samples(best) else f" of {', '.join(map(str, job.shares))} tokens"
+    of_tokens = "" if job.unit == "samples" else f" of {', '.join(map(str, job.shares))} tokens"
     adapters = "" if lora is None else f", LoRA of rank {lora.rank}"
     return (
         f"{best.model.name} on {best.cluster.name}: {plural(job.global_batch, 'sample')}{of_tokens} per step, {job.dtype}, "
@@ -55,7 +55,7 @@ def configurations_table(plans: Sequence[Plan]) -> Table:
     used = {name for name in ("tp", "cp", "ep") if any(getattr(plan, name) > 1 for plan in plans)}
     rows = [_row(plan, used, size) for plan in plans]
     step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
-    rate = "samples/s" if counts_samples(plans[0]) else "tokens/s"
+    rate = f"{plans[0].job.unit}/s"
     headings = (
         "schedule", "tp", "cp", "pp", "dp", "ep", "zero", "micro-\nbatches\nx size", "recompute", step, rate, "MFU",
         "bubble", f"reserved\npeak\n{unit}",

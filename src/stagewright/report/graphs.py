@@ -10,7 +10,8 @@ from rich.console import Group
 
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.cuts import find_cuts
-from stagewright.report.tables import facts, plural, table
+from stagewright.report.tables import facts, table
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_count, format_seconds
 
 _SHOWN_CUTS = 6

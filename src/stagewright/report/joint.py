@@ -7,8 +7,9 @@ from typing import Any
 
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import JointResult
-from stagewright.report.tables import Table, plural, table
+from stagewright.report.tables import Table, table
 from stagewright.simulation.prediction import Assumptions
+from stagewright.text import plural
 from stagewright.units import GIGA, format_bytes, format_seconds
 
 _SHOWN = 6

@@ -14,7 +14,8 @@ from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
 from stagewright.planning.ranking import chunks, saves
-from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table, time_unit
+from stagewright.report.tables import Table, byte_unit, figure, numbered, table, time_unit
+from stagewright.text import plural
 from stagewright.units import GIB, GIGA, format_bytes, format_seconds
 
 _TIGHT = 0.02
@@ -99,11 +100,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counts_samples(plan: Plan) -> bool:
-    """Return whether the samples are indivisible, such as images, and not made of tokens."""
-    return tuple(plan.job.shares) == (1,)
-
-
 def answer_line(plan: Plan) -> str:
     """Return one sentence: whether the plan fits, MFU, the bubble and its causes, and the distance from the lower bound."""
     spare, rank = spare_bytes(plan)
@@ -160,13 +156,12 @@ def estimate_heading(plan: Plan) -> str:
     """Return the configuration and its time in one line."""
     predictions = plan.predictions
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
-    unit = "samples" if counts_samples(plan) else "tokens"
     under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
     return (
         f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}, "
         f"{plural(plan.num_microbatches, 'microbatch', 'microbatches')} of size {plan.microbatch_size}{under}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
-        f"{predictions.tokens_per_second:,.0f} {unit}/s, MFU {predictions.mfu:.1%}, "
+        f"{predictions.tokens_per_second:,.0f} {plan.job.unit}/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
 

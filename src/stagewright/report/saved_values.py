@@ -10,8 +10,9 @@ from stagewright.planning.loss_pieces import logits_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
-from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table
+from stagewright.report.tables import Table, byte_unit, figure, numbered, table
 from stagewright.schedule.in_flight import in_flight
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 _ROWS = 8

@@ -184,12 +184,3 @@ def numbered(
         (first, row), *further = group
         result.append((f"{first}-{further[-1][0]}" if further else str(first), *row))
     return result
-
-
-def plural(count: int, noun: str, nouns: str | None = None) -> str:
-    """Return a count with its noun.
-
-    >>> plural(1, "tensor"), plural(2, "tensor"), plural(2, "microbatch", "microbatches")
-    ('1 tensor', '2 tensors', '2 microbatches')
-    """
-    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"

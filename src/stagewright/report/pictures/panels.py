@@ -82,10 +82,10 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
     predictions = plan.predictions
     figures = (
         Figure("step", plan.mean_step_seconds, "s"),
-        Figure("tokens/s", plan.mean_rate(lambda item: item.tokens_per_second)),
+        Figure(f"{plan.job.unit}/s", plan.mean_rate(lambda item: item.tokens_per_second)),
         Figure("MFU", plan.mean_rate(lambda item: item.mfu), "%"),
         Figure("bubble", predictions.bubble_fraction, "%"),
-        *(Figure("fullest rank", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
+        *(Figure("reserved peak", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
         Figure("devices", plan.num_ranks),
     )
     tables = [
