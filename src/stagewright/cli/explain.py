@@ -9,7 +9,7 @@ from stagewright.cli.output import print_document, show
 def explain(plan: PlanFile, as_json: Json = False) -> None:
     """Explain where the time of a plan goes.
 
-    Shows what each second of a step is spent on, which changes would gain most, and what errors of the estimate would do.
+    Shows what each second of a step is spent on, what would make it faster, and what errors of the estimate would do.
 
     Example:
         stagewright explain plan.json

@@ -10,7 +10,7 @@ from typing import Any
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.search_result import SearchResult
-from stagewright.report.plans import answer_line, described_schedule
+from stagewright.report.plans import answer_line, described_schedule, host_memory_line, tight_warnings
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -100,7 +100,12 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
     if result is not None:
         tables.insert(0, _alternatives(result))
     title = f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}"
-    answer = f"{answer_line(plan)} {plan.batch_text}." if predictions.ranks else f"{plan.batch_text}."
+    lines = [f"{plan.batch_text}."]
+    if predictions.ranks:
+        lines[0] = f"{answer_line(plan)} {lines[0]}"
+        lines += [line for line in (host_memory_line(plan),) if line is not None]
+        lines += [f"Warning: {text}." for text in tight_warnings(plan)]
+    answer = "\n".join(lines)
     return Panels(title, answer, figures, tuple(item for item in tables if item.rows))
 
 
@@ -116,9 +121,10 @@ def _explanation_tables(explanation: Explanation) -> list[PanelTable]:
         Column("of the step", "%"),
     )
     changed = Column("what"), Column("note"), Column("step", "s"), Column("change", "%")
-    tables = [PanelTable("parts", "What the end of the step waits for", columns, parts)]
+    tables = [PanelTable("parts", "Critical path of the step", columns, parts)]
     for key, title, changes in (
-        ("changes", "What would gain", explanation.changes), ("errors", "If the estimate is wrong", explanation.errors),
+        ("changes", "What would make it faster", explanation.changes),
+        ("errors", "If the estimate is wrong", explanation.errors),
     ):  # fmt: skip
         rows = tuple(
             (item.what, item.note, item.seconds, item.seconds / explanation.seconds - 1) for item in changes
@@ -209,6 +215,7 @@ def _link_table(plan: Plan) -> PanelTable:
             transfer.value_bytes, transfer.value_seconds, transfer.gradient_bytes, transfer.gradient_seconds,
         )
         for transfer in (() if costs is None else costs.transfers)
+        if transfer.value_seconds or transfer.gradient_seconds
     )  # fmt: skip
     return PanelTable("links", "Transfers between stages, per microbatch", columns, rows)
 
