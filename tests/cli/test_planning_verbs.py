@@ -291,7 +291,10 @@ def test_plans_are_found_for_other_runtimes(folder: Path) -> None:
     asked = ("tiny-llama", "--cluster", "4x-h100", "--global-batch", 8, "--sequence-length", 64, "--tp", 2)
     path = folder / "elsewhere.json"
     done = call("plan", *asked, "--runtime", "megatron-core+te", "--microbatch", 1, "-o", path)
-    assert done.exit_code == 0 and "which megatron-core+te runs, not Stagewright" in done.stdout
+    assert (
+        done.exit_code == 0
+        and "it is for megatron-core+te: `stagewright run` cannot execute it" in done.stdout
+    )
     plan = json.loads(path.read_text())
     assert (plan["tp"], plan["job"]["runtime"]) == (2, "megatron-core+te")
     known = document("estimate", path)

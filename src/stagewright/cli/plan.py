@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -22,6 +24,7 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
 from stagewright.errors import InputError, StagewrightError, nearest
 from stagewright.files import write_whole
+from stagewright.text import say
 from stagewright.units import parse_count
 
 if TYPE_CHECKING:
@@ -199,7 +202,7 @@ def plan(
         is_tp_one=tp == 1,
     )
     space = _space(degrees, tp, scheduling)
-    with Progress(f"planning {reference.name}") as progress:
+    with _message_without_plan(), Progress(f"planning {reference.name}") as progress:
         results = priced_results(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress,
@@ -218,6 +221,17 @@ def plan(
     has_bills = len(results) > 1 or objective.price is not None or objective.tokens is not None
     bills = Bills(results, prices_of(target, terms) if price is None else {}, terms) if has_bills else None
     _show_plans(search_result, on, bills, result, compared)
+
+
+@contextmanager
+def _message_without_plan() -> Iterator[None]:
+    """Report that Ctrl-C or SIGTERM ended the search before it had a plan."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        what = str(interrupt) or "interrupted"
+        say(f"{what} before there was a plan: nothing was written")
+        raise typer.Exit(128 + (signal.SIGTERM if "SIGTERM" in what else signal.SIGINT)) from None
 
 
 @dataclass(frozen=True)
@@ -400,7 +414,7 @@ def _show_plans(
         )
     if for_megatron:
         parts += [
-            "Options for Megatron-LM's pretrain_gpt.py, in addition to those of model and data:",
+            "Add these to your model and data arguments for pretrain_gpt.py:",
             copied(shell_lines(for_megatron)),
         ]
     show(*(part for part in parts if part is not None))
@@ -408,13 +422,13 @@ def _show_plans(
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])
         show(
-            f"Wrote {written}. `stagewright estimate {result.output}` shows stages and memory of the best plan, "
+            f"Wrote {written}. `stagewright estimate {result.output}` shows stages and memory of the best plan; "
             + (
-                "which is asynchronous and cannot be run."
+                "it is asynchronous and cannot be run."
                 if steps_early
                 else f"`stagewright run {result.output}` trains with it."
                 if is_own
-                else f"which {shown[0].job.runtime} runs, not Stagewright."
+                else f"it is for {shown[0].job.runtime}: `stagewright run` cannot execute it."
             )
         )
     if result.ranks is not None:

@@ -187,7 +187,7 @@ class EarlyEnd:
         elif waiting == signal.SIGTERM:
             self._why = "ended by SIGTERM"
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(self._why)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

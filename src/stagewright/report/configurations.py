@@ -195,7 +195,8 @@ def sizes_table(priced_results: Sequence[PricedResult]) -> Table:
     """Return days and dollars to the target, best first."""
     rows = [
         (
-            priced.cluster.name, priced.bill.num_devices, priced.bill.global_batch, f"{priced.bill.tokens:.3g}",
+            priced.cluster.name, priced.bill.num_devices, priced.bill.global_batch,
+            f"{priced.bill.tokens:.3g}".replace("e+", "e"),
             f"{priced.bill.days:,.2f}", "" if priced.bill.dollars is None else f"{priced.bill.dollars:,.0f}",
         )
         for priced in priced_results

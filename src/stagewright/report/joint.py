@@ -54,7 +54,8 @@ def joint_heading(result: JointResult) -> str:
     problem = result.best.problem
     return (
         f"{plural(problem.layers.num_layers, 'layer')} on {plural(problem.num_ranks, 'rank')}, "
-        f"{problem.num_microbatches} microbatches: {format_seconds(result.best.makespan_s)} per batch, at most "
+        f"{plural(problem.num_microbatches, 'microbatch', 'microbatches')}: "
+        f"{format_seconds(result.best.makespan_s)} per batch, at most "
         f"{result.gap:.1%} above what any plan can reach "
         f"({format_seconds(result.bound.seconds)}: {result.bound.why})"
     )
