@@ -388,7 +388,7 @@ def _show_plans(
         return
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        configurations.search_heading(search_result),
+        plans.job_heading(shown[0]),
         configurations.configurations_table(shown),
         *configurations.legend(shown),
         plans.answer_line(shown[0]),

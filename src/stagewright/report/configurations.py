@@ -27,23 +27,10 @@ from stagewright.report.plans import (
     tokens_per_second,
 )
 from stagewright.report.tables import Table, byte_unit, table
-from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 _WIDTH = 100
 """Maximum columns of the table of plans."""
-
-
-def search_heading(result: SearchResult) -> str:
-    """Return the model, cluster and job of the plans."""
-    best = result.plans[0]
-    job, lora = best.job, best.model.lora
-    of_tokens = "" if job.unit == "samples" else f" of {', '.join(map(str, job.shares))} tokens"
-    adapters = "" if lora is None else f", LoRA of rank {lora.rank}"
-    return (
-        f"{best.model.name} on {best.cluster.name}: {plural(job.global_batch, 'sample')}{of_tokens} per step, {job.dtype}, "
-        f"{job.optimizer}{adapters}, runtime {job.runtime}"
-    )
 
 
 def configurations_table(plans: Sequence[Plan]) -> Table:

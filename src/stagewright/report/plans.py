@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.estimation.breakdown import Share
-from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
@@ -152,14 +151,28 @@ def tokens_per_second(predictions: Predictions) -> float:
     return predictions.tokens_per_second
 
 
+def job_text(plan: Plan) -> str:
+    """Return what is trained in a step, in which precision, and under which runtime."""
+    job, lora = plan.job, plan.model.lora
+    of_tokens = "" if job.unit == "samples" else f" of {', '.join(map(str, job.shares))} tokens"
+    adapters = "" if lora is None else f", LoRA of rank {lora.rank}"
+    samples = plural(job.global_batch, "sample")
+    return f"{samples}{of_tokens} per step, {job.dtype}, {job.optimizer}{adapters}, runtime {job.runtime}"
+
+
+def job_heading(plan: Plan) -> str:
+    """Return the model, cluster and job of a plan."""
+    return f"{plan.model.name} on {plan.cluster.name}: {job_text(plan)}"
+
+
 def estimate_heading(plan: Plan) -> str:
-    """Return the configuration and its time in one line."""
+    """Return model and job, the configuration, and its time, a line each."""
     predictions = plan.predictions
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
-    under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
+    microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     return (
-        f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}, "
-        f"{plural(plan.num_microbatches, 'microbatch', 'microbatches')} of size {plan.microbatch_size}{under}\n"
+        f"{job_heading(plan)}\n"
+        f"{plan.degrees}, {described_schedule(plan)}, {microbatches} of size {plan.microbatch_size}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} {plan.job.unit}/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"

@@ -81,7 +81,7 @@ def _folded(plan: Plan, members: Sequence[int], size: float) -> tuple[str, ...]:
     texts = dict.fromkeys(_OF_POLICIES[policy] for policy in policies if isinstance(policy, str))
     takes = max(stage.recompute_seconds for stage in stages)
     return (
-        _modules(operators) if operators else ", ".join(texts),
+        _modules(dict.fromkeys(map(_module, operators))) if operators else ", ".join(texts),
         _span([stage.saved_bytes - stage.offloaded_bytes for stage in stages], size),
         _span([stage.recomputed_bytes for stage in stages], size),
         _span([stage.offloaded_bytes for stage in stages], size),
@@ -192,12 +192,13 @@ def _modules(operators: Iterable[str]) -> str:
     >>> _modules(["net.layers.0.mlp:2", "net.layers.1.mlp:2", "net.head:1"])
     'mlp x2, head'
     """
-    counts = Counter(_last(name.rpartition(":")[0]) for name in operators)
+    counts = Counter(map(_module, operators))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in counts.most_common(_NAMED)]
     num_others = len(counts) - len(shown)
     return ", ".join([*shown, *([f"{num_others} others"] if num_others > 0 else [])])
 
 
-def _last(module: str) -> str:
-    """Return the last part of a module's path that is not a number."""
+def _module(operator: str) -> str:
+    """Return the last part of the path of an operator's module that is not a number."""
+    module = operator.rpartition(":")[0] if ":" in operator else operator
     return next((part for part in reversed(module.split(".")) if not part.isdigit()), module) or "(model)"

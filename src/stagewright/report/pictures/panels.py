@@ -10,7 +10,13 @@ from typing import Any
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.search_result import SearchResult
-from stagewright.report.plans import answer_line, described_schedule, host_memory_line, tight_warnings
+from stagewright.report.plans import (
+    answer_line,
+    described_schedule,
+    host_memory_line,
+    job_text,
+    tight_warnings,
+)
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -100,9 +106,9 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
     if result is not None:
         tables.insert(0, _alternatives(result))
     title = f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}"
-    lines = [f"{plan.batch_text}."]
+    lines = [f"{job_text(plan)}; {plan.batch_text}."]
     if predictions.ranks:
-        lines[0] = f"{answer_line(plan)} {lines[0]}"
+        lines.insert(0, answer_line(plan))
         lines += [line for line in (host_memory_line(plan),) if line is not None]
         lines += [f"Warning: {text}." for text in tight_warnings(plan)]
     answer = "\n".join(lines)
