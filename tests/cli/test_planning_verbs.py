@@ -70,6 +70,14 @@ def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict
     assert any("memory" in one["reason"] and (one["missing_bytes"] or 0) > 0 for one in found["excluded"])
 
 
+def test_details_have_a_row_per_stage_and_the_peaks_of_ranks() -> None:
+    words = ("plan", *MODEL, *CLUSTER, *JOB, "--recompute", "full", "--schedule", "1f1b")
+    brief, whole = (call(*words, *more).stdout for more in ((), ("--details",)))
+    assert "Recomputed or offloaded, per stage" in brief and "Memory at the peak of every rank" not in brief
+    assert "Memory at the peak of every rank" in whole and "what enters each layer is kept" in whole
+    assert len(brief.splitlines()) < len(whole.splitlines())
+
+
 def test_dollars_are_at_a_list_price_that_is_named(planned: dict) -> None:
     words = ("plan", *MODEL, *CLUSTER, *JOB, "--tokens", "1e9", "--pp", "2", "--schedule", "1f1b")
     (size,) = document(*words)["sizes"]

@@ -95,6 +95,8 @@ def test_little_headroom_is_a_warning(plan: Plan) -> None:
     full = changed(plan, on_rank_0(plan, reserved_peak_bytes=usable - GIB))
     (warning,) = tight_warnings(full)
     assert warning.startswith("rank 0 has only 1.00 GiB of ") and "--memory-limit" in warning
+    limited = JOB.model_copy(update={"memory_limit": usable})
+    assert tight_warnings(full.model_copy(update={"job": limited})) == []
     over = changed(plan, on_rank_0(plan, reserved_peak_bytes=usable + GIB))
     assert tight_warnings(over) == []
 

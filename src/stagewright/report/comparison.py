@@ -17,6 +17,7 @@ from stagewright.report.tables import Table, table
 from stagewright.report.timelines import picture
 from stagewright.schedule.action import COMPUTE, Kind
 from stagewright.simulation import Timeline
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
         was = expected[stage, kind][0]
         text = (
             f"stage {stage}'s {kind_in_words(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
-            f"{format_seconds(was)}, {count} times per batch"
+            f"{format_seconds(was)}, {plural(count, 'time')} per batch"
         )
         yield Disagreement(text, abs(now - was) * count / step)
     # Waiting that differs more than the computations explain shows on the rank with the largest difference.

@@ -180,10 +180,10 @@ def estimate_heading(plan: Plan) -> str:
 
 
 def tight_warnings(plan: Plan) -> list[str]:
-    """Return a warning if a plan fits with little to spare."""
+    """Return a warning if a plan fits with little to spare, unless a memory limit was given."""
     spare, rank = spare_bytes(plan)
     usable = plan.usable_bytes(plan.cluster.load())[rank]
-    if not 0 <= spare < _TIGHT * usable:
+    if plan.job.memory_limit is not None or not 0 <= spare < _TIGHT * usable:
         return []
     return [
         f"rank {rank} has only {format_bytes(spare)} of {format_bytes(usable)} to spare, {spare / usable:.1%}: if other "
