@@ -99,8 +99,8 @@ class ScheduleOptions:
             help="Whether --recompute auto may also offload activations to the host.")] = True
     host_optimizer: Annotated[
         str, typer.Option("--host-optimizer", metavar="HOW",
-            help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, if "
-            "nothing else is faster).")] = "auto"
+            help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, first "
+            "only if faster by 0.5 %).")] = "auto"
     loss_pieces: options.LossPieces = "auto"
 
 
