@@ -19,6 +19,10 @@ from stagewright.errors import InputError, PlanError
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import Plan
+from stagewright.report.comparison import comparison_table
+from stagewright.report.pictures.comparison_panels import comparison_panels
+from stagewright.report.runs import AT_SPEED, ERROR, run_document
+from stagewright.report.runs import comparison as run_comparison
 from stagewright.schedule import build
 from stagewright.simulation import StageCosts
 
@@ -138,5 +142,35 @@ def test_compare_is_what_the_verb_prints_and_a_page(plan: Plan, tmp_path: Path) 
     assert shown["others"]["predicted"]["makespan"] == pytest.approx(shown["makespan"])
     assert [table["key"] for table in shown["report"]["tables"]] == ["times", "peaks"]
     step = shown["report"]["tables"][0]["rows"][0]
-    assert step[:3] == ["step", plan.predictions.step_seconds, 1.0]
+    assert step[:3] == ["step, median", plan.predictions.step_seconds, 1.0]
     assert step[3] == pytest.approx(1.0 / plan.predictions.step_seconds - 1)
+
+
+def test_errors_have_one_sign_and_batch_and_step_are_of_one_step(plan: Plan) -> None:
+    """In the terminal, of a run and of a comparison, and on the page."""
+    predicted_s = plan.predictions.step_seconds
+    record = record_of(plan, stagewright.simulate(plan), [0.0, 0.0])
+    seconds = (9.0, 4 * predicted_s, 4 * predicted_s, 2 * predicted_s)
+    ranks = tuple(
+        rank.model_copy(update={"slowdowns": ((1, 2.0), (2, 2.0), (3, 1.0))}) for rank in record.ranks
+    )
+    figures = dict.fromkeys(("losses", "gradient_norms"), (1.0,) * 4)
+    record = record.model_copy(
+        update={"step_seconds": seconds, "metered_steps": (0,), "ranks": ranks, **figures}
+    )
+    found = stagewright.compare(plan, record)
+    assert found.document["drawn_step"] == 4
+    assert found.document["drawn_step_seconds"]["measured"] == pytest.approx(2 * predicted_s)
+    assert found.document["batch_seconds"]["measured"] <= found.document["drawn_step_seconds"]["measured"]
+    table = comparison_panels(found.document, "a plan").tables[0]
+    assert table.columns[-1].name == ERROR
+    errors = {row[0]: row[-1] for row in table.rows}
+    assert errors["step, median"] == pytest.approx(3.0) and errors[AT_SPEED] == pytest.approx(1.0)
+    for shown in (
+        comparison_table(found.document),
+        run_comparison(run_document(plan, record, "record.json")),
+    ):
+        named, *_, column = shown.columns
+        assert column.heading == ERROR
+        texts = dict(zip(named.cells, column.cells, strict=True))
+        assert "+300.0%" in texts.values() and texts[AT_SPEED] == "+100.0%"

@@ -33,6 +33,15 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """Return a count with its noun.
+
+    >>> plural(1, "tensor"), plural(2, "tensor"), plural(2, "microbatch", "microbatches")
+    ('1 tensor', '2 tensors', '2 microbatches')
+    """
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
 def say(message: str) -> None:
     """Print a message to the user on stderr, escaped."""
     print(printable(message), file=sys.stderr, flush=True)

@@ -51,7 +51,31 @@ def test_what_help_does_not_explain_it_names(verb: str) -> None:
 
 
 def test_first_sentences_are_whole_in_the_list_of_verbs() -> None:
-    assert "..." not in helped("--help").partition("Commands:")[2]
+    assert "..." not in helped("--help").partition("Plan:")[2]
+
+
+def test_every_verb_is_listed_under_one_heading() -> None:
+    listed = re.findall(r"^  ([a-z-]+)  ", helped("--help").partition("\nPlan:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(GROUP.commands)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", "tiny-llama", "--clustr", "4x-h100"), "No such option: --clustr"),
+        (("plan", "tiny-llama"), "Missing option '--cluster' / '-c' (see `stagewright plan --help`)"),
+        (
+            ("plan", "tiny-llama", "-c", "4x-h100", "--global-batch", "4M"),
+            "'--global-batch': give a whole number",
+        ),
+        (("checkpoint", "shw"), "No such command 'shw'"),
+        (("--versio",), "No such option: --versio"),
+    ],
+)
+def test_errors_of_the_parser_look_like_all_others(words: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, words, prog_name="stagewright")
+    assert done.exit_code == 2 and not done.stdout
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_shell_completes_options() -> None:

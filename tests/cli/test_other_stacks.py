@@ -68,11 +68,14 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     words = ("estimate", *MODEL, *CLUSTER, "--from", script)
     done = call(*words)
     assert done.exit_code == 0, done.stderr
-    assert "pp 2 x dp 2, 1f1b, 4 microbatches of 2, under megatron-core+te" in done.stdout
+    assert (
+        "pp 2 x dp 2, 1f1b, 4 microbatches of size 2\n" in done.stdout
+        and "runtime megatron-core+te" in done.stdout
+    )
     assert "5 settings read, 1 without influence, 1 not taken" in done.stderr
     assert "--use-flash-attn is not in the prediction" in done.stderr
     done = call(*words, "--microbatch", "1", "--global-batch", "8", "--runtime", "stagewright")
-    assert "pp 2 x dp 2, 1f1b, 4 microbatches of 1" in done.stdout and "megatron" not in done.stdout
+    assert "pp 2 x dp 2, 1f1b, 4 microbatches of size 1" in done.stdout and "megatron" not in done.stdout
 
 
 @pytest.mark.parametrize(

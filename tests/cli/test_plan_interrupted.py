@@ -122,13 +122,18 @@ def test_no_signal_reaches_a_compiled_kernel() -> None:
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
-def test_ctrl_c_before_the_first_plan_ends_without_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "code", "what"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_before_the_first_plan_the_command_ends_without_one_and_says_so(
+    number: int, code: int, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    interrupt_at(("",), monkeypatch)
+    interrupt_at(("",), monkeypatch, number)
     path = tmp_path / "plan.json"
     done = CliRunner().invoke(app, [*WORDS, "-o", str(path)])
-    assert done.exit_code == 130 and not path.exists()
+    assert done.exit_code == code and not path.exists() and not done.stdout
+    assert f"{what} before there was a plan: nothing was written" in done.stderr
 
 
 MIXED = (

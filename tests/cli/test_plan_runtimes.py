@@ -31,7 +31,7 @@ def test_the_document_has_configurations_reasons_and_places(tmp_path: Path) -> N
 def test_the_tables_name_the_objective_s_sizes() -> None:
     done = CliRunner().invoke(app, ["plan", "llama-3-8b", *JOB, "--objective", "cost", "--price", "2"])
     assert done.exit_code == 0, done.output
-    assert "dollars" in done.stdout and "Left out" in done.stdout
+    assert "dollars" in done.stdout and "ruled out" in done.stdout
 
 
 def test_an_unknown_objective_and_a_factory_are_refused() -> None:

@@ -70,6 +70,14 @@ def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict
     assert any("memory" in one["reason"] and (one["missing_bytes"] or 0) > 0 for one in found["excluded"])
 
 
+def test_details_have_a_row_per_stage_and_the_peaks_of_ranks() -> None:
+    words = ("plan", *MODEL, *CLUSTER, *JOB, "--recompute", "full", "--schedule", "1f1b")
+    brief, whole = (call(*words, *more).stdout for more in ((), ("--details",)))
+    assert "Recomputed or offloaded, per stage" in brief and "Memory at the peak of every rank" not in brief
+    assert "Memory at the peak of every rank" in whole and "what enters each layer is kept" in whole
+    assert len(brief.splitlines()) < len(whole.splitlines())
+
+
 def test_dollars_are_at_a_list_price_that_is_named(planned: dict) -> None:
     words = ("plan", *MODEL, *CLUSTER, *JOB, "--tokens", "1e9", "--pp", "2", "--schedule", "1f1b")
     (size,) = document(*words)["sizes"]
@@ -94,7 +102,7 @@ def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
     words = "--pp", "2", "--microbatch", "1", "--schedule", "1f1b", "--schedule", "gpipe", "--top", "2"
     shown = call("plan", *MODEL, *CLUSTER, *JOB, *words).stdout
     rows = [line.split() for line in shown.splitlines() if " x 1 " in line]
-    assert [row[:3] for row in rows] == [["2", "x", "1"]] * 2
+    assert [row[1:3] for row in rows] == [["2", "1"]] * 2
     assert "tiny-llama on 2x-rtx3090" in shown
 
 
@@ -291,7 +299,10 @@ def test_plans_are_found_for_other_runtimes(folder: Path) -> None:
     asked = ("tiny-llama", "--cluster", "4x-h100", "--global-batch", 8, "--sequence-length", 64, "--tp", 2)
     path = folder / "elsewhere.json"
     done = call("plan", *asked, "--runtime", "megatron-core+te", "--microbatch", 1, "-o", path)
-    assert done.exit_code == 0 and "which megatron-core+te runs, not Stagewright" in done.stdout
+    assert (
+        done.exit_code == 0
+        and "it is for megatron-core+te: `stagewright run` cannot execute it" in done.stdout
+    )
     plan = json.loads(path.read_text())
     assert (plan["tp"], plan["job"]["runtime"]) == (2, "megatron-core+te")
     known = document("estimate", path)

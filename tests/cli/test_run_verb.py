@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from patience import patient
+from stagewright.cli.run import DataOptions, _written
 
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32")
 
@@ -49,3 +50,18 @@ def test_a_plan_is_trained_and_compared_with_what_was_predicted(tmp_path: Path) 
         assert rank["allocated_peak_bytes"] == pytest.approx(rank["predicted_allocated_peak_bytes"], rel=0.03)
     assert Path(found["path"]) == tmp_path / "out" / "record.json"
     assert json.loads(Path(found["path"]).read_text())["losses"] == found["losses"]
+
+
+def test_a_run_ends_with_what_it_wrote_and_what_to_do_with_it(tmp_path: Path) -> None:
+    (tmp_path / "step-000012").mkdir()
+    data = DataOptions(data=["my chats.jsonl"], tokenizer=Path("tok"))
+    record, page, newest = _written(
+        Path("plan.json"), Path("r/record.json"), Path("run.html"), tmp_path, data
+    )
+    assert record.startswith("Wrote r/record.json.") and page == "Wrote run.html."
+    assert newest.startswith(f"Wrote {tmp_path}/step-000012. Evaluate: ")
+    command = (
+        f"`stagewright evaluate plan.json --data 'my chats.jsonl' --tokenizer tok --checkpoint {tmp_path}`"
+    )
+    assert command in newest
+    assert len(list(_written(Path("plan.json"), Path("record.json"), None, None, data))) == 1

@@ -32,6 +32,6 @@ def test_many_short_steps_are_all_kept_and_seldom_said(tmp_path: Path, capsys: o
     said = capsys.readouterr().err.splitlines()  # type: ignore[attr-defined]
     assert (
         said[0]
-        == "step 1/100  loss 1.0000  gradient norm 1.000  0.001 s  1,000 tokens/s  MFU 40.0%  1.00 GiB  3 s left"
+        == "step 1/100  loss 1.0000  gradient norm 1.000  0.001 s  1,000 tokens/s  MFU 40.0%  reserved 1.00 GiB  3 s left"
     )
     assert said[-1].startswith("step 100/100") and "left" not in said[-1] and len(said) < 10

@@ -46,7 +46,7 @@ def test_pieces_that_make_a_plan_faster_are_taken() -> None:
     assert chosen.predictions.step_seconds < whole.predictions.step_seconds
     assert described_schedule(chosen) == "gpipe +L"
     (line,) = loss_lines(chosen)
-    assert "in 2 pieces" in line and "512.0 MiB" in line and "256.0 MiB at a time" in line
+    assert "in 2 slices" in line and "512.0 MiB" in line and "256.0 MiB are in memory at a time" in line
 
 
 def test_pieces_that_would_only_cost_time_are_not_taken() -> None:

@@ -1,4 +1,4 @@
-"""The order of plans: time, then memory among plans that are as good as equally fast."""
+"""The order of plans: time, then simplicity and memory among plans that are as good as equally fast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan
-from stagewright.planning.ranking import AS_FAST, ranked
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.ranking import AS_FAST, chunks, complexity, ranked
 
 
 @cache
@@ -44,6 +44,37 @@ def test_a_plan_that_is_slower_by_more_waits_however_small() -> None:
     assert _order((1.0, 400), (1.006, 100)) == [(1.0, 400), (1.006, 100)]
     # A chain of plans, each within the tolerance of the next, does not pull the last one to the front.
     assert _order((1.0, 3), (1.004, 2), (1.008, 1)) == [(1.004, 2), (1.0, 3), (1.008, 1)]
+
+
+def _first(*plans: Plan) -> Plan:
+    return ranked(plans)[0]
+
+
+def test_of_equally_fast_plans_the_simplest_is_first() -> None:
+    simple, host = _plan(1.004, 400), _plan(1.0, 100).model_copy(update={"host_optimizer": (0,)})
+    sliced = _plan(1.002, 200).model_copy(update={"loss_pieces": 8})
+    recomputing = sliced.model_copy(update={"memory_policy": (StagePolicy(recompute=("a:1",)),)})
+    assert _first(host, recomputing, sliced, simple) is simple
+    assert ranked([host, recomputing, sliced]) == [sliced, recomputing, host]
+    offloading = recomputing.model_copy(update={"memory_policy": (StagePolicy(offload=("a:1",)),)})
+    assert complexity(offloading) == complexity(recomputing) == (False, 2)
+
+
+def test_a_plan_on_the_host_is_first_only_if_it_is_faster() -> None:
+    """However much else the plan without it does, unless that takes longer by more than estimates tell apart."""
+    host = _plan(1.0, 100).model_copy(update={"host_optimizer": (0,)})
+    busy = {"loss_pieces": 8, "memory_policy": (StagePolicy(recompute=("a:1",), offload=("b:1",)),)}
+    assert _first(host, _plan(1.004, 400).model_copy(update=busy)) is not host
+    assert _first(host, _plan(1.006, 400).model_copy(update=busy)) is host
+
+
+def test_one_replica_more_is_simpler_than_a_pipeline() -> None:
+    cluster, job = load_cluster("2x-h100"), Job(global_batch=8, sequence_length=32, dtype="fp32")
+    pipeline = estimate("tiny-llama", cluster, job, pp=2, schedule="1f1b")
+    looped = estimate("tiny-llama", cluster, job, pp=2, schedule="interleaved-1f1b")
+    replicas = estimate("tiny-llama", cluster, job, pp=1, zero=3)
+    assert [complexity(plan)[1] for plan in (replicas, pipeline, looped)] == [0, 1, 2]
+    assert [chunks(plan) for plan in (replicas, pipeline, looped)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.010025, 1.995, 2.0, 123.4])

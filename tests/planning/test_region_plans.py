@@ -104,7 +104,7 @@ def test_reports_say_how_many_regions_there_are_and_what_is_recomputed() -> None
     assert graph_document(graph, 1.0)["num_regions"] == 4
     assert "4 regions by the model's own code" in text_of(graph_summary(graph_document(graph, 1.0)))
     stages, peaks_of_ranks = map(text_of, saving_tables(found))
-    assert "for 1 microbatch in flight" in stages and "net.model" in peaks_of_ranks
+    assert "with 1 microbatch in flight" in stages and "net.model" in peaks_of_ranks
 
 
 def text_of(shown: object) -> str:

@@ -43,7 +43,7 @@ def text(document: dict) -> str:
 
 
 def shown(document: dict) -> str:
-    return next(line for line in text(document).splitlines() if "peak memory of rank 0" in line)
+    return next(line for line in text(document).splitlines() if "allocated peak of rank 0" in line)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
@@ -53,7 +53,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     document = run_document(plan(predicted), RECORD, "record.json")
     (rank,) = document["ranks"]
     assert (rank["predicted_allocated_peak_bytes"], rank["predicted_busy_seconds"]) == (1024, 1.0)
-    assert "-50.0%" in shown(document)
+    assert "+100.0%" in shown(document)
 
 
 def test_where_nothing_was_predicted_the_measured_stands_alone() -> None:
@@ -73,7 +73,7 @@ def test_what_the_machine_was_slower_by_is_told_apart() -> None:
     document = run_document(plan(), record, "record.json")
     assert document["machine_slowdown"] == 1.5  # ranks wait for the slowest
     lines = text(document)
-    assert "at the machine's speed then" in lines and "-25.0%" in lines and "-50.0%" in lines
-    assert "took 1.50 times as long" in lines and "from 1.00 to 1.75 times" in lines
+    assert "at the machine's speed" in lines and "+33.3%" in lines and "+100.0%" in lines
+    assert "took 50% longer" in lines and "from 1.00 to 1.75 times" in lines
     unprobed = run_document(plan(), RECORD, "record.json")
     assert unprobed["machine_slowdown"] is None and "machine" not in text(unprobed)

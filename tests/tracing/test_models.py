@@ -417,6 +417,23 @@ def test_factory_with_a_loss_function(factory):
     assert all(isinstance(value, FakeTensor) for value in [*fake.module.parameters(), *fake.inputs.values()])
 
 
+def test_a_sequence_length_is_needed_where_samples_have_one(tmp_path):
+    path = tmp_path / "nets.py"
+    path.write_text(
+        "def images(microbatch_size): ...\ndef texts(width=1, *, sequence_length): ...\nothers = texts\n"
+    )
+    needs = {name: resolve(f"{path}:{name}").has_sequence for name in ("images", "texts", "others")}
+    assert needs == {"images": False, "texts": True, "others": True}
+    vision = {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "image_size": 32,
+        "num_channels": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(vision))
+    assert not resolve(str(tmp_path / "config.json")).has_sequence and resolve("tiny-llama").has_sequence
+
+
 def test_factory_inputs_are_brought_to_the_microbatch_and_dtype(factory):
     built = build(factory("scalar"), 5, 1, "float64")
     assert {key: tuple(value.shape) for key, value in built.inputs.items()} == {"x": (5, 4), "scale": (5, 1)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -33,7 +34,7 @@ from stagewright.cli import (
 )
 from stagewright.cli.failure import fail, fail_unexpectedly
 from stagewright.cli.groups import GroupedCommand
-from stagewright.errors import TRACEBACK, StagewrightError
+from stagewright.errors import TRACEBACK, InputError, StagewrightError
 from stagewright.version import __version__
 
 
@@ -45,11 +46,19 @@ class Verbs(TyperGroup):
             args = ["--traceback", *(word for word in args if word != "--traceback")]
         return super().parse_args(ctx, args)
 
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except _UsageError as error:
+            _fail_usage(error)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except StagewrightError as error:
             fail(error)
+        except _UsageError as error:
+            _fail_usage(error)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except EOFError as error:  # else taken for Ctrl-D at a prompt
@@ -58,6 +67,35 @@ class Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the verbs in the order in which they are used."""
         return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the verbs under the headings of their groups."""
+        width = max(map(len, self.commands))
+        for heading, verbs in _GROUPS.items():
+            names = [_name(verb) for verb in verbs]
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name.ljust(width), self.commands[name].get_short_help_str(limit=100)) for name in names]
+                )
+
+
+# The parser exports only this one of its errors.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_WORDED = {
+    "Input should be a valid integer, unable to parse string as an integer": "give a whole number",
+    "Input should be a valid number, unable to parse string as a number": "give a number",
+}
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """Report an error of the command line in the style of all errors; without arguments, the help was asked for."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        raise error
+    message = error.format_message().rstrip(".")
+    for words, better in _WORDED.items():
+        message = message.replace(words, better)
+    command = error.ctx.command_path if error.ctx else "stagewright"
+    fail(InputError(f"{message} (see `{command} --help`)"))
 
 
 app = typer.Typer(
@@ -90,13 +128,30 @@ def stagewright(
         os.environ[TRACEBACK] = "1"
 
 
-_VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, explain.explain, check.check, tokenize.tokenize,
-    run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
-    profile.profile, export.export, doctor.doctor, lists.models, lists.clusters, lists.schema, demo.demo,
-)  # fmt: skip
+_GROUPS: dict[str, tuple[Any, ...]] = {
+    "Plan": (
+        plan.plan,
+        estimate.estimate,
+        explain.explain,
+        simulate.simulate,
+        check.check,
+        plan_costs.plan_costs,
+    ),
+    "Train": (run.run, evaluate.evaluate, compare.compare, verify.verify, launch.launch, tokenize.tokenize),
+    "Look": (lists.models, lists.clusters, trace.trace, schedule.schedule, demo.demo),
+    "Exchange": (export.export, checkpoint.checkpoint, lists.schema),
+    "This machine": (doctor.doctor, probe.probe, profile.profile),
+}
+"""Verbs by the headings under which `--help` lists them."""
 
-for _verb in _VERBS:
-    app.command(cls=GroupedCommand)(_verb)
 
-app.add_typer(checkpoint.checkpoint)
+def _name(verb: Any) -> str:
+    """Return what a verb or a group of verbs is called on the command line."""
+    return str(verb.info.name) if isinstance(verb, typer.Typer) else verb.__name__.replace("_", "-")
+
+
+for _verb in itertools.chain.from_iterable(_GROUPS.values()):
+    if isinstance(_verb, typer.Typer):
+        app.add_typer(_verb)
+    else:
+        app.command(cls=GroupedCommand)(_verb)

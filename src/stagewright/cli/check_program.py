@@ -14,6 +14,7 @@ from stagewright.cli.output import print_document, show
 from stagewright.cli.program_file import is_program_file, read_predicted_program
 from stagewright.documents import read_json
 from stagewright.errors import InputError, ScheduleError
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def check_program(
         print_document({"passed": passed, "checks": [finding._asdict() for finding in findings]})
     else:
         show(
-            f"{path}: {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches, "
+            f"{path}: {plural(program.num_ranks, 'rank')}, {plural(program.num_stages, 'stage')}, "
+            f"{plural(program.num_microbatches, 'microbatch', 'microbatches')}, "
             f"{program.num_actions} actions",
             "",
             *(

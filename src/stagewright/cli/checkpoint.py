@@ -11,6 +11,7 @@ from stagewright.cli.groups import GroupedCommand
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.text import plural
 from stagewright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _described(path: Path) -> dict[str, Any]:
         "model": model.get("name"),
         **{name: plan.get(name) for name in ("pp", "dp", "tp", "schedule", "sharding")},
         **{name: job.get(name) for name in ("dtype", "optimizer", "global_batch", "sequence_length")},
+        "adapters_of": None if manifest.base is None else manifest.base.text,
         "data": str(manifest.data),
         "files": len(manifest.files),
         "bytes": sum(file.bytes for file in manifest.files.values()),
@@ -67,11 +69,12 @@ def _described(path: Path) -> dict[str, Any]:
 
 def _in_words(document: dict[str, Any]) -> str:
     zero = max(document["sharding"] or (0,))
+    base = f", adapters only, of {document['adapters_of']}" if document["adapters_of"] else ""
     return (
-        f"step {document['step']}: {document['model']} in {document['dtype']}, "
+        f"step {document['step']}: {document['model']} in {document['dtype']}{base}, "
         f"pp {document['pp']} x dp {document['dp']} x tp {document['tp']}, {document['schedule']}, zero {zero}, "
         f"{document['optimizer']}, batches of {document['global_batch']} x {document['sequence_length']}, "
-        f"data {document['data']}; {document['files']} files, {format_bytes(document['bytes'])}"
+        f"data {document['data']}; {plural(document['files'], 'file')}, {format_bytes(document['bytes'])}"
     )
 
 
@@ -155,7 +158,9 @@ def export(
         print_document({"path": str(model.path), "step": model.step, "files": model.files})
         return
     size = format_bytes(sum(model.files.values()))
-    show(f"Wrote the model of step {model.step} to '{model.path}': {len(model.files)} files, {size}.")
+    show(
+        f"Wrote the model of step {model.step} to '{model.path}': {plural(len(model.files), 'file')}, {size}."
+    )
 
 
 @checkpoint.command("import", cls=GroupedCommand)
@@ -230,6 +235,4 @@ def _document(verified: Verified) -> dict[str, Any]:
 def _line(verified: Verified) -> str:
     if verified.fault is not None:
         return verified.fault
-    return (
-        f"checkpoint '{verified.path}' is ok: {verified.num_files} files, {format_bytes(verified.num_bytes)}"
-    )
+    return f"checkpoint '{verified.path}' is ok: {plural(verified.num_files, 'file')}, {format_bytes(verified.num_bytes)}"

@@ -62,7 +62,8 @@ def _heading(bold: str, text: str) -> Text:
 def _plan_large(out: Path) -> None:
     from stagewright.cluster import load_cluster
     from stagewright.planning.job import Job
-    from stagewright.report.plans import answer_line, left_out, plans_table
+    from stagewright.report.configurations import configurations_table, considered_line, legend
+    from stagewright.report.plans import answer_line
 
     show(
         _heading("1. Planning Llama-3-8B for a node of eight H100", ", from its config.json alone."),
@@ -75,9 +76,10 @@ def _plan_large(out: Path) -> None:
     path = out / "plan.json"
     search_result.plans[0].save(path)
     show(
-        plans_table(search_result.plans[:5]),
+        configurations_table(search_result.plans[:5]),
+        *legend(search_result.plans[:5]),
         answer_line(search_result.plans[0]),
-        left_out(search_result),
+        considered_line(search_result),
         f"The best is in {path}.\n",
     )
 
@@ -100,7 +102,8 @@ def _probe(out: Path) -> Cluster:
 
 def _plan_small(cluster: Cluster, out: Path) -> Plan:
     from stagewright.planning.job import Job
-    from stagewright.report.plans import plans_table, stage_table
+    from stagewright.report.configurations import configurations_table
+    from stagewright.report.plans import stage_table
 
     show(
         _heading(f"3. Planning a small Llama for a pipeline of {_PROCESSES} processes here", ":"),
@@ -111,7 +114,9 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
     path = out / "small.json"
     search_result.plans[0].save(path)
     show(
-        plans_table(search_result.plans[:3]), stage_table(search_result.plans[0]), f"The best is in {path}.\n"
+        configurations_table(search_result.plans[:3]),
+        stage_table(search_result.plans[0]),
+        f"The best is in {path}.\n",
     )
     return search_result.plans[0]
 

@@ -9,7 +9,7 @@ from stagewright.cli.output import print_document, show
 
 
 def doctor(as_json: Json = False) -> None:
-    """Examine this machine for what will not work.
+    """Check this machine for problems.
 
     Shows devices, links, versions and free memory. Exit code 1 if there is a problem that would make a run fail.
 
@@ -28,6 +28,6 @@ def doctor(as_json: Json = False) -> None:
         for trouble in examination.troubles:
             show(f"{'will not work' if trouble.is_fatal else 'note'}: {trouble.what}. {trouble.remedy}.")
         if not examination.troubles:
-            show("No problem was found that would make a run fail.")
+            show("No problems found.")
     if any(trouble.is_fatal for trouble in examination.troubles):
         raise typer.Exit(1)

@@ -132,7 +132,7 @@ def estimate(
             replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
             if configuration.configurations is not None:
                 refuse(["by"], "--configurations prints estimates alone", "estimate one configuration")
-                training_job = job.read(reading)
+                training_job = job.read(reference, reading)
                 _print_estimates(
                     configuration.configurations,
                     lambda configured: estimating.estimate(
@@ -142,7 +142,7 @@ def estimate(
                 )
                 return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
-            shown = estimating.estimate(reference, on, job.read(reading), chosen, report=progress)
+            shown = estimating.estimate(reference, on, job.read(reference, reading), chosen, report=progress)
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables
@@ -153,10 +153,11 @@ def estimate(
             report.estimate_document(shown) | {"compared_with_model": shown.is_compared} | breakdown
         )
         return
-    said = [line for line in (report.host_line(shown), report.profile_line(shown)) if line is not None]
+    options.warn(report.tight_warnings(shown))
+    lines = report.host_line(shown), report.profile_line(shown), report.host_memory_line(shown)
     show(
         report.estimate_heading(shown),
-        *said,
+        *(line for line in lines if line is not None),
         *report.lengths_tables(shown),
         report.stage_table(shown),
     )

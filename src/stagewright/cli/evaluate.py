@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
+from stagewright.text import plural
 
 
 # fmt: off
@@ -56,6 +56,7 @@ def evaluate(
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.device import kind_of
     from stagewright.execution.launch import start_plan
+    from stagewright.execution.logs import perplexity
     from stagewright.execution.preflight import refuse_what_is_not_run
     from stagewright.execution.weight_files import base_model_of, check_weights
     from stagewright.files import make_writable
@@ -93,12 +94,12 @@ def evaluate(
         results = json.loads(outcome.read_text())
     tokens = results["num_tokens"]
     if tokens:
-        results["perplexity"] = math.exp(min(results["loss"], 700.0))
+        results["perplexity"] = perplexity(results["loss"])
     if as_json:
         print_document(results)
         return
     of = "the model's own weights" if checkpoint is None else f"the checkpoint after step {results['step']}"
-    over = f" over {tokens:,} tokens (perplexity {results['perplexity']:,.4g})" if tokens else ""
+    over = f" over {plural(tokens, 'token')} (perplexity {results['perplexity']:,.4g})" if tokens else ""
     show(f"Loss {results['loss']:.4f}{over}, of {of}.")
     if log_probabilities is not None:
         show(f"Wrote {log_probabilities}.")

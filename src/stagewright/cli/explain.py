@@ -9,7 +9,7 @@ from stagewright.cli.output import print_document, show
 def explain(plan: PlanFile, as_json: Json = False) -> None:
     """Explain where the time of a plan goes.
 
-    Shows what each second of a step is spent on, which changes would gain most, and what errors of the estimate would do.
+    Shows what each second of a step is spent on, what would make it faster, and what errors of the estimate would do.
 
     Example:
         stagewright explain plan.json
@@ -23,7 +23,7 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
         parts_table,
         path_line,
     )
-    from stagewright.report.plans import answer_line, estimate_heading
+    from stagewright.report.plans import answer_line, estimate_heading, host_memory_line
 
     loaded = load_plan(plan)
     explanation = explained(loaded)
@@ -32,7 +32,7 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
         return
     show(estimate_heading(loaded))
     if loaded.predictions.ranks:
-        show(answer_line(loaded))
+        show(*(line for line in (answer_line(loaded), host_memory_line(loaded)) if line is not None))
     show(
         "",
         path_line(explanation, loaded.pp),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.export.reading import Reading
     from stagewright.planning.job import Job
+    from stagewright.tracing.models.reference import ModelReference
 
 _NOT_OF_JOB = {"job", "profile", "record"}
 
@@ -36,10 +37,10 @@ class JobOptions:
         keys: dict[str, Any] = {name: getattr(self, name) for name in names}
         return keys | {"compiled": self.compiled or None}
 
-    def read(self, reading: Reading | None = None) -> Job:
+    def read(self, model: ModelReference, reading: Reading | None = None) -> Job:
         """Return the job, with a file's values for options not given. Raises `InputError` for a missing or wrong key."""
         keys = self.keys() if reading is None else job_keys(reading, **self.keys())
-        return options.read_job(self.job, **keys)
+        return options.read_job(self.job, model, **keys)
 
     def measured(self, cluster: Cluster) -> Cluster:
         """Return `cluster` with the measurements of the profile and the record."""

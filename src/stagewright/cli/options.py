@@ -16,6 +16,7 @@ from stagewright.units import parse_count
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.planning.job import Job
+    from stagewright.tracing.models.reference import ModelReference
 
 # fmt: off
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -213,8 +214,9 @@ def _counts(text: str | None, option: str, what: str, least: int) -> tuple[int, 
     return tuple(count for count in counts if count is not None)
 
 
-def read_job(path: Path | None, **options: Any) -> Job:
-    """Return the job of a file, overridden by `options`; options that are None were not given.
+def read_job(path: Path | None, model: ModelReference, **options: Any) -> Job:
+    """Return the job of a file, overridden by `options`; options that are None were not given. Where samples of `model` are
+    not sequences, their length need not be given.
 
     Raises:
         InputError: a key is missing or wrong; the message names options where no file was given.
@@ -226,6 +228,8 @@ def read_job(path: Path | None, **options: Any) -> Job:
         given.setdefault("sequence_length", max(given["sequence_lengths"]))
     elif "sequence_length" in given:
         given["sequence_lengths"] = ()  # overrides those of the file
+    elif path is None and not model.has_sequence:
+        given["sequence_length"] = 1
     missing = [key for key in ("global_batch", "sequence_length") if key not in given]
     if path is None and missing:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -22,6 +24,7 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
 from stagewright.errors import InputError, StagewrightError, nearest
 from stagewright.files import write_whole
+from stagewright.text import say
 from stagewright.units import parse_count
 
 if TYPE_CHECKING:
@@ -96,8 +99,8 @@ class ScheduleOptions:
             help="Whether --recompute auto may also offload activations to the host.")] = True
     host_optimizer: Annotated[
         str, typer.Option("--host-optimizer", metavar="HOW",
-            help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, if "
-            "nothing else is faster).")] = "auto"
+            help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, first "
+            "only if faster by 0.5 %).")] = "auto"
     loss_pieces: options.LossPieces = "auto"
 
 
@@ -129,6 +132,8 @@ class PlanResultOptions:
         int | None, typer.Option("--top", min=1,
             help="Number of plans to find (default: enough to be sure of the best, up to 5); if given, -o writes all of "
             "them: FILE, FILE-2, ...")] = None
+    details: Annotated[
+        bool, typer.Option("--details", help="Also show what every stage recomputes and what was ruled out.")] = False
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write the node and device of every rank of the best plan (CSV), for `run --ranks`.")] = None
@@ -175,6 +180,7 @@ def plan(
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning.cost import priced_results, prices_of
+    from stagewright.report.plans import tight_warnings
 
     check_writable(result.output)
     _check_ranks(result.ranks)
@@ -185,7 +191,7 @@ def plan(
     reading = None if result.compare is None else read_and_report(result.compare)
     reference = model_options.reference(model, reading)
     target = job.measured(load_cluster(cluster))
-    training_job = job.read(reading)
+    training_job = job.read(reference, reading)
     if training_job.runtime != STAGEWRIGHT:
         options.check_one_length(training_job, f"plan --runtime {training_job.runtime}")
     price, terms = _price(objective.price)
@@ -196,7 +202,7 @@ def plan(
         is_tp_one=tp == 1,
     )
     space = _space(degrees, tp, scheduling)
-    with Progress(f"planning {reference.name}") as progress:
+    with _message_without_plan(), Progress(f"planning {reference.name}") as progress:
         results = priced_results(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
             price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress,
@@ -206,14 +212,26 @@ def plan(
         compared = (
             None if reading is None else _compared(reading, result, reference, target, training_job, progress)
         )
-    options.warn([*target.cautions, *search_result.warnings])
+    best = search_result.plans[0]
+    options.warn([*target.cautions, *search_result.warnings, *tight_warnings(best)])
     if result.ranks is not None:
-        _write_ranks(result.ranks, search_result.plans[0], on)
+        _write_ranks(result.ranks, best, on)
     if result.html is not None:
         _write_page(result.html, search_result, on)
     has_bills = len(results) > 1 or objective.price is not None or objective.tokens is not None
     bills = Bills(results, prices_of(target, terms) if price is None else {}, terms) if has_bills else None
     _show_plans(search_result, on, bills, result, compared)
+
+
+@contextmanager
+def _message_without_plan() -> Iterator[None]:
+    """Report that Ctrl-C or SIGTERM ended the search before it had a plan."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        what = str(interrupt) or "interrupted"
+        say(f"{what} before there was a plan: nothing was written")
+        raise typer.Exit(128 + (signal.SIGTERM if "SIGTERM" in what else signal.SIGINT)) from None
 
 
 @dataclass(frozen=True)
@@ -370,17 +388,19 @@ def _show_plans(
         return
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        plans.found_heading(search_result),
-        plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
+        plans.job_heading(shown[0]),
+        configurations.configurations_table(shown),
+        *configurations.legend(shown),
         plans.answer_line(shown[0]),
+        plans.host_memory_line(shown[0]),
         *plans.lengths_tables(shown[0]),
-        *saved_values.saving_tables(shown[0]),
+        *(saved_values.saving_tables if result.details else saved_values.saving_summary)(shown[0]),
         *saved_values.loss_lines(shown[0]),
         configurations.stages_line(shown[0], cluster),
         plans.host_line(shown[0]),
         plans.profile_line(shown[0]),
-        None if is_own else configurations.left_out_table(search_result),
-        plans.left_out(search_result),
+        configurations.left_out_table(search_result) if result.details else None,
+        configurations.considered_line(search_result),
         *(side_by_side.side_by_side_lines(compared.plan, shown[0], str(compared.path)) if compared else ()),
     ]
     if bills is not None:
@@ -394,7 +414,7 @@ def _show_plans(
         )
     if for_megatron:
         parts += [
-            "Options for Megatron-LM's pretrain_gpt.py, in addition to those of model and data:",
+            "Add these to your model and data arguments for pretrain_gpt.py:",
             copied(shell_lines(for_megatron)),
         ]
     show(*(part for part in parts if part is not None))
@@ -402,13 +422,13 @@ def _show_plans(
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])
         show(
-            f"Wrote {written}. `stagewright estimate {result.output}` shows stages and memory of the best plan, "
+            f"Wrote {written}. `stagewright estimate {result.output}` shows stages and memory of the best plan; "
             + (
-                "which is asynchronous and cannot be run."
+                "it is asynchronous and cannot be run."
                 if steps_early
                 else f"`stagewright run {result.output}` trains with it."
                 if is_own
-                else f"which {shown[0].job.runtime} runs, not Stagewright."
+                else f"it is for {shown[0].job.runtime}: `stagewright run` cannot execute it."
             )
         )
     if result.ranks is not None:

@@ -60,10 +60,10 @@ def profile(
 
     check_writable(output)
     sizes = options.parse_microbatches(measurement.microbatches)
-    training_job = options.read_job(
-        job.job, global_batch=max(sizes), sequence_length=job.sequence_length, dtype=job.dtype
-    )
     reference = resolve(model, options.parse_settings(settings))
+    training_job = options.read_job(
+        job.job, reference, global_batch=max(sizes), sequence_length=job.sequence_length, dtype=job.dtype
+    )
     with Progress("importing torch") as progress:
         from stagewright.execution.profiling import profile as measure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -194,10 +195,31 @@ def run(
     if results.as_json:
         print_document(document)
     else:
-        show(report.run_summary(document), f"Wrote {path}.")
+        show(report.run_summary(document), *_written(plan, path, results.html, checkpoints.checkpoint, data))
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoints.checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
+
+
+def _written(
+    plan: Path, record: Path, html: Path | None, checkpoints: Path | None, data: DataOptions
+) -> Iterator[str]:
+    """Yield what a run has written, and what to do with it."""
+    from stagewright.execution.checkpoint_folder import steps_of
+
+    yield f"Wrote {record}. Compare: `stagewright compare {plan} {record}`."
+    if html is not None:
+        yield f"Wrote {html}."
+    if checkpoints is not None and (steps := steps_of(checkpoints)):
+        given = {"--data": (data.held_out or data.data or ["DATA"])[0], "--tokenizer": data.tokenizer}
+        given["--text-field"] = data.text_field
+        words = (
+            f"{option} {shlex.quote(str(value))}" for option, value in given.items() if value is not None
+        )
+        yield (
+            f"Wrote {steps[0]}. Evaluate: `stagewright evaluate {plan} {' '.join(words)} --checkpoint {checkpoints}`; "
+            f"export: `stagewright checkpoint export {steps[0]} FOLDER`."
+        )
 
 
 @contextmanager

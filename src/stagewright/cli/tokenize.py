@@ -10,6 +10,7 @@ import typer
 from stagewright.cli.options import Json, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.text import plural
 
 
 def tokenize(
@@ -41,6 +42,7 @@ def tokenize(
         return
     learnt = f", {manifest.num_learnt:,} of them with a loss" if manifest.is_masked else ""
     show(
-        f"Wrote {output}: {manifest.num_documents:,} documents of {manifest.num_tokens:,} tokens{learnt}; the longest has "
+        f"Wrote {output}: {plural(manifest.num_documents, 'document')} of "
+        f"{plural(manifest.num_tokens, 'token')}{learnt}; the longest has "
         f"{manifest.longest:,}."
     )

@@ -13,6 +13,7 @@ from stagewright.cli.consent import say_what_runs
 from stagewright.cli.options import Json, Model
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.text import plural
 
 if TYPE_CHECKING:
     from stagewright.execution.verification import Verification
@@ -70,14 +71,17 @@ def _document(verification: Verification) -> dict[str, Any]:
 
 
 def _lines(verification: Verification) -> list[str]:
-    layers = f"{verification.num_layers} layers" if verification.num_layers else "as it is"
+    layers = plural(verification.num_layers, "layer") if verification.num_layers else "as it is"
     verdict = (
         "Pipelined equals plain." if verification.holds else "Pipelined is NOT equal to plain: the plan cannot be trusted."
     )  # fmt: skip
+    length = (
+        f", {verification.sequence_length} tokens a sample: " if verification.sequence_length > 1 else ": "
+    )
     worst = f", largest difference {verification.gradient_difference:.1e} in {verification.worst_parameter}"
     return [
-        f"{verification.model}, {layers}, {verification.num_parameters:,} parameters, {verification.dtype}, "
-        f"{verification.sequence_length} tokens a sample: {verification.schedule} with {verification.num_stages} stages on "
+        f"{verification.model}, {layers}, {verification.num_parameters:,} parameters, {verification.dtype}"
+        f"{length}{verification.schedule} with {plural(verification.num_stages, 'stage')} on "
         f"{verification.num_ranks * verification.num_replicas} {'processes' if verification.device == 'cpu' else 'GPUs'}"
         + (f" ({verification.num_replicas} replicas)" if verification.num_replicas > 1 else "")
         + f" against {'one process' if verification.device == 'cpu' else 'one GPU'}",

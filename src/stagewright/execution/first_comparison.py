@@ -205,8 +205,9 @@ class _ComparedModel:
 
     def text(self) -> str:
         options = self.trace_options
-        sizes = f"microbatch {options['microbatch_size']}, {options['sequence_length']} tokens a sample"
-        return f"{self.what}, {sizes}"
+        length = options["sequence_length"]
+        of_tokens = f", {length} tokens a sample" if length > 1 else ""
+        return f"{self.what}, microbatch {options['microbatch_size']}{of_tokens}"
 
 
 def _sizes(reference: ModelReference, trace_options: Mapping[str, Any]) -> Iterator[_ComparedModel]:

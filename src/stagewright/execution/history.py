@@ -44,7 +44,7 @@ class History:
         self.metered.add(done)
         self.returns.append((step + 1, done))
 
-    def log_entry(self, plan: Plan, number: int, result: StepResult) -> TrainingStep:
+    def log_entry(self, plan: Plan, number: int, result: StepResult, is_cpu: bool) -> TrainingStep:
         """Return the log entry of step `number`, counted from 0."""
         length = plan.job.length_of(number)
         predicted = plan.by_length.get(length, plan.predictions)
@@ -62,6 +62,8 @@ class History:
             predicted.mfu * speed,
             result.memory_bytes,
             statistics.median(recent) * (self.num_steps - number - 1),
+            plan.job.unit,
+            "RSS" if is_cpu else "reserved",
         )
 
     def slowdowns(self, rank: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.record import finite
 from stagewright.files import through_no_link
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 STEPS = "steps.jsonl"
@@ -42,6 +44,10 @@ class TrainingStep:
     """Bytes reserved on its device by the rank that has reserved most; on a CPU, of its whole process."""
     seconds_left: float
     """Estimated remaining seconds, at the speed of the last steps."""
+    unit: str = "tokens"
+    """What `tokens_per_second` counts; ``samples`` where they are not made of tokens."""
+    memory_kind: str = "reserved"
+    """What `memory_bytes` are."""
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -55,12 +61,17 @@ class TrainingStep:
     def __str__(self) -> str:
         parts = [
             f"step {self.number}/{self.num_steps}", f"loss {self.loss:.4f}", f"gradient norm {self.gradient_norm:.3f}",
-            f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} tokens/s", f"MFU {self.mfu:.1%}",
-            format_bytes(self.memory_bytes),
+            f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} {self.unit}/s", f"MFU {self.mfu:.1%}",
+            f"{self.memory_kind} {format_bytes(self.memory_bytes)}",
         ]  # fmt: skip
         if self.number < self.num_steps:
             parts.append(f"{format_seconds(self.seconds_left)} left")
         return "  ".join(parts)
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss per token, of losses above 700 that of 700."""
+    return math.exp(min(loss, 700.0))
 
 
 Callback = Callable[[TrainingStep], object]
@@ -93,7 +104,9 @@ class StepLog:
     def evaluated(self, number: int, loss: float, num_tokens: int) -> None:
         """Log the held-out loss after step `number`, counted from 1; `num_tokens` is 0 where the loss is not per token."""
         self._keep({"step": number, "held_out_loss": finite(loss), "held_out_tokens": num_tokens})
-        over = f" over {num_tokens:,} tokens" if num_tokens else ""
+        over = (
+            f" over {plural(num_tokens, 'token')} (perplexity {perplexity(loss):,.4g})" if num_tokens else ""
+        )
         print(f"held-out loss after step {number}: {loss:.4f}{over}", file=sys.stderr, flush=True)
 
     def _keep(self, line: Mapping[str, Any]) -> None:

@@ -187,6 +187,11 @@ class Record(StrictModel):
         lengths, steps = self.sequence_lengths, range(len(self.step_seconds))
         return [step for step in steps if not lengths or lengths[step] == self.timed_length]
 
+    @property
+    def drawn_step_seconds(self) -> float:
+        """Seconds of the step whose actions are recorded."""
+        return self.step_seconds[self.timed_steps[-1]]
+
     def save(self, path: str | Path) -> None:
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
 

@@ -243,7 +243,7 @@ class Trainer:
                 return result
             self._speed.after(number - history.first_step, result.seconds, waited_s() - waited)
             if self.is_first:
-                done = history.log_entry(self.plan, number, result)
+                done = history.log_entry(self.plan, number, result, self.device.type == "cpu")
                 for callback in self._callbacks:
                     callback(done)
                 messages = self._stragglers.after(number, result.slowdowns, result.seconds)
@@ -263,7 +263,7 @@ class Trainer:
             raise _nan_error(number, result.loss, result.gradient_norm, self._saving.saver, count)
         if self.is_first:
             for callback in self._callbacks:
-                callback(history.log_entry(self.plan, number, result))
+                callback(history.log_entry(self.plan, number, result, self.device.type == "cpu"))
         so_far = self.session.passed_over
         self._renew(self.plan)
         done = self._saving.restore(self.session)

@@ -26,7 +26,7 @@ from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search_result import Excluded, NextBest, SearchResult, operator_warnings
+from stagewright.planning.search_result import LARGER, Excluded, NextBest, SearchResult, operator_warnings
 from stagewright.planning.space import (
     Space,
     configurations,
@@ -419,7 +419,7 @@ class Search:
         try:
             self.coarse.costs(key)
         except (InputError, TraceError, ContractError) as error:
-            self.fitter.exclude(configuration, str(error))
+            self.fitter.exclude(configuration, str(error), lacks_memory=False)
             return self._with_own_graph(entry) if self._goes_without_pieces(key) else None
         return replace(entry, configuration=configuration, bounded_by=None)
 
@@ -434,7 +434,7 @@ class Search:
         """Exclude the larger microbatches of an entry that does not fit."""
         while entry.larger:
             entry = entry.grown()
-            self.fitter.exclude(entry.configuration, "does not fit in smaller microbatches")
+            self.fitter.exclude(entry.configuration, LARGER, lacks_memory=False)
 
     @property
     def best(self) -> Fit | None:
@@ -543,4 +543,4 @@ class Search:
         beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
         warnings = operator_warnings(self.coarse.without_rule) + ([] if beyond is None else [beyond])
         kept = (ranked(plans) if self.is_own else plans)[: self.request.keep or KEPT]
-        return SearchResult(kept, self.fitter.excluded, warnings, num_bounded, self.next_best)
+        return SearchResult(kept, self.fitter.excluded, warnings, len(plans), num_bounded, self.next_best)

@@ -100,7 +100,7 @@ def _checks(
     report: Report,
 ) -> Iterator[tuple[str, str]]:
     """Yield name and finding of each check that passes; the first that fails raises. Adds to `left_out` what needs code."""
-    yield "document", f"version {plan.version}, {plan.num_stages} stages on {plan.degrees} ranks"
+    yield "document", f"version {plan.version}, {plan.num_stages} stages, {plan.degrees}"
     yield "gradients", plan.batch_text
     program = stage_program(plan)
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"

@@ -182,7 +182,7 @@ def _changes(program: Program, costs: StepCosts) -> Iterator[Change]:
     yield Change(
         "optimizer twice as fast", simulated_seconds(program, _scaled(costs, ("optimizer_seconds", "update_seconds"), 0.5))
     )  # fmt: skip
-    if program.num_stages > 1:
+    if len(program.ranks) > 1:
         yield Change("stages of equal length", simulated_seconds(program, with_equal_stages(costs)))
 
 

@@ -70,9 +70,16 @@ class Fitter(ABC):
         self.nearest_bound: tuple[int, Entry] | None = None
         """Of the configurations given up for their bounds, the one that lacks the fewest bytes, and these."""
 
-    def exclude(self, configuration: Configuration, reason: str, missing_bytes: int | None = None) -> None:
+    def exclude(
+        self,
+        configuration: Configuration,
+        reason: str,
+        missing_bytes: int | None = None,
+        *,
+        lacks_memory: bool = True,
+    ) -> None:
         """Note why a configuration is no plan."""
-        self.excluded.append(Excluded.of(configuration, reason, missing_bytes))
+        self.excluded.append(Excluded.of(configuration, reason, missing_bytes, lacks_memory))
 
     def _lacks_by_bound(self, entry: Entry, missing: int) -> None:
         self.exclude(
@@ -279,7 +286,7 @@ class OperatorFitter(Fitter):
                 cluster = cluster_for(configuration, model_costs, cluster, self.job)
             cuts, compute_s = fastest_partition(model_costs, configuration, cluster)
         except PlanError as error:  # too few legal cuts
-            self.exclude(configuration, str(error))
+            self.exclude(configuration, str(error), lacks_memory=False)
             return None
         busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterable
@@ -13,7 +14,9 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
 from stagewright.planning.joint.top_configurations import NUM_SEARCHED, joint_plans
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
+from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.plan import Plan
+from stagewright.planning.ranking import ranked
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import JOINT
 
@@ -45,7 +48,8 @@ def improve(search: Search) -> None:
         if last is not None:
             search.fits.append(last)
         return
-    _refine(search, fitter)
+    for fit in _to_refine(search):
+        _refine(search, fitter, fit)
     if JOINT in (search.space.schedules or ()):
         _fit_slower_pipelines(search, fitter)
         _search_jointly(search)
@@ -88,10 +92,17 @@ def _try_degrees(search: Search, keys: Iterable[Configuration], shapes: set[tupl
     search.work_out()
 
 
-def _refine(search: Search, fitter: OperatorFitter) -> None:
-    """Look longer for what the best plan recomputes, and whether offloading is faster, where it saves by much."""
-    best = search.best
-    if best is None or not best.entry.configuration.saves or _saving_share(best.plan) < _WORTH_REFINING:
+def _to_refine(search: Search) -> list[Fit]:
+    """Return the fit that ranks first, and the first without an optimizer on the host: so both are compared as refined."""
+    plans = ranked(fit.plan for fit in search.fits)
+    on_devices = (plan for plan in plans if not plan.host_optimizer)
+    chosen = [*plans[:1], *itertools.islice(on_devices, 1)]
+    return [fit for fit in search.fits if any(fit.plan is plan for plan in chosen)]
+
+
+def _refine(search: Search, fitter: OperatorFitter, best: Fit) -> None:
+    """Look longer for what a plan recomputes, and whether offloading is faster, where it saves by much."""
+    if not best.entry.configuration.saves or _saving_share(best.plan) < _WORTH_REFINING:
         return
     search.report("looking for what is best recomputed")
     offloads = best.entry.configuration.offload

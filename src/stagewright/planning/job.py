@@ -302,6 +302,11 @@ class Job(StrictModel):
         return self.sequence_lengths[step % len(self.sequence_lengths)]
 
     @property
+    def unit(self) -> str:
+        """What rates count: ``tokens``, or ``samples`` that are not made of tokens, such as images."""
+        return "samples" if self.sequence_length == 1 and not self.sequence_lengths else "tokens"
+
+    @property
     def shares(self) -> dict[int, float]:
         """The fraction of steps by sequence length, shortest first.
 

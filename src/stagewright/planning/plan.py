@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -220,11 +221,10 @@ class Plan(StrictModel):
 
     def __repr__(self) -> str:
         """Return the main facts; a plan's document is long."""
-        more = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
-        degrees = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
+        microbatches = "microbatch" if self.num_microbatches == 1 else "microbatches"
         return (
-            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{degrees}, {self.schedule}, "
-            f"{self.num_microbatches} microbatches of size {self.microbatch_size}, "
+            f"<Plan of {self.model.name} on {self.cluster.name}: {self.degrees}, {self.schedule}, "
+            f"{self.num_microbatches} {microbatches} of size {self.microbatch_size}, "
             f"{format_seconds(self.predictions.step_seconds)} a step>"
         )
 
@@ -458,14 +458,10 @@ class Plan(StrictModel):
 
     @property
     def degrees(self) -> str:
-        """The parallel degrees as text: pipeline ranks, replicas, and other kinds above 1."""
-        shared = f" x {self.tp}" if self.tp > 1 else ""
-        return f"{self.pp} x {self.dp}{shared}{self.predicted_degrees}"
-
-    @property
-    def predicted_degrees(self) -> str:
-        """The degrees that are predicted but not run, context and expert parallel, where above 1, as text."""
-        return (f" x cp {self.cp}" if self.cp > 1 else "") + (f", ep {self.ep}" if self.ep > 1 else "")
+        """The parallel degrees as text: those of pipeline and data parallelism, and others above 1."""
+        degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp}
+        named = (f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name in ("pp", "dp"))
+        return " x ".join(named) + (f", ep {self.ep}" if self.ep > 1 else "")
 
     @property
     def batch_text(self) -> str:
@@ -488,6 +484,16 @@ class Plan(StrictModel):
             )
             for rank in range(self.pp)
         ]
+
+    def host_bytes(self, cluster: Cluster) -> int:
+        """Return the bytes of optimizer state and offloaded values on the host that has most."""
+        width = self.num_holders * self.tp
+        numbers = self.devices or range(self.num_ranks)
+        on_node: Counter[int] = Counter()
+        for rank in self.predictions.ranks:
+            for device in numbers[rank.rank * width : (rank.rank + 1) * width]:
+                on_node[cluster.node_of(device)] += rank.host_bytes + rank.offloaded_bytes
+        return max(on_node.values(), default=0)
 
     def rank_on(self, device: int) -> int:
         """Return the rank on a device; launchers count devices node after node."""
@@ -550,6 +556,8 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and "
             f"`stagewright check {path}` checks it"
         )
+    if isinstance(document, Mapping) and document.keys() >= {"losses", "step_seconds"}:
+        raise InputError(f"{path} is the record of a run, not a plan: give the plan.json that was run")
     if not isinstance(document, Mapping) or "version" not in document:
         raise InputError(
             f"{path} is not a plan: it has no 'version' key; give a file that `stagewright plan` wrote"

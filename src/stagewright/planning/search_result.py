@@ -27,6 +27,10 @@ _IN_KERNEL_S = 0.001
 """Seconds between looks whether a kernel has returned."""
 
 
+LARGER = "does not fit in smaller microbatches"
+"""The reason to exclude all larger microbatches of a configuration."""
+
+
 @dataclass(frozen=True)
 class Excluded:
     """A configuration that was excluded, and why; `missing_bytes` where it does not fit."""
@@ -38,9 +42,12 @@ class Excluded:
     schedule: str | None = None
     missing_bytes: int | None = None
     tp: int = 1
+    lacks_memory: bool = False
 
     @classmethod
-    def of(cls, configuration: Configuration, reason: str, missing_bytes: int | None = None) -> Self:
+    def of(
+        cls, configuration: Configuration, reason: str, missing_bytes: int | None, lacks_memory: bool
+    ) -> Self:
         """Return the record that `configuration` was excluded."""
         return cls(
             reason,
@@ -50,6 +57,7 @@ class Excluded:
             configuration.schedule,
             missing_bytes,
             configuration.tp,
+            lacks_memory,
         )
 
 
@@ -68,6 +76,8 @@ class SearchResult:
     plans: list[Plan]
     excluded: list[Excluded]
     warnings: list[str] = field(default_factory=list)
+    num_simulated: int = 0
+    """Number of configurations that were simulated, of which `plans` are the best."""
     num_bounded: int = 0
     """Number of configurations that were not evaluated, because they cannot be faster than the last of the plans."""
     next_best: NextBest | None = None
@@ -177,7 +187,7 @@ class EarlyEnd:
         elif waiting == signal.SIGTERM:
             self._why = "ended by SIGTERM"
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # some code swallows what handlers raise
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(self._why)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,7 +11,8 @@ from typing import Any
 from stagewright.cluster import Cluster, Device, NodeGroup
 from stagewright.cluster.prices import list_prices
 from stagewright.cluster.schema import SourcedModel
-from stagewright.report.tables import Table, facts, plural, table
+from stagewright.report.tables import Table, facts, table
+from stagewright.text import plural
 from stagewright.units import GIB, GIGA, TERA, format_bytes, format_seconds
 
 

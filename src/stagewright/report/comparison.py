@@ -12,10 +12,12 @@ from rich.text import Text
 
 from stagewright.planning.plan import Plan
 from stagewright.report.pictures.colours import NAMES
+from stagewright.report.runs import AT_SPEED, ERROR, error_text
 from stagewright.report.tables import Table, table
 from stagewright.report.timelines import picture
 from stagewright.schedule.action import COMPUTE, Kind
 from stagewright.simulation import Timeline
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -58,8 +60,9 @@ def comparison_document(
 ) -> dict[str, Any]:
     """Return step time, batch, bubble, seconds per stage and action, and peak bytes per rank, predicted and measured.
 
-    `predicted` and `measured` are timelines of one batch; the step is longer by gradient reductions and the update. With
-    several sequence lengths, `plan` is for batches of the timed length.
+    `predicted` and `measured` are timelines of one batch; the step is longer by gradient reductions and the update.
+    ``step_seconds`` are medians over steps, ``drawn_step_seconds`` those of the step of the measured timeline. With several
+    sequence lengths, `plan` is for batches of the timed length.
     """
     expected = action_seconds(predicted)
     # The replica with the highest peak counts.
@@ -75,6 +78,8 @@ def comparison_document(
         "schedule": plan.schedule,
         "step_seconds": _pair(plan.predictions.step_seconds, record.median_step_seconds),
         "machine_slowdown": record.slowdown,
+        "drawn_step": record.first_step + record.timed_steps[-1] + 1,
+        "drawn_step_seconds": _pair(plan.predictions.step_seconds, record.drawn_step_seconds),
         "batch_seconds": _pair(predicted.makespan_s, measured.makespan_s),
         "bubble_fraction": _pair(predicted.bubble_fraction, measured.bubble_fraction),
         "clock_error_seconds": clock_error_s,
@@ -125,7 +130,7 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
         was = expected[stage, kind][0]
         text = (
             f"stage {stage}'s {kind_in_words(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
-            f"{format_seconds(was)}, {count} times per batch"
+            f"{format_seconds(was)}, {plural(count, 'time')} per batch"
         )
         yield Disagreement(text, abs(now - was) * count / step)
     # Waiting that differs more than the computations explain shows on the rank with the largest difference.
@@ -136,7 +141,7 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
         f"({_share(now, measured)} of it instead of {_share(was, predicted)})"
     )
     yield Disagreement(text, abs(now - was) / step)
-    was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
+    was, now = step - predicted.makespan_s, record.drawn_step_seconds - measured.makespan_s
     if was > 0 and now > 0:
         text = (
             f"the end of the step (gradient reductions, norm and update) takes {_factor(was, now)}: "
@@ -174,11 +179,11 @@ def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Reco
             "computations differ on all ranks: `stagewright profile` times this model's operators for `plan "
             "--profile`, and `plan --record` with this record plans for the machine as it was in this run"
         )
-    was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
+    was, now = step - predicted.makespan_s, record.drawn_step_seconds - measured.makespan_s
     if abs(now - was) > _WORTH_NAMING * step:
         steps.append(
-            "the end of the step differs, which depends on links and memory bandwidth: measure them again with "
-            "`stagewright probe`, while nothing else runs"
+            "gradient reductions and the optimizer step took another time than predicted: run `stagewright probe` again on "
+            "an idle machine to update link and memory bandwidth"
         )
     if not steps and abs(record.median_step_seconds - step) > _WORTH_NAMING * step:
         steps.append(
@@ -213,10 +218,9 @@ def _share(seconds: float, timeline: Timeline) -> str:
 
 
 def comparison_table(document: dict[str, Any]) -> Table:
-    """Return the document as rows of predicted, measured and their ratio."""
+    """Return the document as rows of predicted, measured and the error."""
     rows = [
-        _row("step", document["step_seconds"]),
-        _row("batch", document["batch_seconds"]),
+        *(_row(name, pair) for name, pair in step_rows(document)),
         (*_row("bubble", document["bubble_fraction"], "{:.1%}".format)[:3], ""),
         *(
             _row(f"stage {a['stage']}: {kind_in_words(a['action'])}", a["seconds"])
@@ -227,13 +231,24 @@ def comparison_table(document: dict[str, Any]) -> Table:
         rows.append(_row(f"rank {rank['rank']}: busy", rank["busy_seconds"]))
         rows.append(_row(f"rank {rank['rank']}: idle", rank["idle_seconds"]))
         if rank["allocated_peak_bytes"]:
-            rows.append(_row(f"rank {rank['rank']}: peak", rank["allocated_peak_bytes"], format_bytes))
-    return table("", ("", "predicted", "measured", "measured / predicted"), rows)
+            rows.append(
+                _row(f"rank {rank['rank']}: allocated peak", rank["allocated_peak_bytes"], format_bytes)
+            )
+    return table("", ("", "predicted", "measured", ERROR), rows)
+
+
+def step_rows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the names and the pairs of step times, and of the batch of the step that is drawn."""
+    yield "step, median", document["step_seconds"]
+    if (slowdown := document["machine_slowdown"]) is not None:
+        step = document["step_seconds"]
+        yield AT_SPEED, _pair(slowdown * step["predicted"], step["measured"])
+    yield f"step {document['drawn_step']}, drawn", document["drawn_step_seconds"]
+    yield "its batch", document["batch_seconds"]
 
 
 def _row(name: str, pair: dict[str, float], written: Any = format_seconds) -> tuple[str, str, str, str]:
-    ratio = f"{pair['measured'] / pair['predicted']:.2f}" if pair["predicted"] else ""
-    return name, written(pair["predicted"]), written(pair["measured"]), ratio
+    return name, written(pair["predicted"]), written(pair["measured"]), error_text(**pair)
 
 
 def in_words(document: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ def path_line(explanation: Explanation, num_ranks: int) -> str:
     on = f" Of its computations {explanation.slowest_share:.0%} are on rank {explanation.slowest_rank}." * (
         num_ranks > 1
     )
-    return f"The end of a step of {format_seconds(explanation.seconds)} waits for these, one after the other.{on}"
+    return f"Critical path of the {format_seconds(explanation.seconds)} step.{on}"
 
 
 def parts_table(explanation: Explanation) -> Table:
@@ -36,12 +36,12 @@ def parts_table(explanation: Explanation) -> Table:
         )
         for part in explanation.parts
     ]
-    return table("Critical path", ("what", "number", unit, "of the step"), rows)
+    return table("", ("what", "number", unit, "of the step"), rows)
 
 
 def changes_table(explanation: Explanation) -> Table:
     """Return the changes that would shorten the step, one at a time."""
-    return _table("What would gain", explanation.changes, explanation.seconds)
+    return _table("What would make it faster", explanation.changes, explanation.seconds)
 
 
 def errors_table(explanation: Explanation) -> Table:

@@ -10,7 +10,8 @@ from rich.console import Group
 
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.cuts import find_cuts
-from stagewright.report.tables import facts, plural, table
+from stagewright.report.tables import facts, table
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_count, format_seconds
 
 _SHOWN_CUTS = 6
@@ -109,7 +110,7 @@ def graph_summary(document: dict[str, Any]) -> Group:
         "microbatch": ", ".join(f"{name} {meta}" for name, meta in document["inputs"].items()),
         "operators": f"{document['num_nodes']}: {parts}",
         "layers": "; ".join(map(_layers_text, document["layers"])) or "none found",
-        "prologue": f"{len(document['prologue'])} operators depend on no parameter; repeated where used",
+        "prologue": f"{plural(len(document['prologue']), 'operator')} without parameters, repeated where used",
         "tied parameters": "; ".join(" = ".join(names) for names in document["tied_parameters"]) or "none",
         "checkpointed": f"{plural(document['num_regions'], 'region')} by the model's own code",
         "cuts": f"{document['num_cuts']} legal; the narrowest, {len(cuts)}, carry {width}",

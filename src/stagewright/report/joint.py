@@ -7,8 +7,9 @@ from typing import Any
 
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import JointResult
-from stagewright.report.tables import Table, plural, table
+from stagewright.report.tables import Table, table
 from stagewright.simulation.prediction import Assumptions
+from stagewright.text import plural
 from stagewright.units import GIGA, format_bytes, format_seconds
 
 _SHOWN = 6
@@ -53,7 +54,8 @@ def joint_heading(result: JointResult) -> str:
     problem = result.best.problem
     return (
         f"{plural(problem.layers.num_layers, 'layer')} on {plural(problem.num_ranks, 'rank')}, "
-        f"{problem.num_microbatches} microbatches: {format_seconds(result.best.makespan_s)} per batch, at most "
+        f"{plural(problem.num_microbatches, 'microbatch', 'microbatches')}: "
+        f"{format_seconds(result.best.makespan_s)} per batch, at most "
         f"{result.gap:.1%} above what any plan can reach "
         f"({format_seconds(result.bound.seconds)}: {result.bound.why})"
     )

@@ -8,25 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.estimation.breakdown import Share
-from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
-from stagewright.planning.search_result import SearchResult
-from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table, time_unit
-from stagewright.units import GIGA, format_bytes, format_seconds
+from stagewright.planning.ranking import chunks, saves
+from stagewright.report.tables import Table, byte_unit, figure, numbered, table, time_unit
+from stagewright.text import plural
+from stagewright.units import GIB, GIGA, format_bytes, format_seconds
 
+_TIGHT = 0.02
+"""Share of a device's memory below which headroom is little."""
 _LEAST_SHARE = 0.02
 """Categories below this share of all peaks are combined; waits below this share of the step are not shown."""
 
 
+MARKS = {
+    "R": "recomputes activations",
+    "O": "offloads activations to the host",
+    "L": "evaluates the loss in slices",
+    "H": "keeps optimizer state and step on the host",
+}
+"""What the marks after a schedule mean."""
+
+
+def marks(plan: Plan) -> str:
+    """Return the marks of `MARKS` that apply to a plan."""
+    recomputes, offloads = saves(plan)
+    applies = {"R": recomputes, "O": offloads, "L": plan.loss_pieces > 1, "H": bool(plan.host_optimizer)}
+    return "".join(mark for mark in MARKS if applies[mark])
+
+
 def described_schedule(plan: Plan) -> str:
-    """Return the schedule, with marks for recomputation or offload (R), a loss in pieces (L), and an optimizer on the host
-    (H)."""
-    recomputes = any(policy not in ("keep", StagePolicy()) for policy in plan.memory_policy)
-    ways = " +R" * recomputes + " +L" * (plan.loss_pieces > 1) + " +H" * bool(plan.host_optimizer)
-    return plan.schedule + ways
+    """Return the schedule, with the number of stages per rank if there are several, and its marks."""
+    of_rank = f" x{count}" if (count := chunks(plan)) > 1 else ""
+    return plan.schedule + of_rank + "".join(f" +{mark}" for mark in marks(plan))
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
@@ -39,6 +55,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "spare_bytes": spare_bytes(plan)[0],
         "bubble": None if (parts := _bubble(plan)) is None else asdict(parts),
         "host_optimizer": list(plan.host_optimizer),
+        "host_bytes_per_node": plan.host_bytes(plan.cluster.load()),
         "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in ranks),
@@ -52,6 +69,7 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
         "model": plan.model.name,
         "settings": plan.model.overrides,
         **_figures(plan),
+        "host_bytes_per_node": plan.host_bytes(plan.cluster.load()),
         "ranks": [rank.model_dump(mode="json") for rank in plan.predictions.ranks],
     }
 
@@ -65,7 +83,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "host_bound_fraction": plan.host_bound,
         "measured_fraction": plan.predictions.measured_share,
         "mean_step_seconds": plan.mean_step_seconds,
-        "mean_tokens_per_second": plan.mean_rate(_tokens),
+        "mean_tokens_per_second": plan.mean_rate(tokens_per_second),
         "runtime": plan.job.runtime,
         **{name: getattr(plan, name) for name in of_plan},
         "lengths": [
@@ -79,23 +97,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
             for length, predictions in (plan.by_length.items() if plan.shorter_lengths else ())
         ],
     }  # fmt: skip
-
-
-def counts_samples(plan: Plan) -> bool:
-    """Return whether the samples are indivisible, such as images, and not made of tokens."""
-    return tuple(plan.job.shares) == (1,)
-
-
-def found_heading(result: SearchResult) -> str:
-    """Return the model, cluster and job of the plans."""
-    best = result.plans[0]
-    job = best.job
-    lengths = ", ".join(map(str, job.shares))
-    of_tokens = "" if counts_samples(best) else f" of {lengths} tokens"
-    return (
-        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples{of_tokens} "
-        f"per step, {job.dtype}, {job.optimizer}"
-    )
 
 
 def answer_line(plan: Plan) -> str:
@@ -146,85 +147,57 @@ def spare_bytes(plan: Plan) -> tuple[int, int]:
     return spare[fullest], fullest
 
 
-def left_out(result: SearchResult) -> str:
-    """Return how many configurations were rejected, by kind of reason."""
-    lacking = sum(excluded.missing_bytes is not None for excluded in result.excluded)
-    other = len(result.excluded) - lacking
-    reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{other} for other reasons"] * (other > 0)
-    listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    slower = f" {result.num_bounded} more cannot be faster{_next_best(result)}." if result.num_bounded else ""
-    num_found = plural(len(result.plans), "configuration")
-    return f"{num_found} found; {len(result.excluded)} rejected{listed}.{slower}{zero_text(result.plans[0])}"
-
-
-_SHARDED = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
-"""Sharded state by the level of ZeRO, from 1 on."""
-
-
-def zero_text(plan: Plan) -> str:
-    """Return what replicas of the plan shard; empty with one replica or without sharding."""
-    levels = sorted({level for level in plan.sharding if level})
-    if plan.dp == 1 or not levels:
-        return ""
-    named = ", ".join(map(str, levels))
-    return f" Replicas of the best shard {_SHARDED[levels[-1] - 1]} (ZeRO {named})."
-
-
-def _next_best(result: SearchResult) -> str:
-    nearest = result.next_best
-    return (
-        ""
-        if nearest is None
-        else f" (the nearest by its lower bound, {nearest.seconds / _best_s(result) - 1:+.1%}: {nearest.configuration})"
-    )
-
-
-def _best_s(result: SearchResult) -> float:
-    return min(plan.predictions.step_seconds for plan in result.plans)
-
-
-def _tokens(predictions: Predictions) -> float:
+def tokens_per_second(predictions: Predictions) -> float:
     return predictions.tokens_per_second
 
 
-def plans_table(plans: Sequence[Plan]) -> Table:
-    """Return the best plans, one per row; narrow enough for a terminal of 80 columns.
+def job_text(plan: Plan) -> str:
+    """Return what is trained in a step, in which precision, and under which runtime."""
+    job, lora = plan.job, plan.model.lora
+    of_tokens = "" if job.unit == "samples" else f" of {', '.join(map(str, job.shares))} tokens"
+    adapters = "" if lora is None else f", LoRA of rank {lora.rank}"
+    samples = plural(job.global_batch, "sample")
+    return f"{samples}{of_tokens} per step, {job.dtype}, {job.optimizer}{adapters}, runtime {job.runtime}"
 
-    With several sequence lengths times are means over all steps, and peaks those of the longest.
-    """
-    peaks = [[rank.reserved_peak_bytes for rank in plan.predictions.ranks] for plan in plans]
-    unit, size = byte_unit(count for counts in peaks for count in counts)
-    rows = [
-        (
-            plan.degrees, plan.num_stages, f"{plan.num_microbatches} x {plan.microbatch_size}", described_schedule(plan),
-            format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
-            f"{plan.mean_rate(lambda predictions: predictions.mfu):.1%}",
-            f"{plan.mean_rate(lambda predictions: predictions.bubble_fraction):.1%}", _range(counts, size),
-        )
-        for plan, counts in zip(plans, peaks, strict=True)
-    ]  # fmt: skip
-    step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
-    rate = "samples/s" if plans and counts_samples(plans[0]) else "tokens/s"
-    headings = (
-        "pp x\ndp", "stages", "micro-\nbatches", "schedule", step, rate, "MFU", "bubble", f"peak {unit}\nper rank",
-    )  # fmt: skip
-    return table("", headings, rows, text=0)
+
+def job_heading(plan: Plan) -> str:
+    """Return the model, cluster and job of a plan."""
+    return f"{plan.model.name} on {plan.cluster.name}: {job_text(plan)}"
 
 
 def estimate_heading(plan: Plan) -> str:
-    """Return the configuration and its time in one line."""
+    """Return model and job, the configuration, and its time, a line each."""
     predictions = plan.predictions
-    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + plan.predicted_degrees
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
-    unit = "samples" if counts_samples(plan) else "tokens"
-    under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
+    microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     return (
-        f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{under}\n"
+        f"{job_heading(plan)}\n"
+        f"{plan.degrees}, {described_schedule(plan)}, {microbatches} of size {plan.microbatch_size}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
-        f"{predictions.tokens_per_second:,.0f} {unit}/s, MFU {predictions.mfu:.1%}, "
+        f"{predictions.tokens_per_second:,.0f} {plan.job.unit}/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
+
+
+def tight_warnings(plan: Plan) -> list[str]:
+    """Return a warning if a plan fits with little to spare, unless a memory limit was given."""
+    spare, rank = spare_bytes(plan)
+    usable = plan.usable_bytes(plan.cluster.load())[rank]
+    if plan.job.memory_limit is not None or not 0 <= spare < _TIGHT * usable:
+        return []
+    return [
+        f"rank {rank} has only {format_bytes(spare)} of {format_bytes(usable)} to spare, {spare / usable:.1%}: if other "
+        f"programs use the device, plan with --memory-limit {(1 - 2 * _TIGHT) * usable / GIB:.1f}GiB"
+    ]
+
+
+def host_memory_line(plan: Plan) -> str | None:
+    """Return what a plan keeps in the memory of the hosts; None if it keeps nothing there."""
+    num_bytes = plan.host_bytes(plan.cluster.load())
+    if not num_bytes:
+        return None
+    parts = ["optimizer state"] * bool(plan.host_optimizer) + ["offloaded activations"] * saves(plan)[1]
+    return f"Host memory: {format_bytes(num_bytes)} per node for {' and '.join(parts)}."
 
 
 def host_line(plan: Plan) -> str | None:
@@ -296,16 +269,6 @@ def stage_table(plan: Plan) -> Table:
     headings = ("stage", "rank", "starts at", "parameters", "F", "I", "W", "saved", "sent")
     title = f"Stages, per microbatch, in {time_name} and {bytes_name}"
     return table(title, headings, rows, text=3)
-
-
-def _range(counts: Sequence[int], size: float) -> str:
-    """Return the range of `counts` in units of `size`.
-
-    >>> _range([3 * 2**30, 4 * 2**30], 2**30), _range([5, 5], 1)
-    ('3.0-4.0', '5.0')
-    """
-    low, high = (f"{count / size:.1f}" for count in (min(counts), max(counts)))
-    return low if low == high else f"{low}-{high}"
 
 
 def lengths_tables(plan: Plan) -> list[Table]:

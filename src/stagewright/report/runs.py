@@ -14,7 +14,12 @@ from stagewright.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from stagewright.execution.record import Record
 
+ERROR = "(measured - predicted) / predicted"
+"""The heading of errors of predictions, of which this is the definition."""
+
 _BARS = "▁▂▃▄▅▆▇█"
+AT_SPEED = "at the machine's speed"
+"""The row of the step time predicted for the speed that the machine had during the run."""
 _SHOWN_STEPS = 8
 _COURSE = 20
 """Steps in the sparkline of losses."""
@@ -118,32 +123,44 @@ def comparison(document: dict[str, Any]) -> Table:
     seconds = document["predicted_step_seconds"], document["step_seconds"]
     rows = [_compared(f"step time{of_length}", *seconds, format_seconds)]
     if (slowdown := document["machine_slowdown"]) is not None:
-        rows.append(
-            _compared("at the machine's speed then", slowdown * seconds[0], seconds[1], format_seconds)
-        )
+        rows.append(_compared(AT_SPEED, slowdown * seconds[0], seconds[1], format_seconds))
     for rank in document["ranks"]:
         pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]
-        rows.append(_compared(f"peak memory of rank {rank['rank']}", *pair, format_bytes))
-    return table("", ("", "predicted", "measured", "difference"), rows)
+        rows.append(_compared(f"allocated peak of rank {rank['rank']}", *pair, format_bytes))
+    return table("", ("", "predicted", "measured", ERROR), rows)
+
+
+def error_text(predicted: float | None, measured: float) -> str:
+    """Return the error of a prediction, relative to the prediction; blank where nothing was predicted.
+
+    >>> error_text(2.0, 3.0), error_text(None, 3.0)
+    ('+50.0%', '')
+    """
+    if not predicted:
+        return ""
+    error = measured / predicted - 1
+    return f"{error:+.1%}" if error < 10 else f"{error:+,.0%}"
 
 
 def machine_lines(slowdown: float | None, ratios: Collection[float]) -> list[str]:
     """Return the speed of the machine relative to the probe, and whether it changed from step to step.
 
-    >>> machine_lines(1.25, [1.25, 1.25])[0].partition(":")[0]
-    'The machine took 1.25 times as long for the same work as when it was probed'
+    >>> machine_lines(1.25, [1.25, 1.25])[0].partition(";")[0]
+    'This machine took 25% longer for the same work than when it was probed'
     >>> machine_lines(1.25, [1.0, 1.25, 1.5])[1]
-    'Its speed varied during the run, from 1.00 to 1.50 times that.'
+    'Its speed varied during the run, from 1.00 to 1.50 times the time when it was probed.'
     """
     if slowdown is None:
         return []
+    change = f"{slowdown - 1:.0%} longer" if slowdown >= 1 else f"{1 - slowdown:.0%} less time"
     lines = [
-        f"The machine took {slowdown:.2f} times as long for the same work as when it was probed: that part of the "
-        "difference is not an error of the prediction."
+        f"This machine took {change} for the same work than when it was probed; the row `{AT_SPEED}` corrects for that."
     ]
     low, high = min(ratios), max(ratios)
     if high > (1 + _VARIES) * low:
-        lines.append(f"Its speed varied during the run, from {low:.2f} to {high:.2f} times that.")
+        lines.append(
+            f"Its speed varied during the run, from {low:.2f} to {high:.2f} times the time when it was probed."
+        )
     return lines
 
 
@@ -202,8 +219,7 @@ def _compared(
 ) -> tuple[str, str, str, str]:
     if predicted is None:
         return name, "", written(measured), ""
-    difference = f"{predicted / measured - 1:+.1%}" if measured else ""
-    return name, written(predicted), written(measured), difference
+    return name, written(predicted), written(measured), error_text(predicted, measured)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -50,6 +50,8 @@ class Table:
 
     title: str
     columns: tuple[TableColumn, ...]
+    max_width: int | None = None
+    """Columns to fit into, if the terminal is wider."""
 
     @property
     def has_headings(self) -> bool:
@@ -59,10 +61,11 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title, style="bold")
-        for columns, gap in self._blocks(options.max_width):
-            widths = fitted(columns, self._available(columns, gap, options.max_width))
+        width = min(options.max_width, self.max_width or options.max_width)
+        for columns, gap in self._blocks(width):
+            widths = fitted(columns, self._available(columns, gap, width))
             built = self._built(columns, widths or [column.least for column in columns], gap)
-            yield from console.render(built, options.update_width(max(options.max_width, _width(built))))
+            yield from console.render(built, options.update_width(max(width, _width(built))))
 
     def _blocks(self, max_width: int) -> list[tuple[Sequence[TableColumn], int]]:
         """Return the columns of every block, and the gap between them."""
@@ -181,12 +184,3 @@ def numbered(
         (first, row), *further = group
         result.append((f"{first}-{further[-1][0]}" if further else str(first), *row))
     return result
-
-
-def plural(count: int, noun: str, nouns: str | None = None) -> str:
-    """Return a count with its noun.
-
-    >>> plural(1, "tensor"), plural(2, "tensor"), plural(2, "microbatch", "microbatches")
-    ('1 tensor', '2 tensors', '2 microbatches')
-    """
-    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"

@@ -16,6 +16,7 @@ from stagewright.schedule import Program
 from stagewright.schedule.action import COMPUTE, Action
 from stagewright.schedule.in_flight import peak_activations
 from stagewright.simulation import Timeline
+from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
 
 
@@ -51,7 +52,8 @@ def timeline_document(
 def heading(document: dict[str, Any]) -> str:
     """Return a one-line summary of the program."""
     stages = "" if document["num_stages"] == document["num_ranks"] else f", {document['num_stages']} stages"
-    size = f"{document['num_ranks']} ranks{stages}, {document['num_microbatches']} microbatches"
+    microbatches = plural(document["num_microbatches"], "microbatch", "microbatches")
+    size = f"{plural(document['num_ranks'], 'rank')}{stages}, {microbatches}"
     time = format_seconds(document["makespan_seconds"])
     return f"{document['name']}: {size}, {time}, bubble {document['bubble_fraction']:.1%}"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stagewright.report.comparison import in_words, kind_in_words
+from stagewright.report.comparison import in_words, kind_in_words, step_rows
 from stagewright.report.pictures.panels import Cell, Column, Figure, Panels, PanelTable
+from stagewright.report.runs import ERROR, machine_lines
 
 _PAIR = ("predicted", "measured")
 
@@ -17,16 +18,16 @@ def comparison_panels(document: dict[str, Any], title: str) -> Panels:
     figures = (
         Figure("step predicted", step["predicted"], "s"),
         Figure("step measured", step["measured"], "s"),
-        Figure("difference", step["measured"] / (step["predicted"] or step["measured"] or 1.0) - 1, "%"),
+        Figure(ERROR, step["measured"] / (step["predicted"] or step["measured"] or 1.0) - 1, "%"),
         Figure("bubble predicted", bubble["predicted"], "%"),
         Figure("bubble measured", bubble["measured"], "%"),
     )  # fmt: skip
     times = _table("times", "Predicted and measured", ("what",), "s", _times(document))
-    peaks = _table("peaks", "Memory at the peak", ("rank",), "B", _peaks(document))
+    peaks = _table("peaks", "Allocated memory at the peak", ("rank",), "B", _peaks(document))
     tables = tuple(table for table in (times, peaks) if table.rows)
-    return Panels(
-        f"{title}: {document['schedule']}, predicted and measured", in_words(document), figures, tables
-    )
+    slowdown = document["machine_slowdown"]
+    answer = "\n".join([in_words(document), *machine_lines(slowdown, [slowdown or 1.0])])
+    return Panels(f"{title}: {document['schedule']}, predicted and measured", answer, figures, tables)
 
 
 def _table(
@@ -35,14 +36,14 @@ def _table(
     columns = (
         *map(Column, named),
         *(Column(name, unit) for name in _PAIR),
-        Column("difference", "%"),
+        Column(ERROR, "%"),
     )
     return PanelTable(key, title, columns, tuple(rows))
 
 
 def _times(document: dict[str, Any]) -> Iterator[tuple[Cell, ...]]:
-    yield _row("step", document["step_seconds"])
-    yield _row("batch", document["batch_seconds"])
+    for name, pair in step_rows(document):
+        yield _row(name, pair)
     for action in document["actions"]:
         yield _row(
             f"stage {action['stage']}: {kind_in_words(action['action'])}, each of {action['count']}",

@@ -374,16 +374,22 @@ function drawOtherCurves(pen, chosen, yOf) {
   paintCurves(pen, others, yOf, heights.curves, theme.faint, numRanks > 16 ? 0.25 : 0.5);
 }
 
-/** A dashed line at what the rank may hold, where that is not far above all that is held. */
-function drawCapacity(pen, rank, yOf) {
+/** A dashed line at so many bytes, such as what the rank may hold. */
+function drawLimit(pen, bytes, yOf, dashes) {
   pen.strokeStyle = theme.faint;
   pen.lineWidth = 1;
-  pen.setLineDash([5, 4]);
+  pen.setLineDash(dashes);
   pen.beginPath();
-  pen.moveTo(left, yOf(data.capacities[rank]));
-  pen.lineTo(left + plotWidth(), yOf(data.capacities[rank]));
+  pen.moveTo(left, yOf(bytes));
+  pen.lineTo(left + plotWidth(), yOf(bytes));
   pen.stroke();
   pen.setLineDash([]);
+}
+
+/** What the allocator of a rank reserves, where the page predicts it. */
+function reservedOf(rank) {
+  const table = data.curvesAreBytes && page.report?.tables.find(({ key }) => key === "memory");
+  return table ? table.rows[rank]?.[table.columns.findIndex(({ name }) => name === "reserved")] : undefined;
 }
 
 function drawCurves() {
@@ -403,12 +409,17 @@ function drawCurves() {
     tracePath(layerPen, steps, (i) => yOf(curves[chosen].held[i]));
     layerPen.stroke();
   });
-  if (isNear) drawCapacity(pen, chosen, yOf);
+  if (isNear) drawLimit(pen, data.capacities[chosen], yOf, [5, 4]);
+  const reserved = reservedOf(chosen);
+  if (reserved && reserved <= most) drawLimit(pen, reserved, yOf, [1, 3]);
   drawCursor(pen, heights.curves);
-  const what = data.curvesAreBytes ? "Memory" : "Stage activations";
-  const which = `rank ${chosen}${chosen === fullest ? ", the fullest" : ""}`;
-  element("caption").textContent = `${what} over time on ${which}: peak ${formatHeld(peaks[chosen])}` +
-    (data.capacities.length ? ` of ${formatHeld(data.capacities[chosen])}` : "");
+  const { held: heldOf } = curves[chosen], isPeakAlone = data.curvesAreBytes && heldOf.every((each) => each === heldOf[0]);
+  const what = !data.curvesAreBytes ? "Stage activations over time" :
+    isPeakAlone ? "Peak of allocated memory (no curve was recorded)" : "Allocated memory over time";
+  const which = `rank ${chosen}${chosen === fullest && numRanks > 1 ? ", the fullest" : ""}`;
+  element("caption").textContent = `${what} on ${which}: ${isPeakAlone ? "" : "peak "}${formatHeld(peaks[chosen])}` +
+    (reserved ? `; reserved ${formatBytes(reserved)} (dotted)` : "") +
+    (data.capacities.length ? `; limit ${formatHeld(data.capacities[chosen])}${isNear ? " (dashed)" : ""}` : "");
   element("choice").value = chosen;
 }
 
@@ -460,8 +471,9 @@ function drawLegend() {
   };
   for (const index of data.shown) entry(data.kinds[index].name, swatch(data.kinds[index].fill));
   if (data.numChunks > 1) {
-    const fills = data.kinds[data.shown[0]].fills.map((fill) => swatch(fill));
-    entry("first to last stage of a rank", ...fills).className = "shades";
+    const fills = data.kinds[data.shown[0]].fills, most = Math.min(fills.length, 8);
+    const shown = Array.from({ length: most }, (_, n) => swatch(fills[Math.round((n * (fills.length - 1)) / (most - 1))]));
+    entry(`first to last of ${fills.length} stages of a rank`, ...shown).className = "shades";
   }
   if (moves.start.length) {
     entry("value on its way", swatch(theme.value, "line"));

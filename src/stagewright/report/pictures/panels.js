@@ -72,7 +72,7 @@ function drawTable(table) {
   section.firstChild.append(
     button("CSV", `These numbers as ${table.key}.csv`, () => save(`${table.key}.csv`, "text/csv", csvOf(table))),
   );
-  const scroll = made("div", "scroll"), grid = made("table"), top = grid.createTHead().insertRow();
+  const scroll = made("div", table.columns.length > 8 ? "scroll wide" : "scroll"), grid = made("table"), top = grid.createTHead().insertRow();
   const isWords = table.columns.map((_, i) => table.rows.some((row) => typeof row[i] === "string"));
   table.columns.forEach((column, i) => {
     const cell = made("th", isWords[i] ? "word" : "", column.name);

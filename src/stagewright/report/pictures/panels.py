@@ -10,7 +10,13 @@ from typing import Any
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.search_result import SearchResult
-from stagewright.report.plans import answer_line, described_schedule
+from stagewright.report.plans import (
+    answer_line,
+    described_schedule,
+    host_memory_line,
+    job_text,
+    tight_warnings,
+)
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -82,10 +88,10 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
     predictions = plan.predictions
     figures = (
         Figure("step", plan.mean_step_seconds, "s"),
-        Figure("tokens/s", plan.mean_rate(lambda item: item.tokens_per_second)),
+        Figure(f"{plan.job.unit}/s", plan.mean_rate(lambda item: item.tokens_per_second)),
         Figure("MFU", plan.mean_rate(lambda item: item.mfu), "%"),
         Figure("bubble", predictions.bubble_fraction, "%"),
-        *(Figure("fullest rank", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
+        *(Figure("reserved peak", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
         Figure("devices", plan.num_ranks),
     )
     tables = [
@@ -100,7 +106,12 @@ def plan_panels(plan: Plan, timeline: Timeline, result: SearchResult | None = No
     if result is not None:
         tables.insert(0, _alternatives(result))
     title = f"{plan.model.name} on {plan.cluster.name}: {plan.degrees}, {described_schedule(plan)}"
-    answer = f"{answer_line(plan)} {plan.batch_text}." if predictions.ranks else f"{plan.batch_text}."
+    lines = [f"{job_text(plan)}; {plan.batch_text}."]
+    if predictions.ranks:
+        lines.insert(0, answer_line(plan))
+        lines += [line for line in (host_memory_line(plan),) if line is not None]
+        lines += [f"Warning: {text}." for text in tight_warnings(plan)]
+    answer = "\n".join(lines)
     return Panels(title, answer, figures, tuple(item for item in tables if item.rows))
 
 
@@ -116,9 +127,10 @@ def _explanation_tables(explanation: Explanation) -> list[PanelTable]:
         Column("of the step", "%"),
     )
     changed = Column("what"), Column("note"), Column("step", "s"), Column("change", "%")
-    tables = [PanelTable("parts", "What the end of the step waits for", columns, parts)]
+    tables = [PanelTable("parts", "Critical path of the step", columns, parts)]
     for key, title, changes in (
-        ("changes", "What would gain", explanation.changes), ("errors", "If the estimate is wrong", explanation.errors),
+        ("changes", "What would make it faster", explanation.changes),
+        ("errors", "If the estimate is wrong", explanation.errors),
     ):  # fmt: skip
         rows = tuple(
             (item.what, item.note, item.seconds, item.seconds / explanation.seconds - 1) for item in changes
@@ -209,6 +221,7 @@ def _link_table(plan: Plan) -> PanelTable:
             transfer.value_bytes, transfer.value_seconds, transfer.gradient_bytes, transfer.gradient_seconds,
         )
         for transfer in (() if costs is None else costs.transfers)
+        if transfer.value_seconds or transfer.gradient_seconds
     )  # fmt: skip
     return PanelTable("links", "Transfers between stages, per microbatch", columns, rows)
 
@@ -233,8 +246,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _alternatives(result: SearchResult) -> PanelTable:
     columns = (
-        Column("pp x dp"), Column("schedule"), Column("microbatches"), Column("step", "s"), Column("slower by", "%"),
-        Column("bubble", "%"), Column("fullest rank", "B"),
+        *(Column(name) for name in ("schedule", "tp", "cp", "pp", "dp", "ep", "zero", "microbatches x size")),
+        Column("step", "s"), Column("slower by", "%"), Column("bubble", "%"), Column("reserved peak", "B"),
     )  # fmt: skip
     return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(result)))
 
@@ -244,11 +257,13 @@ def _others(result: SearchResult) -> Iterator[tuple[Cell, ...]]:
     for plan in result.plans:
         step = plan.mean_step_seconds
         yield (
-            plan.degrees, described_schedule(plan), f"{plan.num_microbatches} x {plan.microbatch_size}", step,
-            step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
+            described_schedule(plan), plan.tp, plan.cp, plan.pp, plan.dp, plan.ep, max(plan.sharding),
+            f"{plan.num_microbatches} x {plan.microbatch_size}", step, step / best - 1,
+            plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
         )  # fmt: skip
     if (near := result.next_best) is not None:
-        yield (near.configuration, "not estimated", "", near.seconds, near.seconds / best - 1, None, None)
+        bound = f"not simulated; lower bound of {near.configuration}"
+        yield (bound, *(None,) * 7, near.seconds, near.seconds / best - 1, None, None)
 
 
 def _shown(value: Any) -> Any:

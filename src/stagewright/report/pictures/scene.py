@@ -12,6 +12,7 @@ from stagewright.arrays import Floats, Ints
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline, TransferTimes, critical_path, transfer_times
+from stagewright.text import plural
 from stagewright.units import format_seconds
 
 KINDS = tuple(Kind)
@@ -105,14 +106,15 @@ def scene_of(
     """Return the scene of `timeline`; `curves` in bytes replace those of its costs; `capacities` are drawn as limits."""
     encoded = timeline.encoded
     num_stages, num_ranks = encoded.placement.num_stages, encoded.num_ranks
-    stages = f"{num_stages} stages, " if num_stages > num_ranks else ""
+    stages = f"{plural(num_stages, 'stage')}, " if num_stages > num_ranks else ""
+    microbatches = plural(encoded.num_microbatches, "microbatch", "microbatches")
     bubble = f"bubble {timeline.bubble_fraction:.1%}"
     has_bytes = curves is not None or bool(timeline.peak_bytes.any())
     if curves is None:
         curves = [_curve(timeline, rank, has_bytes) for rank in range(num_ranks)]
     return Scene(
         title=f"{encoded.name}: {format_seconds(timeline.makespan_s)}, {bubble}",
-        subtitle=f"{num_ranks} ranks, {stages}{encoded.num_microbatches} microbatches",
+        subtitle=f"{plural(num_ranks, 'pipeline rank')}, {stages}{microbatches}",
         makespan_s=timeline.makespan_s,
         rank_of_stage=encoded.placement.rank_of_stage,
         bars=_bars(timeline),

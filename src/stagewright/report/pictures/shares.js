@@ -16,26 +16,27 @@ function drawPartition() {
   const [ranks, starts, does] = ["rank", "starts at", "saved values"].map((name) => valuesOf(table, name));
   const times = ["F", "I", "W", "R"].map((name) => valuesOf(table, name)), bytes = valuesOf(table, "parameters");
   const whole = times.flat().reduce((sum, each) => sum + each, 0) || 1; // shares below 1 in all would not fill the row
-  const strip = made("div", "strip");
+  const isDense = ranks.length > 32, strip = made("div", isDense ? "strip dense" : "strip");
   ranks.forEach((rank, stage) => {
     const seconds = times.reduce((sum, each) => sum + each[stage], 0);
     const words = `stage ${stage} on rank ${rank}\nfrom ${starts[stage]}\n${formatSeconds(seconds)} a microbatch\n` +
       `${formatBytes(bytes[stage])} of parameters\n${does[stage]}`;
-    const label = ranks.length > 32 ? "" : `${stage}\n${formatSeconds(seconds, 3)}\n${formatBytes(bytes[stage])}\n${does[stage]}`;
+    const label = isDense ? "" : `${stage}\n${formatSeconds(seconds, 3)}\n${formatBytes(bytes[stage])}\n${does[stage]}`;
     strip.append(block((1000 * seconds) / whole || 1e-3, HUES[rank % HUES.length], label, words));
   });
-  panel("The model and its cuts: width is the time of a microbatch, colour the rank").append(strip);
+  const what = isDense ? `The ${ranks.length} stages of the model` : "The model and its cuts";
+  panel(`${what}: width is the time of a microbatch, colour the rank`).append(strip);
 }
 
 /** One bar per rank, against the largest capacity unless that dwarfs what is held; the mark is what its device has. */
 function drawMemory() {
   const table = tableOf("memory");
   if (!table) return;
-  const [ranks, room, held] = ["rank", "capacity", "reserved"].map((name) => valuesOf(table, name));
+  const [ranks, room, held, live] = ["rank", "capacity", "reserved", "allocated"].map((name) => valuesOf(table, name));
   const fullest = Math.max(...held), largest = Math.max(...room.map((each) => each ?? 0)), first = 5;
   const isFar = largest > 5 * fullest, most = isFar ? fullest : Math.max(largest, fullest);
   const limit = isFar ? `far below the ${formatBytes(largest)} of a device` : "the line is what its device has";
-  const section = panel(`Memory at the peak of each rank; ${limit}`), key = made("p", "key");
+  const section = panel(`Memory at the peak of each rank: allocated, by category, and reserved (grey); ${limit}`), key = made("p", "key");
   const names = table.columns.slice(first).map(({ name }) => name);
   fillKey(key, names);
   section.append(key);
@@ -47,6 +48,10 @@ function drawMemory() {
       part.title = `${names[i]}: ${formatBytes(size)}`;
       bar.append(part);
     });
+    const lost = made("div", "lost");
+    lost.style.width = `${(100 * Math.max(0, held[at] - live[at])) / most}%`;
+    lost.title = `reserved, not allocated: ${formatBytes(held[at] - live[at])}`;
+    bar.append(lost);
     if (room[at] !== null && !isFar) {
       const mark = made("u");
       mark.style.left = `${(100 * room[at]) / most}%`;

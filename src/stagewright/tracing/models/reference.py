@@ -24,7 +24,7 @@ from stagewright.tracing.models.hub import hub_config
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import apply_overrides, check_sizes
 from stagewright.tracing.models.quantised import refuse_method
-from stagewright.tracing.models.source import factory_source, split_factory
+from stagewright.tracing.models.source import factory_source, split_factory, takes_sequence_length
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 OTHER_FORMATS = (
@@ -56,6 +56,14 @@ class ModelReference:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     unconfirmed: frozenset[str] = frozenset()
     lora: Lora | None = None
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether samples are sequences of tokens, as far as is known without running code; images, for one, are not."""
+        if self.config is None:
+            return takes_sequence_length(self.text)
+        is_of_images = self.config.keys() & {"image_size", "num_channels"}
+        return not is_of_images or bool(self.config.keys() & {"vocab_size", "text_config"})
 
     def adapted(self, lora: Lora | None) -> ModelReference:
         """Return this model with adapters, which alone are trained; unchanged if `lora` is None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -86,6 +87,20 @@ def factory_source(text: str) -> str:
     if spec is None:
         raise InputError(f"module '{name.module}' cannot be found: {_fix(name)}")
     return read_text(spec.origin, "factory") if spec.origin and spec.origin.endswith(".py") else ""
+
+
+def takes_sequence_length(text: str) -> bool:
+    """Return whether the factory has a parameter `sequence_length`, from its source alone; True if that does not tell."""
+    name = split_factory(text)
+    try:
+        tree = ast.parse(factory_source(text))
+    except (SyntaxError, ValueError):
+        return True
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and name is not None and node.name == name.function:
+            parameters = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            return any(parameter.arg == "sequence_length" for parameter in parameters)
+    return True
 
 
 def factory_file(text: str) -> Path | None:
