@@ -119,6 +119,8 @@ def _planned(
 
 def _missed(found: Candidate | None, configuration: Configuration) -> Excluded:
     if found is None:
-        return Excluded.of(configuration, "nothing it gives up makes it fit")
+        return Excluded.of(configuration, "nothing it gives up makes it fit", None, lacks_memory=True)
     missing = found.excess_bytes
-    return Excluded.of(configuration, f"lacks {format_bytes(missing)} of memory a device", missing)
+    return Excluded.of(
+        configuration, f"lacks {format_bytes(missing)} of memory a device", missing, lacks_memory=True
+    )

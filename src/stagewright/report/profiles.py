@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from stagewright.cluster import OperatorProfile
 from stagewright.report.tables import Table, table
+from stagewright.text import plural
 from stagewright.units import format_seconds
 
 _SHOWN = 12
@@ -32,7 +33,7 @@ def profile_table(profile: OperatorProfile) -> Table:
         other_times = [seconds for _, times in remaining for seconds in times]
         rows.append(
             (
-                f"{len(remaining)} others",
+                plural(len(remaining), "other"),
                 len(other_times),
                 format_seconds(min(other_times)),
                 format_seconds(max(other_times)),

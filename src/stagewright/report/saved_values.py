@@ -195,7 +195,7 @@ def _modules(operators: Iterable[str]) -> str:
     counts = Counter(map(_module, operators))
     shown = [name if count == 1 else f"{name} x{count}" for name, count in counts.most_common(_NAMED)]
     num_others = len(counts) - len(shown)
-    return ", ".join([*shown, *([f"{num_others} others"] if num_others > 0 else [])])
+    return ", ".join([*shown, *([plural(num_others, "other")] if num_others > 0 else [])])
 
 
 def _module(operator: str) -> str:
