@@ -51,8 +51,8 @@ def test_what_megatron_has_not_is_said_with_its_price(plan_file: Path, tmp_path:
 def test_one_file_is_written_by_its_ending(plan_file: Path, tmp_path: Path) -> None:
     assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.json").exit_code == 0
     assert json.loads((tmp_path / "mine.json").read_text())[0] == "--num-layers"
-    refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.txt")
-    assert refused.exit_code == 2 and ".json, .sh" in refused.stderr
+    assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "llama-3.1").exit_code == 0
+    assert {path.name for path in (tmp_path / "llama-3.1").iterdir()} == {"train.sh", "argv.json"}
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "full")

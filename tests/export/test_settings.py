@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tomllib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -407,6 +409,24 @@ def test_stages_without_a_whole_layer_are_what_differs() -> None:
     cuts[2] = cuts[1] + 1
     found = translate(asked.model_copy(update={"cuts": cut_names(graph, cuts)}), TITAN_STACK)
     assert "some of the 8 stages have no whole layer under the plan, and there all have" in found.notes
+
+
+def test_a_configuration_that_does_not_fit_is_refused_with_the_command_that_plans_for_it() -> None:
+    roomy = plan(pp=1, dp=16, zero=3)
+    limit = translate(roomy, MEGATRON).plan.predictions.reserved_peak_bytes - 1
+    tight = roomy.model_copy(update={"job": roomy.job.model_copy(update={"memory_limit": limit})})
+    with pytest.raises(InputError) as refused:
+        translate(tight, MEGATRON)
+    message = str(refused.value)
+    assert (
+        message.startswith("megatron: the nearest configuration that it runs needs ") and "%" not in message
+    )
+    words = shlex.split(message.partition("instead: ")[2])
+    assert words[:3] == ["stagewright", "plan", "llama-3-8b"]
+    options = dict(pairwise(words[3:]))
+    assert (options["--cluster"], options["--runtime"]) == ("2x8x-h100", "megatron-core+te")
+    assert (options["--global-batch"], options["--sequence-length"]) == ("64", "512")
+    assert options["--memory-limit"] == str(limit) and "hidden_size=256" in words
 
 
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from stagewright.errors import InputError
-from stagewright.export.launch_files import node_shape
 from stagewright.export.megatron_layout import write_layout
 from stagewright.export.megatron_model import model_options
 from stagewright.export.quoting import comments, title
+from stagewright.export.slurm import node_shape
 from stagewright.export.translation import Stack, Translation
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan

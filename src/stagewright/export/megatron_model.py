@@ -79,8 +79,7 @@ def _attention(config: Config) -> Iterator[str]:
             yield f"--group-query-attention --num-query-groups {groups}"
         yield f"--kv-channels {config.get('head_dim') or config['hidden_size'] // heads}"
     yield f"--max-position-embeddings {config['max_position_embeddings']}"
-    if "kv_lora_rank" not in config:
-        yield "--position-embedding-type rope"
+    yield "--position-embedding-type rope"
     yield f"--rotary-base {int(_rope(config).get('rope_theta', 10000))}"
     yield from _rope_scaling(config)
     yield f"--attention-dropout {float(config.get('attention_dropout', 0.0))} --hidden-dropout 0.0"

@@ -7,10 +7,13 @@ the fastest that fits is taken.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from stagewright.cluster.catalog import is_catalog_name
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
 from stagewright.export.differences import (
@@ -57,6 +60,8 @@ class Stack:
     """Whether tensor parallelism always implies sequence parallelism."""
     compiles: bool = False
     """Whether its configuration can enable compilation."""
+    plan_options: tuple[str, ...] = ()
+    """Options of `stagewright plan` besides `--runtime` that restrict its search to this framework."""
     reduces_in_half: bool = True
     """Whether gradients may be reduced in half precision."""
 
@@ -83,7 +88,8 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     """Return `plan` in the nearest configuration that `stack` runs.
 
     Raises:
-        InputError: `stack` lacks a kind of parallelism of the plan, or does not train in its precision.
+        InputError: `stack` lacks a kind of parallelism of the plan, does not train in its precision, or runs no
+            configuration near the plan within the memory of its devices.
         PlanError: the model has changed since planning.
     """
     _check_parallelism(plan, stack)
@@ -91,6 +97,7 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     graph = graph_of(plan, report)
     candidates, differences = _candidates(plan, stack, graph)
     if not differences and len(candidates) == 1 and job.runtime == plan.job.runtime:
+        _check_memory(plan, plan, stack)
         return Translation(plan, candidates[0], (), None)
 
     def predicted(configuration: Configuration, under: Job) -> Plan:
@@ -102,6 +109,7 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     nearest = min(candidates, key=lambda candidate: _preference(predictions[candidate]))
     nearest_plan = predictions[nearest]
     stack_plan = nearest_plan if job.runtime == plan.job.runtime else predicted(nearest, job)
+    _check_memory(stack_plan, plan, stack)
     if configuration_of(plan).recompute not in stack.recomputes:
         candidate = nearest.recompute or "none"
         what = f"stages save tensors of their own choice under the plan, and there all {_DOES[candidate]}"
@@ -253,6 +261,34 @@ def _spare_bytes(plan: Plan) -> int:
     return min(limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks)
 
 
+def _check_memory(stack_plan: Plan, plan: Plan, stack: Stack) -> None:
+    """Raise `InputError` if `stack_plan`, the nearest to `plan` that `stack` runs, needs more memory than there is."""
+    if (spare := _spare_bytes(stack_plan)) >= 0:
+        return
+    fullest = stack_plan.predictions.reserved_peak_bytes
+    raise InputError(
+        f"{stack.name}: the nearest configuration that it runs needs {format_bytes(fullest)} on its fullest device, "
+        f"{format_bytes(-spare)} more than there is: plan for it instead: {_plan_command(plan, stack)}"
+    )
+
+
+def _plan_command(plan: Plan, stack: Stack) -> str:
+    """Return the command that plans the same job for `stack`."""
+    job, cluster = plan.job, plan.cluster.name
+    words = ["stagewright", "plan", plan.model.text]
+    words += [
+        word
+        for key, value in plan.model.overrides.items()
+        for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
+    words += ["--cluster", cluster if is_catalog_name(cluster) else f"{cluster}.toml"]
+    words += ["--global-batch", str(job.global_batch), "--sequence-length", str(job.sequence_length)]
+    words += [] if job.dtype == "bf16" else ["--dtype", job.dtype]
+    words += [] if job.memory_limit is None else ["--memory-limit", str(job.memory_limit)]
+    words += [] if stack.runtime is None else ["--runtime", stack.runtime]
+    return shlex.join([*words, *stack.plan_options, "-o", "plan.json"])
+
+
 _DOES = {
     "none": "keep everything", "full": "recompute every layer", "selective": "recompute selectively",
     "model": "recompute as the model says",
@@ -275,6 +311,4 @@ def _cost(plan: Plan, nearest: Plan, stack_plan: Plan, differs: bool) -> str:
             f"as {stack_plan.job.runtime} runs it, {format_seconds(stack_plan.predictions.step_seconds)} a step and "
             f"{format_bytes(stack_plan.predictions.reserved_peak_bytes)} are predicted"
         )
-    if (spare := _spare_bytes(stack_plan)) < 0:
-        parts.append(f"which is {format_bytes(-spare)} more than there is")
     return "; ".join(parts)
