@@ -132,9 +132,9 @@ def test_nothing_is_compared_over_several_clusters(theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "files"),
     [
-        ("torchtitan", {"train.toml", "schedule.csv"}),
+        ("torchtitan", {"train_config.py", "schedule.csv"}),
+        ("torchtitan-0.2", {"train.toml", "schedule.csv"}),
         ("megatron-bridge", {"recipe.py"}),
-        ("deepspeed", {"deepspeed.json", "README.md"}),
     ],
 )
 def test_other_formats_are_folders_with_what_is_not_in_them(
@@ -149,7 +149,7 @@ def test_other_formats_are_folders_with_what_is_not_in_them(
 
 
 def test_an_order_of_its_own_is_no_single_file(plan_file: Path, tmp_path: Path) -> None:
-    done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.toml")
+    done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.py")
     assert done.exit_code == 2 and "name a new folder" in done.stderr
 
 

@@ -186,10 +186,22 @@ def test_a_recipe_is_the_same_code_whatever_the_names(monkeypatch: pytest.Monkey
 
 
 def test_a_toml_has_the_same_keys_whatever_the_names() -> None:
-    harmless = shape(tomllib.loads(torchtitan.torchtitan_files(called("plan", "1f1b"))["train.toml"]))
+    harmless = shape(tomllib.loads(torchtitan.toml_files(called("plan", "1f1b"))["train.toml"]))
     for name in NAMES:
-        files = torchtitan.torchtitan_files(called(name, "1f1b"))
+        files = torchtitan.toml_files(called(name, "1f1b"))
         assert shape(tomllib.loads(files["train.toml"])) == harmless
+
+
+def test_a_python_configuration_is_the_same_code_whatever_the_names() -> None:
+    def code(name: str) -> str:
+        """The code without its texts, two of which are names."""
+        module = ast.parse(torchtitan.torchtitan_files(called(name, "1f1b"))["train_config.py"])
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = ""
+        return ast.dump(module)
+
+    assert all(code(name) == code("plan") for name in NAMES)
 
 
 def test_readmes_have_as_many_lines_whatever_the_names() -> None:

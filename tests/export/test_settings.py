@@ -16,7 +16,6 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
-from stagewright.export.deepspeed import STACK as DEEPSPEED
 from stagewright.export.differences import (
     PlanDifference,
     with_fields,
@@ -80,7 +79,7 @@ TITAN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", TITAN)
 def test_torchtitan_has_the_fields_and_they_are_read_as_the_same(tmp_path: Path, way: str) -> None:
     asked = plan("torch-fsdp", **TITAN[way])
-    files, found = settings_files("torchtitan", asked)
+    files, found = settings_files("torchtitan-0.2", asked)
     assert found.cost is None and files.keys() == {"train.toml"}
     check_fields(tomllib.loads(files["train.toml"]))
     back = read(tmp_path, files, "train.toml")
@@ -104,9 +103,36 @@ def check_fields(table: dict[str, Any]) -> None:
                 assert kind.startswith("list") and isinstance(value, list), (section, key, value)
 
 
+@pytest.mark.parametrize("to", ["torchtitan", "torchtitan-0.2"])
+def test_breadth_first_order_of_one_stage_a_rank_is_a_file(to: str) -> None:
+    single = plan(schedule="breadth-first", chunks=1, layers_per_stage=(2, 2, 2, 2))
+    files, translation = settings_files(to, single)
+    assert single.num_stages == 4
+    assert not any("schedule" in difference for difference in translation.differences)
+    order = stage_program(single).compute_only()
+    assert read_torch_csv(files["schedule.csv"]).ranks == order.ranks
+
+
+def test_pipelines_of_qwen3_are_of_version_3() -> None:
+    pipelined = estimate(
+        resolve("qwen3-8b", SMALL),
+        load_cluster("2x8x-h100"),
+        Job(**JOB, runtime="torch-fsdp"),
+        pp=4,
+        dp=4,
+        tp=1,
+        zero=1,
+    )
+    with pytest.raises(
+        InputError, match=r"torchtitan-0\.2: it has no pipelines of Qwen3.*export to torchtitan"
+    ):
+        settings_files("torchtitan-0.2", pipelined)
+    assert "torchtitan.models.qwen3 import" in settings_files("torchtitan", pipelined)[0]["train_config.py"]
+
+
 def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(2, 2, 2, 2))
-    files, found = settings_files("torchtitan", asked)
+    files, found = settings_files("torchtitan-0.2", asked)
     assert [one for one in found.differences if "order" in one] == []
     order = stage_program(asked).compute_only()
     assert read_torch_csv(files["schedule.csv"]).ranks == order.ranks
@@ -128,7 +154,7 @@ def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_toml_is_said_by_its_key(tmp_path: Path, key: str, value: str, why: str) -> None:
-    files, _ = settings_files("torchtitan", plan("torch-fsdp"))
+    files, _ = settings_files("torchtitan-0.2", plan("torch-fsdp"))
     table = tomllib.loads(files["train.toml"])
     section, _, name = key.partition(".")
     table[section][name] = tomllib.loads(f"value = {value}")["value"]
@@ -220,24 +246,26 @@ def test_a_recipe_of_megatron_bridge_sets_the_plan(
 
 @pytest.mark.parametrize(
     "widths",
-    [
-        {},
-        {"pp": 1, "dp": 16, "zero": 3},
-        {"recompute": "full", "zero": None},
-        {"pp": 1, "dp": 16, "recompute": "full"},
-        {"dp": 2, "reduce_dtype": "fp32"},
-    ],
+    [{"zero": 3}, {"zero": None}, {"recompute": "full"}, {"reduce_dtype": "fp32"}],
 )
 def test_deepspeeds_json_is_read_as_the_same(tmp_path: Path, widths: dict[str, Any]) -> None:
-    asked = plan(**{"layers_per_stage": None if widths.get("pp") == 1 else (2, 2, 2, 2), **widths})
-    files, found = settings_files("deepspeed", asked)
-    assert found.differences == () and files.keys() == {"deepspeed.json"}
-    back = read(tmp_path, files, "deepspeed.json")
-    assert back.notes == () and back.job == {"global_batch": 64, "dtype": "bf16"} and back.runtime is None
-    assert vars(back.configuration) == {**vars(configuration_of(asked)), "layers_per_stage": None}
+    planned = plan(**{"pp": 1, "dp": 16, **widths})
+    files, _ = settings_files("deepspeed", planned)
+    reading = read(tmp_path, files, "deepspeed.json")
+    assert (
+        reading.notes == ()
+        and reading.job == {"global_batch": 64, "dtype": "bf16"}
+        and reading.runtime is None
+    )
+    # What is recomputed is in the model's code: DeepSpeed reads nothing of it.
+    assert vars(reading.configuration) == {
+        **vars(configuration_of(planned)), "layers_per_stage": None, "recompute": "none",
+    }  # fmt: skip
     document = json.loads(files["deepspeed.json"])
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    assert document["train_batch_size"] == asked.dp * document[sizes[0]] * document[sizes[1]]
+    assert document["train_batch_size"] == planned.dp * document[sizes[0]] * document[sizes[1]]
+    assert ("gradient_checkpointing_enable" in files["README.md"]) == ("recompute" in widths)
+    assert "number of steps and seed are the script's: 20 and 0" in files["README.md"]
 
 
 @pytest.mark.parametrize(
@@ -380,9 +408,9 @@ def test_tensors_are_recomputed_by_the_stage_that_has_them_then() -> None:
 
 def test_each_difference_has_its_own_price() -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(1, 3, 3, 1), host=True, reduce_dtype="bf16", zero=None)
-    found = translate(asked, DEEPSPEED)
+    found = translate(asked, MEGATRON)
     alone = {one.partition(":")[0]: one.partition(": alone ")[2] for one in found.differences}
-    assert len(alone) == 3 and all(alone.values()), found.differences
+    assert len(alone) == 2 and all(alone.values()), found.differences
     host = estimate(asked.model_copy(update={"host_optimizer": ()}), load_cluster("2x8x-h100"))
     ratio = host.predictions.step_seconds / asked.predictions.step_seconds - 1
     (told,) = (price for what, price in alone.items() if "on the host" in what)
@@ -437,7 +465,8 @@ def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("to", "widths", "why"),
     [
-        ("deepspeed", {"tp": 2, "dp": 2}, "deepspeed: tp 2 has no counterpart"),
+        ("deepspeed", {"tp": 2, "dp": 8, "pp": 1}, "deepspeed: tp 2 has no counterpart"),
+        ("deepspeed", {}, "deepspeed: pp 4 has no counterpart in its configuration: plan with --pp 1"),
         ("megatron", {"dtype": "fp32"}, "megatron-core.*does not train in fp32"),
         ("torchtitan", {"model": "mixtral-8x7b"}, "no 'mixtral' models"),
     ],

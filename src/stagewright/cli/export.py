@@ -27,6 +27,7 @@ class ExportTarget(StrEnum):
     MEGATRON = "megatron"
     MEGATRON_BRIDGE = "megatron-bridge"
     TORCHTITAN = "torchtitan"
+    TORCHTITAN_02 = "torchtitan-0.2"
     DEEPSPEED = "deepspeed"
     SLURM = "slurm"
 
@@ -41,7 +42,7 @@ def export(
 
     torch-pipelining: a folder that runs in PyTorch's pipelines without Stagewright: stages as code, schedule, a script.
     megatron: a folder with all arguments of Megatron-LM as JSON and in a shell script that starts it; or one of the two.
-    megatron-bridge, torchtitan, deepspeed: their recipe, TOML or JSON.
+    megatron-bridge, torchtitan, deepspeed: their recipe, configuration or JSON; torchtitan-0.2: the TOML of that version.
     slurm: a batch script that starts `stagewright run` on the plan's cluster.
 
     A plan that the target cannot run, or not within the memory of its devices, is refused.

@@ -26,7 +26,8 @@ _FORMATS = {
     "megatron": _Format(megatron.STACK, megatron.megatron_files),
     "megatron-bridge": _Format(replace(megatron.STACK, name="megatron-bridge"), bridge_files),
     "torchtitan": _Format(torchtitan.STACK, torchtitan.torchtitan_files, torchtitan.remarks),
-    "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files),
+    "torchtitan-0.2": _Format(torchtitan.STACK_OF_TOML, torchtitan.toml_files, torchtitan.remarks),
+    "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files, deepspeed.remarks),
 }
 
 
@@ -39,7 +40,7 @@ def settings_files(
         InputError: the framework has no such model or configuration.
     """
     framework = _FORMATS[name]
-    remarks = tuple(framework.remarks(plan))
     translation = translate(plan, framework.stack, report)
+    remarks = framework.remarks(translation.plan)
     translation = replace(translation, differences=(*translation.differences, *remarks))
     return framework.write(translation), translation

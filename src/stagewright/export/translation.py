@@ -49,17 +49,17 @@ class Stack:
     recomputes: tuple[Recompute, ...]
     level: Callable[[int, int], int]
     """The ZeRO level it runs for a given level and number of pipeline ranks."""
-    parallelism: tuple[str, ...] = ("tp", "cp", "ep")
-    """Supported kinds of parallelism other than pipelines and replicas."""
+    parallelism: tuple[str, ...] = ("pp", "tp", "cp", "ep")
+    """Supported kinds of parallelism other than replicas."""
     reads_orders: bool = False
     """Whether it runs any order of forwards and backwards of stages that are placed round-robin."""
-    cuts_freely: bool = True
-    """Whether stages may have any numbers of layers."""
     shards_in_groups: bool = False
     splits_sequence: bool = False
     """Whether tensor parallelism always implies sequence parallelism."""
     compiles: bool = False
     """Whether its configuration can enable compilation."""
+    decays_all: bool = False
+    """Whether weight decay is that of all parameters, norms and biases included."""
     plan_options: tuple[str, ...] = ()
     """Options of `stagewright plan` besides `--runtime` that restrict its search to this framework."""
     reduces_in_half: bool = True
@@ -129,7 +129,7 @@ def _job_of(job: Job, runtime: str) -> Job:
 
 
 def _check_parallelism(plan: Plan, stack: Stack) -> None:
-    for name in ("tp", "cp", "ep"):
+    for name in ("pp", "tp", "cp", "ep"):
         width = getattr(plan, name)
         if width > 1 and name not in stack.parallelism:
             raise InputError(
@@ -177,17 +177,11 @@ def _pipelines(
     counts, is_moved = whole_layers(plan, graph)
     what = "cuts inside layers go to the nearest place between layers"
     differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if is_moved else []
-    if not stack.cuts_freely:
-        even = even_layers(graph, plan.pp)
-        what = "stages have even numbers of layers there"
-        is_even = not is_moved and counts == even
-        differences = [] if is_even else [PlanDifference(what, lambda: with_layers(plan, graph, even))]
-        if plan.schedule not in stack.schedules:
-            what = f"the schedule is {stack.schedules[0]} there, and {plan.schedule} under the plan"
-            differences.append(PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)))
-        return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
-    if is_whole and plan.schedule in stack.schedules:
+    has_name = plan.schedule in stack.schedules and not (
+        plan.num_stages == plan.pp and plan.schedule in _OF_SEVERAL_STAGES
+    )
+    if is_whole and has_name:
         return [replace(base, layers_per_stage=counts)], differences
     if is_whole and stack.reads_orders and is_looped(plan) and len(counts) == plan.num_stages:
         order = stage_program(plan).compute_only()
@@ -204,10 +198,10 @@ def _pipelines(
     if is_whole and len(counts) == plan.pp and is_looped(plan):
         candidates.append(replace(candidates[0], layers_per_stage=counts))
     unsupported = f"is not among its schedules ({', '.join(stack.schedules)})"
-    if plan.schedule in stack.schedules:
+    if has_name:
         what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
         return candidates, [*differences, PlanDifference(what)]
-    what = f"the schedule {plan.schedule} {unsupported}"
+    what = f"the schedule {plan.schedule}{' of one stage a rank' * (plan.schedule in stack.schedules)} {unsupported}"
     return candidates, [
         *differences,
         PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)),
@@ -234,6 +228,10 @@ def _unsupported(plan: Plan, stack: Stack) -> Iterator[PlanDifference]:
     if plan.job.compiled and not stack.compiles:
         what = "operators are compiled under the plan, which its settings do not say"
         yield PlanDifference(what, with_job(plan, compiled=False))
+    if plan.job.least_decayed_dims and stack.decays_all:
+        yield PlanDifference(
+            "weight decay is that of all parameters there, and of matrices alone under the plan"
+        )
     if plan.job.documents_apart:
         yield PlanDifference(
             "documents of a sample see each other there", with_job(plan, documents_apart=False)
@@ -288,6 +286,9 @@ def _plan_command(plan: Plan, stack: Stack) -> str:
     words += [] if stack.runtime is None else ["--runtime", stack.runtime]
     return shlex.join([*words, *stack.plan_options, "-o", "plan.json"])
 
+
+_OF_SEVERAL_STAGES = ("interleaved-1f1b", "breadth-first", "interleaved-zb")
+"""Schedules that frameworks run only with several stages per rank."""
 
 _DOES = {
     "none": "keep everything", "full": "recompute every layer", "selective": "recompute selectively",
