@@ -180,6 +180,7 @@ BRIDGE = {
         "tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_model_parallel_size",
         "expert_tensor_parallel_size", "seq_length", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "moe_router_load_balancing_type", "moe_aux_loss_coeff",
     },
     "dataset": {"seq_length"},
     "train": {"micro_batch_size", "global_batch_size", "train_iters"},
@@ -190,7 +191,12 @@ BRIDGE = {
     "optimizer": {
         "lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad", "use_distributed_optimizer",
     },
-    "scheduler": {"lr_warmup_iters", "lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_iters"},
+    "scheduler": {
+        "lr_warmup_iters", "lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_iters", "start_weight_decay",
+        "end_weight_decay",
+    },
+    "rng": {"seed"},
+    "checkpoint": {"load"},
     "tokenizer": {"tokenizer_type", "vocab_size"},
 }  # fmt: skip
 
@@ -242,6 +248,29 @@ def test_a_recipe_of_megatron_bridge_sets_the_plan(
     assert model.get("recompute_granularity") == widths.get("recompute")
     assert (found.train.micro_batch_size, found.train.global_batch_size) == (2, 64)
     assert found.ddp.use_distributed_optimizer and found.mixed_precision == "bf16_mixed"
+    decay = (
+        found.optimizer.weight_decay,
+        found.scheduler.start_weight_decay,
+        found.scheduler.end_weight_decay,
+    )
+    assert decay == (asked.job.weight_decay,) * 3
+    assert found.rng.seed == 1 and found.checkpoint.load is None
+
+
+def test_exports_to_megatron_balance_experts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_hidden_layers": 4, "num_experts": 8, "hidden_size": 256, "vocab_size": 1024}
+    for extra, balancing in (({}, ("none", 0.0)), ({"output_router_logits": True}, ("aux_loss", 0.001))):
+        mixture = estimate(
+            resolve("qwen3-30b-a3b", experts | extra), load_cluster("2x8x-h100"),
+            Job(**JOB, runtime="megatron-core+te"), pp=4, dp=4, tp=1, zero=1,
+        )  # fmt: skip
+        files, translation = settings_files("megatron", mixture)
+        options = json.loads(files["argv.json"])
+        assert options[options.index("--moe-router-load-balancing-type") + 1] == balancing[0]
+        assert ("--moe-aux-loss-coeff" in options) == bool(extra)
+        assert any("no loss balances the experts" in note for note in translation.notes) != bool(extra)
+        model = recipe(settings_files("megatron-bridge", mixture)[0]["recipe.py"], monkeypatch).model
+        assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == balancing
 
 
 @pytest.mark.parametrize(
@@ -469,6 +498,11 @@ def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
         ("deepspeed", {}, "deepspeed: pp 4 has no counterpart in its configuration: plan with --pp 1"),
         ("megatron", {"dtype": "fp32"}, "megatron-core.*does not train in fp32"),
         ("torchtitan", {"model": "mixtral-8x7b"}, "no 'mixtral' models"),
+        (
+            "megatron-bridge",
+            {"model": "mixtral-8x7b"},
+            "no bridge for model_type 'mixtral'; it has llama, mistral, ",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_the_reason(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from stagewright.errors import InputError
 from stagewright.export.megatron_layout import write_layout
-from stagewright.export.megatron_model import model_options
+from stagewright.export.megatron_model import load_balancing, model_options
 from stagewright.export.quoting import comments, title
 from stagewright.export.slurm import node_shape
 from stagewright.export.translation import Stack, Translation
@@ -54,6 +54,18 @@ def megatron_arguments(plan: Plan) -> tuple[str, ...]:
     config = plan.model.reference().config or {}
     model = model_options(config, plan.job.sequence_length, plan.tp)
     return (*model, *megatron_options(plan), *_training(plan.job))
+
+
+def has_experts(plan: Plan) -> bool:
+    """Return whether the model of `plan` is a mixture of experts."""
+    config = {} if plan.model.is_code else plan.model.reference().config or {}
+    return any(config.get(key) for key in _EXPERTS)
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """Yield what users may not expect of the options."""
+    if has_experts(plan) and load_balancing(plan.model.reference().config or {})[0] == "none":
+        yield "no loss balances the experts, as under the plan: change the type of load balancing if training needs one"
 
 
 def check_is_config(plan: Plan, name: str) -> None:
@@ -134,8 +146,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
         yield f"--context-parallel-size {plan.cp}"
     yield f"--pipeline-model-parallel-size {plan.pp}"
     yield from _stages(plan, counts)
-    config = plan.model.reference().config or {}
-    if any(config.get(key) for key in _EXPERTS):
+    if has_experts(plan):
         yield f"--expert-model-parallel-size {plan.ep}"
         yield "--expert-tensor-parallel-size 1"
         yield "--moe-grouped-gemm"

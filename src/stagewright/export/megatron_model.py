@@ -136,7 +136,7 @@ def _mixtral(config: Config) -> Iterator[str]:
     yield f"--num-experts {config['num_local_experts']}"
     yield f"--moe-router-topk {config['num_experts_per_tok']}"
     yield f"--moe-ffn-hidden-size {config['intermediate_size']}"
-    yield from _balance(config, "router_aux_loss_coef", 0.001)
+    yield from _balance(config)
 
 
 def _qwen3_moe(config: Config) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _qwen3_moe(config: Config) -> Iterator[str]:
     yield from _which_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
     if not config.get("norm_topk_prob", False):
         yield "--moe-router-pre-softmax"
-    yield from _balance(config, "router_aux_loss_coef", 0.001)
+    yield from _balance(config)
 
 
 def _deepseek_v3(config: Config) -> Iterator[str]:
@@ -165,15 +165,22 @@ def _deepseek_v3(config: Config) -> Iterator[str]:
     if config.get("n_group", 1) > 1:
         yield f"--moe-router-num-groups {config['n_group']} --moe-router-group-topk {config['topk_group']}"
     yield f"--moe-router-topk-scaling-factor {config.get('routed_scaling_factor', 1.0)}"
-    yield "--moe-router-load-balancing-type none"
+    yield from _balance(config)
 
 
-def _balance(config: Config, key: str, default: float) -> Iterator[str]:
-    """Yield the load balancing of experts."""
-    if config.get("output_router_logits"):
-        yield f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {config.get(key, default)}"
-    else:
-        yield "--moe-router-load-balancing-type none"
+def load_balancing(config: Config) -> tuple[str, float]:
+    """Return the type of the loss that balances experts, in Megatron's words, and its coefficient: that with which
+    transformers trains the model."""
+    if config.get("output_router_logits") and config.get("model_type") in ("mixtral", "qwen3_moe"):
+        return "aux_loss", config.get("router_aux_loss_coef", 0.001)
+    return "none", 0.0
+
+
+def _balance(config: Config) -> Iterator[str]:
+    kind, coefficient = load_balancing(config)
+    yield f"--moe-router-load-balancing-type {kind}"
+    if kind != "none":
+        yield f"--moe-aux-loss-coeff {coefficient}"
 
 
 def _which_layers(is_sparse: list[bool]) -> Iterator[str]:

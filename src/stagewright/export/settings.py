@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from stagewright.export import deepspeed, megatron, torchtitan
-from stagewright.export.megatron_bridge import bridge_files
+from stagewright.export import deepspeed, megatron, megatron_bridge, torchtitan
 from stagewright.export.translation import Stack, Translation, translate
 from stagewright.planning.plan import Plan
 
@@ -23,8 +22,10 @@ class _Format:
 
 
 _FORMATS = {
-    "megatron": _Format(megatron.STACK, megatron.megatron_files),
-    "megatron-bridge": _Format(replace(megatron.STACK, name="megatron-bridge"), bridge_files),
+    "megatron": _Format(megatron.STACK, megatron.megatron_files, megatron.remarks),
+    "megatron-bridge": _Format(
+        replace(megatron.STACK, name="megatron-bridge"), megatron_bridge.bridge_files, megatron_bridge.remarks
+    ),
     "torchtitan": _Format(torchtitan.STACK, torchtitan.torchtitan_files, torchtitan.remarks),
     "torchtitan-0.2": _Format(torchtitan.STACK_OF_TOML, torchtitan.toml_files, torchtitan.remarks),
     "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files, deepspeed.remarks),

@@ -17,6 +17,7 @@ from typing import Any
 
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError
+from stagewright.export.megatron import has_experts
 from stagewright.export.quoting import comments, quoted, title
 from stagewright.export.translation import Stack, Translation
 from stagewright.planning.plan import Plan
@@ -234,6 +235,8 @@ def remarks(plan: Plan) -> Iterator[str]:
     folder, flavor = _model(plan)
     if flavor not in {own_flavor for _, own_flavor in _FLAVORS.values()}:
         yield f"flavor {flavor} has to be added to torchtitan/models/{folder}/__init__.py, which has none of these sizes"
+    if has_experts(plan):
+        yield "experts are balanced by a bias of the router, as torchtitan does, and under the plan as the model's code does"
 
 
 def _model(plan: Plan) -> tuple[str, str]:
