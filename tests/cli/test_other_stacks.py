@@ -79,6 +79,38 @@ def test_options_override_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "train.toml",
+            "[training]\nlocal_batch_size = 8\nseq_len = 64\n[parallelism]\npipeline_parallel_degree = 2\n",
+        ),
+        ("deepspeed.json", '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}'),
+    ],
+)
+def test_the_global_batch_follows_from_the_replicas(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    for words in (("estimate", *MODEL), ("plan", *MODEL, "--schedule", "1f1b", "--top", "1")):
+        option = "--from" if words[0] == "estimate" else "--compare"
+        done = call(*words, *CLUSTER, "--sequence-length", 64, option, tmp_path / name, "--json")
+        assert done.exit_code == 0, done.stderr
+        replicas = 2 if name == "train.toml" else 4
+        assert f"the global batch is {8 * replicas}: 8 on each of {replicas} replicas" in done.stderr
+    given = call(
+        "estimate", *MODEL, *CLUSTER, "--from", tmp_path / name, "--sequence-length", 64, "--global-batch", 64
+    )
+    assert given.exit_code == 0 and "the global batch is" not in given.stderr
+
+
+def test_a_configuration_that_does_not_fit_says_so() -> None:
+    job = ("--cluster", "4x-h100", "--global-batch", 16, "--sequence-length", 64)
+    roomy = call("estimate", *MODEL, *job)
+    assert roomy.exit_code == 0 and "Does not fit" not in roomy.stdout
+    tight = call("estimate", *MODEL, *job, "--memory-limit", "30MiB")
+    assert tight.exit_code == 0 and "Does not fit: rank 0 lacks" in tight.stdout
+
+
+@pytest.mark.parametrize(
     ("name", "text", "why"),
     [
         ("a.sh", "--micro-batch-size x", "line 1: --micro-batch-size x: give a whole number"),

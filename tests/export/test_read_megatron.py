@@ -102,12 +102,17 @@ OPTIONS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --mic
         (f"OFF='--recompute-granularity full'\ncat <<EOF > x\n--fp16 it's\nEOF\n{PROGRAM} {OPTIONS} > log 2>&1 &",
          [r"--recompute-granularity \(.*line 1\) does not reach the command that starts training"]),
         (f"MBS=$(nproc)\n{PROGRAM} {OPTIONS} --num-layers `cat n` | tee log --append", []),
+        (f'options=" \\\n    {OPTIONS} \\\n"\n\nrun="cd $DIR && python -u ${{DIR}}/pretrain_gpt.py ${{options}}"\n'
+         'srun -l --mpi=pmix --container-image "i" --output=o.log --nodes 1 sh -c "${run}"', []),
+        (f'OPTIONS=" \\\n    {OPTIONS} \\\n"\neval "{PROGRAM} $OPTIONS"', []),
+        (f'COMMAND="nsys profile -s none --sample=none --capture-range cudaProfilerApi {PROGRAM} {OPTIONS}"\n$COMMAND', []),
     ],
 )  # fmt: skip
 def test_a_script_is_expanded_as_a_shell_does(tmp_path: Path, script: str, notes: list[str]) -> None:
     reading = read(tmp_path, script)
     asked = reading.configuration
-    assert (asked.tp, asked.pp, asked.dp, asked.microbatch) == (2, 4, 1, 3)
+    dp = 1 if "nproc" in script.replace("$(nproc)", "") else 0  # not in the launch line
+    assert (asked.tp, asked.pp, asked.dp, asked.microbatch) == (2, 4, dp, 3)
     assert reading.job["dtype"] == "bf16" and asked.recompute == "none"
     assert len(reading.notes) == len(notes)
     for note, match in zip(reading.notes, notes, strict=True):
@@ -131,6 +136,23 @@ def test_a_script_is_expanded_as_a_shell_does(tmp_path: Path, script: str, notes
 def test_a_script_that_is_none_is_refused_by_its_line(tmp_path: Path, script: str, why: str) -> None:
     with pytest.raises(InputError, match=rf"train\.sh.*({why})"):
         read(tmp_path, script)
+
+
+def test_what_megatron_does_otherwise_than_predicted_is_said(tmp_path: Path) -> None:
+    further = (
+        "--overlap-grad-reduce --expert-tensor-parallel-size 2 --moe-token-dispatcher-type flex --optimizer muon "
+        "--cross-entropy-loss-fusion"
+    )
+    notes = read(tmp_path, f"{PROGRAM} {OPTIONS} {further}").notes
+    assert [note.split(" is ")[0] for note in notes] == [
+        "--overlap-grad-reduce", "--expert-tensor-parallel-size 2", "--moe-token-dispatcher-type flex", "--optimizer muon",
+        "--cross-entropy-loss-fusion",
+    ]  # fmt: skip
+
+
+def test_programs_that_train_no_gpt_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"starts pretrain_bert\.py, which trains no GPT"):
+        read(tmp_path, f"{PROGRAM.replace('gpt', 'bert')} {OPTIONS}")
 
 
 @pytest.mark.parametrize(
@@ -260,6 +282,35 @@ def options_of(name: str, **settings: Any) -> list[str]:
 def test_the_model_of_its_options_is_read_back(name: str, tmp_path: Path) -> None:
     found = read(tmp_path, json.dumps(options_of(name)), "argv.json").read_model()
     assert (found.text, found.settings, found.notes) == (name, {}, ())
+
+
+def without_vocabulary(name: str, **settings: Any) -> list[str]:
+    words = options_of(name, **settings)
+    start = words.index("--vocab-size")
+    return words[:start] + words[start + 2 :]
+
+
+def test_a_vocabulary_follows_from_all_other_sizes_or_from_the_tokenizer(tmp_path: Path) -> None:
+    model = read(tmp_path, json.dumps(without_vocabulary("llama-2-7b")), "argv.json").read_model()
+    assert (model.text, model.settings) == ("llama-2-7b", {})
+    assert model.notes == (
+        "--vocab-size is missing: llama-2-7b is the one bundled model with all other sizes, so its own is taken",
+    )
+    changed = without_vocabulary("llama-2-7b", num_hidden_layers=20)
+    with pytest.raises(InputError, match="does not say --vocab-size"):
+        read(tmp_path, json.dumps(changed), "argv.json").read_model()
+    model = read(
+        tmp_path, json.dumps([*changed, "--tokenizer-type", "Llama2Tokenizer"]), "argv.json"
+    ).read_model()
+    assert (model.text, model.settings) == ("llama-2-7b", {"num_hidden_layers": 20})
+    files = ["--vocab-file", "gpt2-vocab.json", "--merge-file", "gpt2-merges.txt"]
+    large = without_vocabulary("gpt2-xl", n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
+    model = read(tmp_path, json.dumps([*large, *files]), "argv.json").read_model()
+    assert (
+        model.text.startswith("gpt2")
+        and "vocab_size" not in model.settings
+        and model.settings["n_layer"] == 96
+    )
 
 
 def test_a_model_of_other_sizes_is_the_nearest_with_these(tmp_path: Path) -> None:

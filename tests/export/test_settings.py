@@ -323,6 +323,7 @@ def test_what_deepspeed_has_beside_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
     found = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
     assert found.notes == (
+        "train_micro_batch_size_per_gpu: auto, which the training script decides: microbatches of 1 are assumed",
         "pipeline.partition best is predicted as uniform: as many layers on every stage as can be",
         "zero_optimization.offload_optimizer is not in the prediction",
         "moe is not in the prediction",
@@ -348,9 +349,76 @@ def test_deepspeeds_blocks_of_false_and_auto_switch_nothing_on(tmp_path: Path) -
     reading = read(tmp_path, {"ds.json": json.dumps(auto)}, "ds.json")
     assert reading.job == {"dtype": "fp32"} and reading.configuration.zero is None
     assert [note.split(" ")[0] for note in reading.notes] == [
-        "zero_optimization.stage", "pipeline.activation_checkpoint_interval", "activation_checkpointing.cpu_checkpointing",
-        "bf16.enabled",
+        "train_batch_size:", "zero_optimization.stage", "pipeline.activation_checkpoint_interval",
+        "activation_checkpointing.cpu_checkpointing", "bf16.enabled",
     ]  # fmt: skip
+
+
+def test_types_that_deepspeed_keeps_and_other_optimizers_are_named(tmp_path: Path) -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "fp16": {"loss_scale": 0, "hysteresis": 2},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": False},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}},
+    }  # fmt: skip
+    reading = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
+    assert reading.notes == (
+        "bf16.bf16_master_weights_and_grads is not in the prediction",
+        "optimizer OneBitAdam is predicted as AdamW",
+    )
+    assert reading.samples_per_replica == 8 and "global_batch" not in reading.job
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        (
+            "a.yaml",
+            "base_model: m/l\nsequence_len: 4096\nmicro_batch_size: 2\n",
+            "a configuration of axolotl, which is not",
+        ),
+        (
+            "a.yml",
+            "model_name_or_path: m/l\nstage: sft\nfinetuning_type: full\n",
+            "a configuration of LLaMA-Factory",
+        ),
+        (
+            "a.yaml",
+            "recipe: x\nmodel:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM\n",
+            "a recipe of NeMo Automodel",
+        ),
+        (
+            "a.yaml",
+            "model:\n  seq_length: 8\ntrain:\n  train_iters: 2\n",
+            "a configuration of Megatron-Bridge",
+        ),
+        (
+            "a.py",
+            "from megatron.bridge.recipes.llama import llama3_8b_pretrain_config\n",
+            "a recipe of Megatron-Bridge",
+        ),
+        (
+            "a.py",
+            "from torchtitan.trainer import Trainer\n",
+            "a configuration of torchtitan 0.3.*export to torchtitan-0.2",
+        ),
+        (
+            "a.yaml",
+            "x: 1\n",
+            "YAML, which is not among the formats that are read: write its degrees as options",
+        ),
+    ],
+)
+def test_files_of_others_are_refused_by_name(tmp_path: Path, name: str, text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read(tmp_path, {name: text}, name)
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "megatron-bridge"])
+def test_exports_that_are_not_read_back_say_so(tmp_path: Path, to: str) -> None:
+    files, _ = settings_files(to, plan("torch-fsdp" if to == "torchtitan" else "megatron-core+te"))
+    (name,) = files
+    with pytest.raises(InputError, match="not among the formats that are read: give the plan"):
+        read(tmp_path, files, name)
 
 
 def test_options_of_our_own_are_read(tmp_path: Path) -> None:

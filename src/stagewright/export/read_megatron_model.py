@@ -20,7 +20,7 @@ Config = dict[str, Any]
 _FAMILIES = "Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-2"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?")
 _SHARE = re.compile(r"0|0?\.\d{1,12}|0\.")
-_VOCABULARIES = {"GPT2BPETokenizer": 50257}
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers with a fixed one."""
 
 
@@ -39,8 +39,17 @@ def read_model(given: Mapping[str, str], tokenizer: str | None, origin: str) -> 
         for model in bundled
         if (model.config or {}).get("model_type") == family
     }
+    notes = list(_notes(options, family))
+    if "vocab_size" not in wanted:
+        changes = {name: changed for name, changed in changes.items() if not changed}
+        if len(changes) != 1:
+            raise options.lacks("--vocab-size")
+        (name,) = changes
+        notes.append(
+            f"--vocab-size is missing: {name} is the one bundled model with all other sizes, so its own is taken"
+        )
     text = min(changes, key=lambda name: len(changes[name]))
-    return ModelRead(text, changes[text], tuple(_notes(options, family)))
+    return ModelRead(text, changes[text], tuple(notes))
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -90,10 +99,10 @@ class _ModelOptions:
         )
 
     @property
-    def vocabulary(self) -> int:
-        if (size := _VOCABULARIES.get(self.tokenizer or "")) and not self.has("vocab-size"):
-            return size
-        return self.number("vocab-size")
+    def vocabulary(self) -> int | None:
+        """Return the size of the vocabulary; None if neither an option nor the tokenizer says it."""
+        size = _VOCABULARIES.get(self.tokenizer or "")
+        return self.number("vocab-size") if self.has("vocab-size") else size
 
     @property
     def feed_forward(self) -> int:
@@ -134,8 +143,9 @@ def _family(options: _ModelOptions) -> str:
 
 
 def _ends(options: _ModelOptions) -> Config:
+    vocabulary = options.vocabulary
     return {
-        "vocab_size": options.vocabulary,
+        **({} if vocabulary is None else {"vocab_size": vocabulary}),
         "tie_word_embeddings": not options.has("untie-embeddings-and-output-weights"),
     }
 
