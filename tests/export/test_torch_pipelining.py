@@ -14,7 +14,7 @@ from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.execution.initial_weights import write_initial_weights
-from stagewright.export.torch_pipelining import not_translated, torch_package
+from stagewright.export.torch_pipelining import check_memory, not_translated, torch_package
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -199,6 +199,31 @@ def test_weights_in_half_precision_have_copies_in_fp32(tmp_path: Path) -> None:
         weight.grad = torch.full_like(weight, 1.0)
         optimizer.step(0)
     assert (weight < 0.9961).all()
+
+
+def test_a_package_that_does_not_fit_is_refused_with_the_command_that_plans_for_it() -> None:
+    """Checkpoints of layers save half of the activations here, and the package has none."""
+    job = JOB.model_copy(update={"global_batch": 64, "sequence_length": 512})
+    cluster = load_cluster("2x-h100")
+    configuration: dict[str, Any] = {"pp": 2, "dp": 1, "tp": 1, "microbatch": 16}
+    kept, saving = (
+        estimate(model("tiny-llama"), cluster, job, **configuration, recompute=how)
+        for how in ("none", "full")
+    )
+    roomy, tight = (plan.predictions.reserved_peak_bytes for plan in (kept, saving))
+    assert tight < roomy
+    for limit, fits in ((roomy, True), (roomy - 1, False)):
+        limited = saving.model_copy(update={"job": job.model_copy(update={"memory_limit": limit})})
+        if fits:
+            check_memory(limited)
+            continue
+        with pytest.raises(
+            InputError, match=r"rank 0 lacks .*: stagewright plan tiny-llama .*--recompute none --zero 0"
+        ):
+            check_memory(limited)
+    check_memory(
+        kept.model_copy(update={"job": job.model_copy(update={"memory_limit": 1})})
+    )  # goes along as it is
 
 
 def test_what_the_package_lacks_is_said() -> None:

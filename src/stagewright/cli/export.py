@@ -110,7 +110,7 @@ def _unwritten(folder: Path, error: OSError) -> InputError:
 
 def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
     """Write the package into a new or empty folder, whole or not at all."""
-    from stagewright.export.torch_pipelining import not_translated, torch_package
+    from stagewright.export.torch_pipelining import check_memory, not_translated, torch_package
 
     allow_model(plan, with_model, "the package")
     _check_new(folder)
@@ -118,6 +118,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
         from stagewright.execution.initial_weights import write_initial_weights
         from stagewright.tracing.cache import trace
 
+        check_memory(plan, progress)
         progress("tracing the model")
         graph = trace(plan.model.resolved(), plan.microbatch_size, device="cpu", **plan.traced())
         package = torch_package(plan, graph)

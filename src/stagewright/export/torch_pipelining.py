@@ -17,15 +17,19 @@ from importlib import resources
 from typing import Any
 
 from stagewright.errors import InputError
+from stagewright.export.differences import Report, with_level, with_policy
+from stagewright.export.translation import plan_command
 from stagewright.graph import Node, OperatorGraph, Ref, Symbol
 from stagewright.graph.graph import Value
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
+from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.schedule.program import Program
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.text import one_line
+from stagewright.units import format_bytes
 
 _WHAT_TO_DO = "plan without it, or train with `stagewright run`"
 
@@ -112,6 +116,34 @@ def _tied(stages: Sequence[Stage], rank_of_stage: Sequence[int]) -> dict[str, li
             if parameter.needs_grad:
                 ranks.setdefault(parameter.name, set()).add(rank_of_stage[stage.index])
     return {name: sorted(sharing) for name, sharing in ranks.items() if len(sharing) > 1}
+
+
+def check_memory(plan: Plan, report: Report = lambda stage: None) -> None:
+    """Raise `InputError` if the package, which recomputes, offloads and shards nothing, needs more memory than there is."""
+    keeps_all = all(policy == "keep" for policy in plan.memory_policy)
+    if keeps_all and not any(plan.sharding) and plan.loss_pieces == 1 and not plan.host_optimizer:
+        return
+    graph = graph_of(plan, report)
+    whole = with_policy(plan, graph, "none")
+    whole = whole and with_level(whole, graph, 0)
+    if whole is None:
+        return
+    whole = whole.model_copy(update={"loss_pieces": 1, "host_optimizer": (), "shard_size": None})
+    report("predicting the package")
+    cluster = plan.cluster.load()
+    predicted = estimate(whole, cluster, report=report)
+    lacking = {}
+    for rank, usable in zip(predicted.predictions.ranks, predicted.usable_bytes(cluster), strict=True):
+        gradients = rank.categories.get("gradients", 0)  # in fp32, and in the package in the parameters' type
+        saved = gradients // 2 if plan.job.dtype in ("bf16", "fp8") else 0
+        lacking[rank.rank] = rank.reserved_peak_bytes - saved - usable
+    fullest = max(lacking, key=lambda rank: lacking[rank])
+    if lacking[fullest] > 0:
+        options = "--tp 1 --cp 1 --ep 1 --recompute none --zero 0 --loss-pieces 1 --host-optimizer never"
+        raise InputError(
+            f"torch-pipelining: the package keeps everything on every replica, for which rank {fullest} lacks "
+            f"{format_bytes(lacking[fullest])}: plan for it instead: {plan_command(plan, *options.split())}"
+        )
 
 
 def not_translated(plan: Plan) -> Iterator[str]:

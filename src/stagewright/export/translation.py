@@ -201,6 +201,8 @@ def _pipelines(
     if has_name:
         what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
         return candidates, [*differences, PlanDifference(what)]
+    if stack.reads_orders and is_whole and not is_looped(plan):
+        unsupported = "places stages otherwise than round the ranks, as an order of its own has to there"
     what = f"the schedule {plan.schedule}{' of one stage a rank' * (plan.schedule in stack.schedules)} {unsupported}"
     return candidates, [
         *differences,
@@ -264,14 +266,16 @@ def _check_memory(stack_plan: Plan, plan: Plan, stack: Stack) -> None:
     if (spare := _spare_bytes(stack_plan)) >= 0:
         return
     fullest = stack_plan.predictions.reserved_peak_bytes
+    runtime = () if stack.runtime is None else ("--runtime", stack.runtime)
+    command = plan_command(plan, *runtime, *stack.plan_options)
     raise InputError(
         f"{stack.name}: the nearest configuration that it runs needs {format_bytes(fullest)} on its fullest device, "
-        f"{format_bytes(-spare)} more than there is: plan for it instead: {_plan_command(plan, stack)}"
+        f"{format_bytes(-spare)} more than there is: plan for it instead: {command}"
     )
 
 
-def _plan_command(plan: Plan, stack: Stack) -> str:
-    """Return the command that plans the same job for `stack`."""
+def plan_command(plan: Plan, *options: str) -> str:
+    """Return the command that plans the same job with these options."""
     job, cluster = plan.job, plan.cluster.name
     words = ["stagewright", "plan", plan.model.text]
     words += [
@@ -283,8 +287,7 @@ def _plan_command(plan: Plan, stack: Stack) -> str:
     words += ["--global-batch", str(job.global_batch), "--sequence-length", str(job.sequence_length)]
     words += [] if job.dtype == "bf16" else ["--dtype", job.dtype]
     words += [] if job.memory_limit is None else ["--memory-limit", str(job.memory_limit)]
-    words += [] if stack.runtime is None else ["--runtime", stack.runtime]
-    return shlex.join([*words, *stack.plan_options, "-o", "plan.json"])
+    return shlex.join([*words, *options, "-o", "plan.json"])
 
 
 _OF_SEVERAL_STAGES = ("interleaved-1f1b", "breadth-first", "interleaved-zb")
