@@ -21,7 +21,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import configuration_of
 from stagewright.tracing.models.reference import resolve
 
-JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te")
+JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te", learning_rate=1e-4)
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
 SCRIPT = """\
 #!/bin/bash

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from stagewright.export import deepspeed, megatron, megatron_bridge, torchtitan
 from stagewright.export.translation import Stack, Translation, translate
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 
 
@@ -42,6 +43,15 @@ def settings_files(
     """
     framework = _FORMATS[name]
     translation = translate(plan, framework.stack, report)
-    remarks = framework.remarks(translation.plan)
+    remarks = (*framework.remarks(translation.plan), *_defaults(plan.job))
     translation = replace(translation, differences=(*translation.differences, *remarks))
     return framework.write(translation), translation
+
+
+_RATES = ("learning_rate", "lr_schedule", "warmup_steps", "num_steps")
+
+
+def _defaults(job: Job) -> Iterator[str]:
+    """Yield that the plan says nothing of the learning rate, if its job has the defaults."""
+    if all(getattr(job, name) == Job.model_fields[name].default for name in _RATES):
+        yield f"a learning rate and number of steps of your own: {job.learning_rate:g} and {job.num_steps} are defaults"
