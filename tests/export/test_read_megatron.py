@@ -150,6 +150,25 @@ def test_what_megatron_does_otherwise_than_predicted_is_said(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
+def test_gradients_are_kept_in_the_type_they_are_reduced_in(tmp_path: Path) -> None:
+    words = f"{PROGRAM} {OPTIONS} --use-distributed-optimizer"
+    usual, half = (read(tmp_path, f"{words} {option}") for option in ("", "--grad-reduce-in-bf16"))
+    assert half.notes == usual.notes == () and half.configuration == usual.configuration
+    held = [
+        estimate(
+            resolve("llama-3-8b", SMALL), load_cluster("8x-h100"),
+            Job(global_batch=6, sequence_length=64, runtime=reading.runtime or ""), reading.configuration,
+        ).predictions.ranks[0].categories["gradients"]
+        for reading in (usual, half)
+    ]  # fmt: skip
+    assert held[0] == 2 * held[1]
+    job = JOB.model_copy(update={"runtime": half.runtime})
+    plan = estimate(resolve("llama-3-8b", SMALL), load_cluster("2x8x-h100"), job, pp=4, dp=4, tp=1, zero=1)
+    files, translation = settings_files("megatron", plan)
+    assert translation.differences == () and "--grad-reduce-in-bf16" in json.loads(files["argv.json"])
+    assert read(tmp_path, files["train.sh"]).runtime == plan.job.runtime
+
+
 def test_programs_that_train_no_gpt_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"starts pretrain_bert\.py, which trains no GPT"):
         read(tmp_path, f"{PROGRAM.replace('gpt', 'bert')} {OPTIONS}")

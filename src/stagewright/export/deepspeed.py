@@ -18,7 +18,7 @@ from stagewright.text import one_line
 
 STACK = Stack(
     name="deepspeed",
-    runtime=None,
+    runtimes=(),
     schedules=(),
     recomputes=("none", "full"),
     level=lambda level, pp: level,

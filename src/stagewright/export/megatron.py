@@ -18,10 +18,12 @@ from stagewright.planning.plan_stages import layers_per_stage
 
 RUNTIME = "megatron-core+te"
 """The runtime that models current Megatron-LM."""
+RUNTIME_BF16 = f"{RUNTIME}-bf16-gradients"
+"""The same with `--grad-reduce-in-bf16`."""
 
 STACK = Stack(
     name="megatron",
-    runtime=RUNTIME,
+    runtimes=(RUNTIME, RUNTIME_BF16),
     schedules=("1f1b", "interleaved-1f1b"),
     recomputes=("none", "full"),
     level=lambda level, pp: min(level, 1),
@@ -39,7 +41,7 @@ def megatron_options(plan: Plan) -> tuple[str, ...]:
     Source: Megatron-Core's user guide (parallelism, mixtures of experts, custom pipeline layout).
     """
     counts = layers_per_stage(plan)
-    if plan.job.runtime != RUNTIME or (counts is None and plan.num_stages > 1):
+    if plan.job.runtime not in STACK.runtimes or (counts is None and plan.num_stages > 1):
         return ()
     return tuple(_options(plan, counts or ()))
 
@@ -54,6 +56,11 @@ def megatron_arguments(plan: Plan) -> tuple[str, ...]:
     config = plan.model.reference().config or {}
     model = model_options(config, plan.job.sequence_length, plan.tp)
     return (*model, *megatron_options(plan), *_training(plan.job))
+
+
+def reduces_in_bf16(plan: Plan) -> bool:
+    """Return whether Megatron's buffers of gradients are in bf16: the type that it reduces them in."""
+    return plan.reduce_dtype == "bf16" or plan.job.runtime == RUNTIME_BF16
 
 
 def has_experts(plan: Plan) -> bool:
@@ -163,7 +170,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
         yield "--use-distributed-optimizer"
         if plan.shard_size is not None:
             yield f"--num-distributed-optimizer-instances {plan.num_holders // plan.shard_size}"
-    if plan.reduce_dtype == "bf16":
+    if reduces_in_bf16(plan):
         yield "--grad-reduce-in-bf16"
     if plan.dp > 1 and plan.job.profile.overlaps_reduction:
         yield "--overlap-grad-reduce"

@@ -121,7 +121,7 @@ def _replicas(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "optimizer.use_distributed_optimizer", shards
     yield "ddp.overlap_grad_reduce", overlaps
     yield "ddp.overlap_param_gather", overlaps and shards
-    yield "ddp.grad_reduce_in_fp32", plan.reduce_dtype != "bf16"
+    yield "ddp.grad_reduce_in_fp32", not megatron.reduces_in_bf16(plan)
     if plan.shard_size is not None:
         yield "ddp.num_distributed_optimizer_instances", plan.num_holders // plan.shard_size
 

@@ -20,7 +20,7 @@ from typing import Any
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.runtime import load_runtime
-from stagewright.export.megatron import RUNTIME
+from stagewright.export.megatron import RUNTIME, RUNTIME_BF16
 from stagewright.export.megatron_layout import read_layout
 from stagewright.export.read_megatron_model import read_model
 from stagewright.export.reading import Reading
@@ -185,15 +185,11 @@ def _reading(options: Mapping[str, list[GivenOption]], origin: str, notes: Seque
         {name: given[-1] for name, given in options.items()}, {**megatron.configuration, **megatron.model}
     )
     configuration, job = _configuration(arguments), _job(arguments)
-    if arguments.has("grad-reduce-in-bf16"):
-        arguments.notes.append(
-            "--grad-reduce-in-bf16 is predicted for reductions over replicas only: gradients are kept in fp32"
-        )
     arguments.notes += _differently(arguments)
     model = {name: " ".join(options[name][-1].values) for name in megatron.model if name in options}
     return Reading(
         what=f"arguments of Megatron-LM ({megatron.version})",
-        runtime=RUNTIME,
+        runtime=RUNTIME_BF16 if arguments.has("grad-reduce-in-bf16") else RUNTIME,
         job=job,
         configuration=configuration,
         num_read=len(megatron.configuration.keys() & options.keys()),
@@ -293,7 +289,6 @@ def _configuration(arguments: Arguments) -> Configuration:
         layers_per_stage=layers,
         recompute=_recompute(arguments),
         zero=_level(arguments),
-        reduce_dtype="bf16" if arguments.has("grad-reduce-in-bf16") else None,
         shard_size=_shard_size(arguments, dp, cp),
     )
 

@@ -46,7 +46,7 @@ def _level(level: int, pp: int) -> int:
 
 STACK = Stack(
     name="torchtitan",
-    runtime=RUNTIME,
+    runtimes=(RUNTIME,),
     schedules=tuple(SCHEDULES),
     recomputes=("none", "full", "selective"),
     level=_level,

@@ -42,8 +42,8 @@ class Stack:
     """A training framework, and which features of a plan it supports."""
 
     name: str
-    runtime: str | None
-    """Runtime of the framework, as for `--runtime`; None: the plan's."""
+    runtimes: tuple[str, ...]
+    """Runtimes that model it, as for `--runtime`, the usual one first; empty: the plan's."""
     schedules: tuple[str, ...]
     """Schedules it knows by name."""
     recomputes: tuple[Recompute, ...]
@@ -93,7 +93,8 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
         PlanError: the model has changed since planning.
     """
     _check_parallelism(plan, stack)
-    job = _job_of(plan.job, stack.runtime or plan.job.runtime)
+    is_kept = not stack.runtimes or plan.job.runtime in stack.runtimes
+    job = _job_of(plan.job, plan.job.runtime if is_kept else stack.runtimes[0])
     graph = graph_of(plan, report)
     candidates, differences = _candidates(plan, stack, graph)
     if not differences and len(candidates) == 1 and job.runtime == plan.job.runtime:
@@ -266,7 +267,7 @@ def _check_memory(stack_plan: Plan, plan: Plan, stack: Stack) -> None:
     if (spare := _spare_bytes(stack_plan)) >= 0:
         return
     fullest = stack_plan.predictions.reserved_peak_bytes
-    runtime = () if stack.runtime is None else ("--runtime", stack.runtime)
+    runtime = ("--runtime", stack.runtimes[0]) if stack.runtimes else ()
     command = plan_command(plan, *runtime, *stack.plan_options)
     raise InputError(
         f"{stack.name}: the nearest configuration that it runs needs {format_bytes(fullest)} on its fullest device, "
