@@ -72,7 +72,7 @@ def test_options_override_the_file(tmp_path: Path) -> None:
         "pp 2 x dp 2, 1f1b, 4 microbatches of size 2\n" in done.stdout
         and "runtime megatron-core+te" in done.stdout
     )
-    assert "5 settings read, 1 without influence, 1 not taken" in done.stderr
+    assert "5 settings read, 1 without influence, 2 not taken" in done.stderr
     assert "--use-flash-attn is not in the prediction" in done.stderr
     done = call(*words, "--microbatch", "1", "--global-batch", "8", "--runtime", "stagewright")
     assert "pp 2 x dp 2, 1f1b, 4 microbatches of size 1" in done.stdout and "megatron" not in done.stdout

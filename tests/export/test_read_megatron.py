@@ -71,7 +71,10 @@ def test_what_is_not_taken_is_said_by_name(tmp_path: Path) -> None:
 
 
 PROGRAM = "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py"
-OPTIONS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 3 --bf16"
+OPTIONS = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 3 --bf16 "
+    "--cross-entropy-loss-fusion"
+)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +144,14 @@ def test_a_script_that_is_none_is_refused_by_its_line(tmp_path: Path, script: st
 def test_what_megatron_does_otherwise_than_predicted_is_said(tmp_path: Path) -> None:
     further = (
         "--overlap-grad-reduce --expert-tensor-parallel-size 2 --moe-token-dispatcher-type flex --optimizer muon "
-        "--cross-entropy-loss-fusion"
+        "--moe-permute-fusion"
     )
-    notes = read(tmp_path, f"{PROGRAM} {OPTIONS} {further}").notes
+    options = OPTIONS.replace("--cross-entropy-loss-fusion", "")
+    notes = read(tmp_path, f"{PROGRAM} {options} {further}").notes
     assert [note.split(" is ")[0] for note in notes] == [
-        "--overlap-grad-reduce", "--expert-tensor-parallel-size 2", "--moe-token-dispatcher-type flex", "--optimizer muon",
-        "--cross-entropy-loss-fusion",
+        "--overlap-grad-reduce",
+        "the loss",
+        "--expert-tensor-parallel-size 2", "--moe-token-dispatcher-type flex", "--optimizer muon", "--moe-permute-fusion",
     ]  # fmt: skip
 
 

@@ -162,6 +162,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
     yield f"--global-batch-size {plan.job.global_batch}"
     yield f"--seq-length {plan.job.sequence_length}"
     yield from _precision(plan.job.dtype)
+    yield "--cross-entropy-loss-fusion"  # as the runtime is predicted
     if "layers" in plan.memory_policy:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     elif "selective" in plan.memory_policy:

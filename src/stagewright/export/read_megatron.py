@@ -211,6 +211,8 @@ def _differently(arguments: Arguments) -> Iterator[str]:
         for name in ("overlap-grad-reduce", "overlap-param-gather"):
             if arguments.has(name):
                 yield f"--{name} is not in the prediction: collectives of replicas are predicted after the backward"
+    if not arguments.has("cross-entropy-loss-fusion"):
+        yield "the loss is predicted with --cross-entropy-loss-fusion, without which it takes more memory"
     if (width := arguments.number("expert-tensor-parallel-size", 1)) > 1:
         yield f"--expert-tensor-parallel-size {width} is predicted as 1"
     if (dispatcher := arguments.text("moe-token-dispatcher-type")) not in (None, "alltoall"):
