@@ -324,7 +324,7 @@ def test_what_deepspeed_has_beside_is_named(tmp_path: Path) -> None:
     found = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
     assert found.notes == (
         "train_micro_batch_size_per_gpu: auto, which the training script decides: microbatches of 1 are assumed",
-        "pipeline.partition best is predicted as uniform: as many layers on every stage as can be",
+        "pipeline.stages 2 is predicted with even layers; DeepSpeed takes it from the script's PipelineModule alone",
         "zero_optimization.offload_optimizer is not in the prediction",
         "moe is not in the prediction",
     )

@@ -173,10 +173,9 @@ def _is_off(value: Any) -> bool:
 
 def _stages(pipeline: Mapping[str, Any], origin: str, notes: list[str]) -> int:
     stages = _number(pipeline, "stages", f"{origin}: pipeline") or 1
-    partition = pipeline.get("partition", "best")
-    if stages > 1 and partition != "uniform":
+    if stages > 1:
         notes.append(
-            f"pipeline.partition {partition} is predicted as uniform: as many layers on every stage as can be"
+            f"pipeline.stages {stages} is predicted with even layers; DeepSpeed takes it from the script's PipelineModule alone"
         )
     return stages
 
