@@ -175,7 +175,8 @@ def _stages(pipeline: Mapping[str, Any], origin: str, notes: list[str]) -> int:
     stages = _number(pipeline, "stages", f"{origin}: pipeline") or 1
     if stages > 1:
         notes.append(
-            f"pipeline.stages {stages} is predicted with even layers; DeepSpeed takes it from the script's PipelineModule alone"
+            f"pipeline.stages {stages} is predicted with even layers; DeepSpeed takes it from the script's PipelineModule "
+            "alone"
         )
     return stages
 
