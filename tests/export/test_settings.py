@@ -554,6 +554,14 @@ def test_a_configuration_that_does_not_fit_is_refused_with_the_command_that_plan
     assert options["--memory-limit"] == str(limit) and "hidden_size=256" in words
 
 
+def test_orders_of_stages_in_a_v_are_not_torchtitans() -> None:
+    folded = plan(schedule="zb-v", layers_per_stage=(1,) * 8)
+    searched = folded.model_copy(update={"schedule": "joint"})
+    (difference,) = (one for one in translate(searched, TITAN_STACK).differences if "schedule" in one)
+    assert difference.startswith("the schedule joint places stages otherwise than round the ranks")
+    assert not any("schedule" in one for one in translate(folded, TITAN_STACK).differences)
+
+
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
     found = translate(plan("megatron-core+te"), MEGATRON)
     assert isinstance(found, Translation) and found.notes == () and found.plan == plan("megatron-core+te")
