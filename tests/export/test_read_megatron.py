@@ -318,8 +318,15 @@ def test_a_vocabulary_follows_from_all_other_sizes_or_from_the_tokenizer(tmp_pat
     model = read(tmp_path, json.dumps(without_vocabulary("llama-2-7b")), "argv.json").read_model()
     assert (model.text, model.settings) == ("llama-2-7b", {})
     assert model.notes == (
-        "--vocab-size is missing: llama-2-7b is the one bundled model with all other sizes, so its own is taken",
+        "--vocab-size is missing: that of llama-2-7b, which has all other sizes, is taken",
     )
+    for name in ("llama-2-70b", "llama-3-70b"):  # of equal sizes, and of other bases of the rotary embedding
+        model = read(tmp_path, json.dumps(without_vocabulary(name)), "argv.json").read_model()
+        assert (model.text, model.settings) == (name, {})
+    other_base = without_vocabulary("llama-2-70b")
+    other_base[other_base.index("--rotary-base") + 1] = "123"
+    with pytest.raises(InputError, match="does not say --vocab-size, so its model is not known"):
+        read(tmp_path, json.dumps(other_base), "argv.json").read_model()
     changed = without_vocabulary("llama-2-7b", num_hidden_layers=20)
     with pytest.raises(InputError, match="does not say --vocab-size"):
         read(tmp_path, json.dumps(changed), "argv.json").read_model()

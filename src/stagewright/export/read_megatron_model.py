@@ -7,13 +7,13 @@ vocabulary by `--make-vocab-size-divisible-by`, initial weights, and the largest
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stagewright.errors import InputError
 from stagewright.export.reading import ModelRead
-from stagewright.tracing.models.reference import bundled_names, resolve
+from stagewright.tracing.models.reference import ModelReference, bundled_names, resolve
 
 Config = dict[str, Any]
 
@@ -41,15 +41,24 @@ def read_model(given: Mapping[str, str], tokenizer: str | None, origin: str) -> 
     }
     notes = list(_notes(options, family))
     if "vocab_size" not in wanted:
-        changes = {name: changed for name, changed in changes.items() if not changed}
-        if len(changes) != 1:
-            raise options.lacks("--vocab-size")
-        (name,) = changes
-        notes.append(
-            f"--vocab-size is missing: {name} is the one bundled model with all other sizes, so its own is taken"
-        )
+        like = [model for model in bundled if changes.get(model.text) == {}]
+        text = _of_one_vocabulary(options, like)
+        changes = {text: {}}
+        notes.append(f"--vocab-size is missing: that of {text}, which has all other sizes, is taken")
     text = min(changes, key=lambda name: len(changes[name]))
     return ModelRead(text, changes[text], tuple(notes))
+
+
+def _of_one_vocabulary(options: _ModelOptions, models: Sequence[ModelReference]) -> str:
+    """Return the first of `models`, which differ in nothing but their vocabulary; of several vocabularies that of the models
+    with the same base of the rotary embedding. Raises `InputError` if that leaves not exactly one."""
+    if len({model.config["vocab_size"] for model in models if model.config}) > 1:
+        base = options.number("rotary-base", 10000)
+        models = [model for model in models if model.config and model.config.get("rope_theta", base) == base]
+    if len({model.config["vocab_size"] for model in models if model.config}) != 1:
+        names = " and ".join(model.text for model in models)
+        raise options.lacks(f"--vocab-size ({names} have its other sizes)" if names else "--vocab-size")
+    return models[0].text
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
