@@ -142,7 +142,9 @@ def estimate(
                 )
                 return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
-            shown = estimating.estimate(reference, on, job.read(reference, reading, dp), chosen, report=progress)
+            shown = estimating.estimate(
+                reference, on, job.read(reference, reading, dp), chosen, report=progress
+            )
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables
