@@ -90,7 +90,24 @@ def test_options_override_the_file(tmp_path: Path) -> None:
 )
 def test_the_global_batch_follows_from_the_replicas(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    one_plan = "--pp 2 --dp 2 --tp 1 --cp 1 --microbatch 1 --zero 1 --schedule 1f1b --top 1".split()
+    one_plan = [
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--tp",
+        "1",
+        "--cp",
+        "1",
+        "--microbatch",
+        "1",
+        "--zero",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--top",
+        "1",
+    ]
     for words in (("estimate", *MODEL), ("plan", *MODEL, *one_plan)):
         option = "--from" if words[0] == "estimate" else "--compare"
         done = call(*words, *CLUSTER, "--sequence-length", 64, option, tmp_path / name, "--json")
