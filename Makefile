@@ -8,6 +8,7 @@ ENV_PYTHON := $(VENV)/bin/python
 PIP := $(ENV_PYTHON) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
+TARGETS := .venv-targets
 
 # A PYTHON that the user names is the only one tried; otherwise versioned names stand in for an old python3.
 ifeq ($(origin PYTHON),file)
@@ -18,7 +19,7 @@ endif
 RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all torture fuzz-models docs lock clean
+.PHONY: help demo check test test-all torture fuzz-models targets docs lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -45,6 +46,17 @@ torture: $(INSTALLED) ## Damage runs, checkpoints, caches and documents at rando
 fuzz-models: $(INSTALLED) ## Compare 2,000 random models with plain training (half an hour; nightly)
 	STAGEWRIGHT_FUZZ=1 $(ENV_PYTHON) -m pytest tests/execution/test_random_models.py -n auto --dist worksteal --timeout 3600
 
+targets: $(TARGETS)/.installed ## Install Megatron-Core, torchtitan and DeepSpeed, whose own parsers then check exports in the tests (5 minutes)
+
+# Megatron-Core asks for Python 3.12, but its parser of arguments runs on every Python that Stagewright runs on.
+$(TARGETS)/.installed: $(INSTALLED)
+	rm -rf $(TARGETS) && $(ENV_PYTHON) -m venv $(TARGETS)
+	DS_BUILD_OPS=0 $(TARGETS)/bin/python -m pip install $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) \
+	    torch==$(TORCH_VERSION) triton setuptools torchtitan==0.3.0 deepspeed==0.19.8
+	$(TARGETS)/bin/python -m pip install --no-deps --only-binary=:all: --python-version 3.12 --ignore-requires-python \
+	    --target $(TARGETS)/megatron megatron-core==0.19.2
+	touch $@
+
 docs: $(INSTALLED) ## Build the documentation as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict
 	@echo "Open build/site/index.html; search needs a server: $(ENV_PYTHON) -m mkdocs serve"
@@ -55,7 +67,7 @@ lock: $(INSTALLED) ## Write the versions that .venv has to requirements.lock
 	mv requirements.new requirements.lock
 
 clean: ## Remove the environment, the caches and the built packages
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TARGETS) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last. A mark left by an interrupted installation makes the next one start afresh,

@@ -51,8 +51,8 @@ def test_what_megatron_has_not_is_said_with_its_price(plan_file: Path, tmp_path:
 def test_one_file_is_written_by_its_ending(plan_file: Path, tmp_path: Path) -> None:
     assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.json").exit_code == 0
     assert json.loads((tmp_path / "mine.json").read_text())[0] == "--num-layers"
-    refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.txt")
-    assert refused.exit_code == 2 and ".json, .sh" in refused.stderr
+    assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "llama-3.1").exit_code == 0
+    assert {path.name for path in (tmp_path / "llama-3.1").iterdir()} == {"train.sh", "argv.json"}
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "full")
@@ -72,10 +72,60 @@ def test_options_override_the_file(tmp_path: Path) -> None:
         "pp 2 x dp 2, 1f1b, 4 microbatches of size 2\n" in done.stdout
         and "runtime megatron-core+te" in done.stdout
     )
-    assert "5 settings read, 1 without influence, 1 not taken" in done.stderr
+    assert "5 settings read, 1 without influence, 2 not taken" in done.stderr
     assert "--use-flash-attn is not in the prediction" in done.stderr
     done = call(*words, "--microbatch", "1", "--global-batch", "8", "--runtime", "stagewright")
     assert "pp 2 x dp 2, 1f1b, 4 microbatches of size 1" in done.stdout and "megatron" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "train.toml",
+            "[training]\nlocal_batch_size = 8\nseq_len = 64\n[parallelism]\npipeline_parallel_degree = 2\n",
+        ),
+        ("deepspeed.json", '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}'),
+    ],
+)
+def test_the_global_batch_follows_from_the_replicas(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    one_plan = [
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--tp",
+        "1",
+        "--cp",
+        "1",
+        "--microbatch",
+        "1",
+        "--zero",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--top",
+        "1",
+    ]
+    for words in (("estimate", *MODEL), ("plan", *MODEL, *one_plan)):
+        option = "--from" if words[0] == "estimate" else "--compare"
+        done = call(*words, *CLUSTER, "--sequence-length", 64, option, tmp_path / name, "--json")
+        assert done.exit_code == 0, done.stderr
+        replicas = 2 if name == "train.toml" else 4
+        assert f"the global batch is {8 * replicas}: 8 on each of {replicas} replicas" in done.stderr
+    given = call(
+        "estimate", *MODEL, *CLUSTER, "--from", tmp_path / name, "--sequence-length", 64, "--global-batch", 64
+    )
+    assert given.exit_code == 0 and "the global batch is" not in given.stderr
+
+
+def test_a_configuration_that_does_not_fit_says_so() -> None:
+    job = ("--cluster", "4x-h100", "--global-batch", 16, "--sequence-length", 64)
+    roomy = call("estimate", *MODEL, *job)
+    assert roomy.exit_code == 0 and "Does not fit" not in roomy.stdout
+    tight = call("estimate", *MODEL, *job, "--memory-limit", "30MiB")
+    assert tight.exit_code == 0 and "Does not fit: rank 0 lacks" in tight.stdout
 
 
 @pytest.mark.parametrize(
@@ -132,9 +182,9 @@ def test_nothing_is_compared_over_several_clusters(theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "files"),
     [
-        ("torchtitan", {"train.toml", "schedule.csv"}),
+        ("torchtitan", {"train_config.py", "schedule.csv"}),
+        ("torchtitan-0.2", {"train.toml", "schedule.csv"}),
         ("megatron-bridge", {"recipe.py"}),
-        ("deepspeed", {"deepspeed.json", "README.md"}),
     ],
 )
 def test_other_formats_are_folders_with_what_is_not_in_them(
@@ -149,7 +199,7 @@ def test_other_formats_are_folders_with_what_is_not_in_them(
 
 
 def test_an_order_of_its_own_is_no_single_file(plan_file: Path, tmp_path: Path) -> None:
-    done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.toml")
+    done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.py")
     assert done.exit_code == 2 and "name a new folder" in done.stderr
 
 

@@ -19,15 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError
 from stagewright.execution.preflight import default_folder
 from stagewright.export import deepspeed, megatron, torchtitan
-from stagewright.export.launch_files import launch_file
 from stagewright.export.megatron_bridge import bridge_files
 from stagewright.export.megatron_model import model_options
+from stagewright.export.slurm import slurm_script
 from stagewright.export.torch_pipelining import _readme
 from stagewright.export.translation import Translation
 from stagewright.planning.estimate import estimate
@@ -93,7 +92,7 @@ def run(tmp_path: Path) -> Any:
     empty.mkdir()
     environment = {
         "PATH": os.environ["PATH"], "LOG": str(log), "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host",
-        "SLURM_JOB_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "host", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1",
+        "SLURM_JOB_NUM_NODES": "1",
     }  # fmt: skip
 
     def run_scripts(*texts: str) -> list[list[str]]:
@@ -125,13 +124,8 @@ def shape(value: Any) -> Any:
     return str if isinstance(value, str) else value
 
 
-def parsed(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
-def test_launch_files_start_the_plan_and_nothing_else(run: Any) -> None:
-    harmless = {kind: launch_file(kind, plan(), "plan.json") for kind in ("slurm", "kubernetes", "skypilot")}
-    shapes = {kind: shape(parsed(harmless[kind])) for kind in ("kubernetes", "skypilot")}
+def test_slurms_script_starts_the_plan_and_nothing_else(run: Any) -> None:
+    harmless = slurm_script(plan(), "plan.json")
     as_file = [
         name for name in NAMES if "/" not in name and name.isprintable() and name not in ("", ".", "..")
     ]
@@ -139,26 +133,19 @@ def test_launch_files_start_the_plan_and_nothing_else(run: Any) -> None:
     scripts, plans = [], []
     for number, name in enumerate(NAMES):
         file = f"{as_file[number % len(as_file)]}.json"
-        named, expected = called(name).plan, f"./{file}" if file.startswith("-") else file
-        slurm, *texts = (launch_file(kind, named, file) for kind in ("slurm", "kubernetes", "skypilot"))
-        kubernetes, skypilot = map(parsed, texts)
-        assert [shape(kubernetes), shape(skypilot)] == list(shapes.values())
-        for label in (kubernetes["metadata"]["name"], skypilot["name"]):
-            assert re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label)
-        assert len(slurm.splitlines()) == len(harmless["slurm"].splitlines())
-        assert slurm.count("\n#SBATCH") == harmless["slurm"].count("\n#SBATCH")
-        (script,) = kubernetes["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
-            "args"
-        ]
-        scripts += [slurm, skypilot["run"], script]
-        plans += [expected, expected, "/run/plan/plan.json"]
+        script = slurm_script(called(name).plan, file)
+        assert re.search(r"^#SBATCH --job-name=[a-z]([a-z0-9-]{0,38}[a-z0-9])?$", script, re.MULTILINE)
+        assert len(script.splitlines()) == len(harmless.splitlines())
+        assert script.count("\n#SBATCH") == harmless.count("\n#SBATCH")
+        scripts.append(script)
+        plans.append(f"./{file}" if file.startswith("-") else file)
     assert list(map(words, run(*scripts))) == plans
 
 
 @pytest.mark.parametrize("name", ["a\nb.json", "a\x1b.json", "a\u202eb.json"])
 def test_files_whose_names_cannot_be_seen_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=r"characters in its name that cannot be seen.*rename it"):
-        launch_file("slurm", plan(), name)
+        slurm_script(plan(), name)
 
 
 def test_megatrons_script_has_its_options_and_nothing_else(run: Any) -> None:
@@ -199,10 +186,22 @@ def test_a_recipe_is_the_same_code_whatever_the_names(monkeypatch: pytest.Monkey
 
 
 def test_a_toml_has_the_same_keys_whatever_the_names() -> None:
-    harmless = shape(tomllib.loads(torchtitan.torchtitan_files(called("plan", "1f1b"))["train.toml"]))
+    harmless = shape(tomllib.loads(torchtitan.toml_files(called("plan", "1f1b"))["train.toml"]))
     for name in NAMES:
-        files = torchtitan.torchtitan_files(called(name, "1f1b"))
+        files = torchtitan.toml_files(called(name, "1f1b"))
         assert shape(tomllib.loads(files["train.toml"])) == harmless
+
+
+def test_a_python_configuration_is_the_same_code_whatever_the_names() -> None:
+    def code(name: str) -> str:
+        """The code without its texts, two of which are names."""
+        module = ast.parse(torchtitan.torchtitan_files(called(name, "1f1b"))["train_config.py"])
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = ""
+        return ast.dump(module)
+
+    assert all(code(name) == code("plan") for name in NAMES)
 
 
 def test_readmes_have_as_many_lines_whatever_the_names() -> None:

@@ -91,7 +91,7 @@ def parameters(given: dict[str, str]) -> int:
     )
     tables = 2 if "--untie-embeddings-and-output-weights" in given else 1
     positions = number("max-position-embeddings") * (
-        given.get("--position-embedding-type") == "learned_absolute"
+        given.get("--position-embedding-type", "learned_absolute") == "learned_absolute"
     )
     return body + hidden * (tables * number("vocab-size") + positions) + norm
 

@@ -21,7 +21,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import configuration_of
 from stagewright.tracing.models.reference import resolve
 
-JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te")
+JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te", learning_rate=1e-4)
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
 SCRIPT = """\
 #!/bin/bash
@@ -71,7 +71,10 @@ def test_what_is_not_taken_is_said_by_name(tmp_path: Path) -> None:
 
 
 PROGRAM = "torchrun --nproc-per-node 8 --nnodes 1 pretrain_gpt.py"
-OPTIONS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 3 --bf16"
+OPTIONS = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 3 --bf16 "
+    "--cross-entropy-loss-fusion"
+)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,17 @@ OPTIONS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --mic
         (f"OFF='--recompute-granularity full'\ncat <<EOF > x\n--fp16 it's\nEOF\n{PROGRAM} {OPTIONS} > log 2>&1 &",
          [r"--recompute-granularity \(.*line 1\) does not reach the command that starts training"]),
         (f"MBS=$(nproc)\n{PROGRAM} {OPTIONS} --num-layers `cat n` | tee log --append", []),
+        (f'options=" \\\n    {OPTIONS} \\\n"\n\nrun="cd $DIR && python -u ${{DIR}}/pretrain_gpt.py ${{options}}"\n'
+         'srun -l --mpi=pmix --container-image "i" --output=o.log --nodes 1 sh -c "${run}"', []),
+        (f'OPTIONS=" \\\n    {OPTIONS} \\\n"\neval "{PROGRAM} $OPTIONS"', []),
+        (f'COMMAND="nsys profile -s none --sample=none --capture-range cudaProfilerApi {PROGRAM} {OPTIONS}"\n$COMMAND', []),
     ],
 )  # fmt: skip
 def test_a_script_is_expanded_as_a_shell_does(tmp_path: Path, script: str, notes: list[str]) -> None:
     reading = read(tmp_path, script)
     asked = reading.configuration
-    assert (asked.tp, asked.pp, asked.dp, asked.microbatch) == (2, 4, 1, 3)
+    dp = 1 if "nproc" in script.replace("$(nproc)", "") else 0  # not in the launch line
+    assert (asked.tp, asked.pp, asked.dp, asked.microbatch) == (2, 4, dp, 3)
     assert reading.job["dtype"] == "bf16" and asked.recompute == "none"
     assert len(reading.notes) == len(notes)
     for note, match in zip(reading.notes, notes, strict=True):
@@ -131,6 +139,44 @@ def test_a_script_is_expanded_as_a_shell_does(tmp_path: Path, script: str, notes
 def test_a_script_that_is_none_is_refused_by_its_line(tmp_path: Path, script: str, why: str) -> None:
     with pytest.raises(InputError, match=rf"train\.sh.*({why})"):
         read(tmp_path, script)
+
+
+def test_what_megatron_does_otherwise_than_predicted_is_said(tmp_path: Path) -> None:
+    further = (
+        "--overlap-grad-reduce --expert-tensor-parallel-size 2 --moe-token-dispatcher-type flex --optimizer muon "
+        "--moe-permute-fusion"
+    )
+    options = OPTIONS.replace("--cross-entropy-loss-fusion", "")
+    notes = read(tmp_path, f"{PROGRAM} {options} {further}").notes
+    assert [note.split(" is ")[0] for note in notes] == [
+        "--overlap-grad-reduce",
+        "the loss",
+        "--expert-tensor-parallel-size 2", "--moe-token-dispatcher-type flex", "--optimizer muon", "--moe-permute-fusion",
+    ]  # fmt: skip
+
+
+def test_gradients_are_kept_in_the_type_they_are_reduced_in(tmp_path: Path) -> None:
+    words = f"{PROGRAM} {OPTIONS} --use-distributed-optimizer"
+    usual, half = (read(tmp_path, f"{words} {option}") for option in ("", "--grad-reduce-in-bf16"))
+    assert half.notes == usual.notes == () and half.configuration == usual.configuration
+    held = [
+        estimate(
+            resolve("llama-3-8b", SMALL), load_cluster("8x-h100"),
+            Job(global_batch=6, sequence_length=64, runtime=reading.runtime or ""), reading.configuration,
+        ).predictions.ranks[0].categories["gradients"]
+        for reading in (usual, half)
+    ]  # fmt: skip
+    assert held[0] == 2 * held[1]
+    job = JOB.model_copy(update={"runtime": half.runtime})
+    plan = estimate(resolve("llama-3-8b", SMALL), load_cluster("2x8x-h100"), job, pp=4, dp=4, tp=1, zero=1)
+    files, translation = settings_files("megatron", plan)
+    assert translation.differences == () and "--grad-reduce-in-bf16" in json.loads(files["argv.json"])
+    assert read(tmp_path, files["train.sh"]).runtime == plan.job.runtime
+
+
+def test_programs_that_train_no_gpt_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"starts pretrain_bert\.py, which trains no GPT"):
+        read(tmp_path, f"{PROGRAM.replace('gpt', 'bert')} {OPTIONS}")
 
 
 @pytest.mark.parametrize(
@@ -260,6 +306,42 @@ def options_of(name: str, **settings: Any) -> list[str]:
 def test_the_model_of_its_options_is_read_back(name: str, tmp_path: Path) -> None:
     found = read(tmp_path, json.dumps(options_of(name)), "argv.json").read_model()
     assert (found.text, found.settings, found.notes) == (name, {}, ())
+
+
+def without_vocabulary(name: str, **settings: Any) -> list[str]:
+    words = options_of(name, **settings)
+    start = words.index("--vocab-size")
+    return words[:start] + words[start + 2 :]
+
+
+def test_a_vocabulary_follows_from_all_other_sizes_or_from_the_tokenizer(tmp_path: Path) -> None:
+    model = read(tmp_path, json.dumps(without_vocabulary("llama-2-7b")), "argv.json").read_model()
+    assert (model.text, model.settings) == ("llama-2-7b", {})
+    assert model.notes == (
+        "--vocab-size is missing: that of llama-2-7b, which has all other sizes, is taken",
+    )
+    for name in ("llama-2-70b", "llama-3-70b"):  # of equal sizes, and of other bases of the rotary embedding
+        model = read(tmp_path, json.dumps(without_vocabulary(name)), "argv.json").read_model()
+        assert (model.text, model.settings) == (name, {})
+    other_base = without_vocabulary("llama-2-70b")
+    other_base[other_base.index("--rotary-base") + 1] = "123"
+    with pytest.raises(InputError, match="does not say --vocab-size, so its model is not known"):
+        read(tmp_path, json.dumps(other_base), "argv.json").read_model()
+    changed = without_vocabulary("llama-2-7b", num_hidden_layers=20)
+    with pytest.raises(InputError, match="does not say --vocab-size"):
+        read(tmp_path, json.dumps(changed), "argv.json").read_model()
+    model = read(
+        tmp_path, json.dumps([*changed, "--tokenizer-type", "Llama2Tokenizer"]), "argv.json"
+    ).read_model()
+    assert (model.text, model.settings) == ("llama-2-7b", {"num_hidden_layers": 20})
+    files = ["--vocab-file", "gpt2-vocab.json", "--merge-file", "gpt2-merges.txt"]
+    large = without_vocabulary("gpt2-xl", n_layer=96, n_embd=12288, n_head=96, n_positions=2048)
+    model = read(tmp_path, json.dumps([*large, *files]), "argv.json").read_model()
+    assert (
+        model.text.startswith("gpt2")
+        and "vocab_size" not in model.settings
+        and model.settings["n_layer"] == 96
+    )
 
 
 def test_a_model_of_other_sizes_is_the_nearest_with_these(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tomllib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +16,6 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
-from stagewright.export.deepspeed import STACK as DEEPSPEED
 from stagewright.export.differences import (
     PlanDifference,
     with_fields,
@@ -78,7 +79,7 @@ TITAN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", TITAN)
 def test_torchtitan_has_the_fields_and_they_are_read_as_the_same(tmp_path: Path, way: str) -> None:
     asked = plan("torch-fsdp", **TITAN[way])
-    files, found = settings_files("torchtitan", asked)
+    files, found = settings_files("torchtitan-0.2", asked)
     assert found.cost is None and files.keys() == {"train.toml"}
     check_fields(tomllib.loads(files["train.toml"]))
     back = read(tmp_path, files, "train.toml")
@@ -102,9 +103,36 @@ def check_fields(table: dict[str, Any]) -> None:
                 assert kind.startswith("list") and isinstance(value, list), (section, key, value)
 
 
+@pytest.mark.parametrize("to", ["torchtitan", "torchtitan-0.2"])
+def test_breadth_first_order_of_one_stage_a_rank_is_a_file(to: str) -> None:
+    single = plan(schedule="breadth-first", chunks=1, layers_per_stage=(2, 2, 2, 2))
+    files, translation = settings_files(to, single)
+    assert single.num_stages == 4
+    assert not any("schedule" in difference for difference in translation.differences)
+    order = stage_program(single).compute_only()
+    assert read_torch_csv(files["schedule.csv"]).ranks == order.ranks
+
+
+def test_pipelines_of_qwen3_are_of_version_3() -> None:
+    pipelined = estimate(
+        resolve("qwen3-8b", SMALL),
+        load_cluster("2x8x-h100"),
+        Job(**JOB, runtime="torch-fsdp"),
+        pp=4,
+        dp=4,
+        tp=1,
+        zero=1,
+    )
+    with pytest.raises(
+        InputError, match=r"torchtitan-0\.2: it has no pipelines of Qwen3.*export to torchtitan"
+    ):
+        settings_files("torchtitan-0.2", pipelined)
+    assert "torchtitan.models.qwen3 import" in settings_files("torchtitan", pipelined)[0]["train_config.py"]
+
+
 def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(2, 2, 2, 2))
-    files, found = settings_files("torchtitan", asked)
+    files, found = settings_files("torchtitan-0.2", asked)
     assert [one for one in found.differences if "order" in one] == []
     order = stage_program(asked).compute_only()
     assert read_torch_csv(files["schedule.csv"]).ranks == order.ranks
@@ -126,7 +154,7 @@ def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_toml_is_said_by_its_key(tmp_path: Path, key: str, value: str, why: str) -> None:
-    files, _ = settings_files("torchtitan", plan("torch-fsdp"))
+    files, _ = settings_files("torchtitan-0.2", plan("torch-fsdp"))
     table = tomllib.loads(files["train.toml"])
     section, _, name = key.partition(".")
     table[section][name] = tomllib.loads(f"value = {value}")["value"]
@@ -152,6 +180,7 @@ BRIDGE = {
         "tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_model_parallel_size",
         "expert_tensor_parallel_size", "seq_length", "recompute_granularity", "recompute_method", "recompute_num_layers",
+        "moe_router_load_balancing_type", "moe_aux_loss_coeff",
     },
     "dataset": {"seq_length"},
     "train": {"micro_batch_size", "global_batch_size", "train_iters"},
@@ -162,7 +191,12 @@ BRIDGE = {
     "optimizer": {
         "lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad", "use_distributed_optimizer",
     },
-    "scheduler": {"lr_warmup_iters", "lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_iters"},
+    "scheduler": {
+        "lr_warmup_iters", "lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_iters", "start_weight_decay",
+        "end_weight_decay",
+    },
+    "rng": {"seed"},
+    "checkpoint": {"load"},
     "tokenizer": {"tokenizer_type", "vocab_size"},
 }  # fmt: skip
 
@@ -214,28 +248,53 @@ def test_a_recipe_of_megatron_bridge_sets_the_plan(
     assert model.get("recompute_granularity") == widths.get("recompute")
     assert (found.train.micro_batch_size, found.train.global_batch_size) == (2, 64)
     assert found.ddp.use_distributed_optimizer and found.mixed_precision == "bf16_mixed"
+    decay = (
+        found.optimizer.weight_decay,
+        found.scheduler.start_weight_decay,
+        found.scheduler.end_weight_decay,
+    )
+    assert decay == (asked.job.weight_decay,) * 3
+    assert found.rng.seed == 1 and found.checkpoint.load is None
+
+
+def test_exports_to_megatron_balance_experts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_hidden_layers": 4, "num_experts": 8, "hidden_size": 256, "vocab_size": 1024}
+    for extra, balancing in (({}, ("none", 0.0)), ({"output_router_logits": True}, ("aux_loss", 0.001))):
+        mixture = estimate(
+            resolve("qwen3-30b-a3b", experts | extra), load_cluster("2x8x-h100"),
+            Job(**JOB, runtime="megatron-core+te"), pp=4, dp=4, tp=1, zero=1,
+        )  # fmt: skip
+        files, translation = settings_files("megatron", mixture)
+        options = json.loads(files["argv.json"])
+        assert options[options.index("--moe-router-load-balancing-type") + 1] == balancing[0]
+        assert ("--moe-aux-loss-coeff" in options) == bool(extra)
+        assert any("no loss balances the experts" in note for note in translation.notes) != bool(extra)
+        model = recipe(settings_files("megatron-bridge", mixture)[0]["recipe.py"], monkeypatch).model
+        assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == balancing
 
 
 @pytest.mark.parametrize(
     "widths",
-    [
-        {},
-        {"pp": 1, "dp": 16, "zero": 3},
-        {"recompute": "full", "zero": None},
-        {"pp": 1, "dp": 16, "recompute": "full"},
-        {"dp": 2, "reduce_dtype": "fp32"},
-    ],
+    [{"zero": 3}, {"zero": None}, {"recompute": "full"}, {"reduce_dtype": "fp32"}],
 )
 def test_deepspeeds_json_is_read_as_the_same(tmp_path: Path, widths: dict[str, Any]) -> None:
-    asked = plan(**{"layers_per_stage": None if widths.get("pp") == 1 else (2, 2, 2, 2), **widths})
-    files, found = settings_files("deepspeed", asked)
-    assert found.differences == () and files.keys() == {"deepspeed.json"}
-    back = read(tmp_path, files, "deepspeed.json")
-    assert back.notes == () and back.job == {"global_batch": 64, "dtype": "bf16"} and back.runtime is None
-    assert vars(back.configuration) == {**vars(configuration_of(asked)), "layers_per_stage": None}
+    planned = plan(**{"pp": 1, "dp": 16, **widths})
+    files, _ = settings_files("deepspeed", planned)
+    reading = read(tmp_path, files, "deepspeed.json")
+    assert (
+        reading.notes == ()
+        and reading.job == {"global_batch": 64, "dtype": "bf16"}
+        and reading.runtime is None
+    )
+    # What is recomputed is in the model's code: DeepSpeed reads nothing of it.
+    assert vars(reading.configuration) == {
+        **vars(configuration_of(planned)), "layers_per_stage": None, "recompute": "none",
+    }  # fmt: skip
     document = json.loads(files["deepspeed.json"])
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    assert document["train_batch_size"] == asked.dp * document[sizes[0]] * document[sizes[1]]
+    assert document["train_batch_size"] == planned.dp * document[sizes[0]] * document[sizes[1]]
+    assert ("gradient_checkpointing_enable" in files["README.md"]) == ("recompute" in widths)
+    assert "number of steps and seed are the script's: 20 and 0" in files["README.md"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +323,8 @@ def test_what_deepspeed_has_beside_is_named(tmp_path: Path) -> None:
     }  # fmt: skip
     found = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
     assert found.notes == (
-        "pipeline.partition best is predicted as uniform: as many layers on every stage as can be",
+        "train_micro_batch_size_per_gpu: auto, which the training script decides: microbatches of 1 are assumed",
+        "pipeline.stages 2 is predicted with even layers; DeepSpeed takes it from the script's PipelineModule alone",
         "zero_optimization.offload_optimizer is not in the prediction",
         "moe is not in the prediction",
     )
@@ -289,9 +349,76 @@ def test_deepspeeds_blocks_of_false_and_auto_switch_nothing_on(tmp_path: Path) -
     reading = read(tmp_path, {"ds.json": json.dumps(auto)}, "ds.json")
     assert reading.job == {"dtype": "fp32"} and reading.configuration.zero is None
     assert [note.split(" ")[0] for note in reading.notes] == [
-        "zero_optimization.stage", "pipeline.activation_checkpoint_interval", "activation_checkpointing.cpu_checkpointing",
-        "bf16.enabled",
+        "train_batch_size:", "zero_optimization.stage", "pipeline.activation_checkpoint_interval",
+        "activation_checkpointing.cpu_checkpointing", "bf16.enabled",
     ]  # fmt: skip
+
+
+def test_types_that_deepspeed_keeps_and_other_optimizers_are_named(tmp_path: Path) -> None:
+    document = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "fp16": {"loss_scale": 0, "hysteresis": 2},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": False},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}},
+    }  # fmt: skip
+    reading = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
+    assert reading.notes == (
+        "bf16.bf16_master_weights_and_grads is not in the prediction",
+        "optimizer OneBitAdam is predicted as AdamW",
+    )
+    assert reading.samples_per_replica == 8 and "global_batch" not in reading.job
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        (
+            "a.yaml",
+            "base_model: m/l\nsequence_len: 4096\nmicro_batch_size: 2\n",
+            "a configuration of axolotl, which is not",
+        ),
+        (
+            "a.yml",
+            "model_name_or_path: m/l\nstage: sft\nfinetuning_type: full\n",
+            "a configuration of LLaMA-Factory",
+        ),
+        (
+            "a.yaml",
+            "recipe: x\nmodel:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM\n",
+            "a recipe of NeMo Automodel",
+        ),
+        (
+            "a.yaml",
+            "model:\n  seq_length: 8\ntrain:\n  train_iters: 2\n",
+            "a configuration of Megatron-Bridge",
+        ),
+        (
+            "a.py",
+            "from megatron.bridge.recipes.llama import llama3_8b_pretrain_config\n",
+            "a recipe of Megatron-Bridge",
+        ),
+        (
+            "a.py",
+            "from torchtitan.trainer import Trainer\n",
+            "a configuration of torchtitan 0.3.*export to torchtitan-0.2",
+        ),
+        (
+            "a.yaml",
+            "x: 1\n",
+            "YAML, which is not among the formats that are read: write its degrees as options",
+        ),
+    ],
+)
+def test_files_of_others_are_refused_by_name(tmp_path: Path, name: str, text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read(tmp_path, {name: text}, name)
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "megatron-bridge"])
+def test_exports_that_are_not_read_back_say_so(tmp_path: Path, to: str) -> None:
+    files, _ = settings_files(to, plan("torch-fsdp" if to == "torchtitan" else "megatron-core+te"))
+    (name,) = files
+    with pytest.raises(InputError, match="not among the formats that are read: give the plan"):
+        read(tmp_path, files, name)
 
 
 def test_options_of_our_own_are_read(tmp_path: Path) -> None:
@@ -378,9 +505,9 @@ def test_tensors_are_recomputed_by_the_stage_that_has_them_then() -> None:
 
 def test_each_difference_has_its_own_price() -> None:
     asked = plan(schedule="zb-h1", layers_per_stage=(1, 3, 3, 1), host=True, reduce_dtype="bf16", zero=None)
-    found = translate(asked, DEEPSPEED)
+    found = translate(asked, MEGATRON)
     alone = {one.partition(":")[0]: one.partition(": alone ")[2] for one in found.differences}
-    assert len(alone) == 3 and all(alone.values()), found.differences
+    assert len(alone) == 2 and all(alone.values()), found.differences
     host = estimate(asked.model_copy(update={"host_optimizer": ()}), load_cluster("2x8x-h100"))
     ratio = host.predictions.step_seconds / asked.predictions.step_seconds - 1
     (told,) = (price for what, price in alone.items() if "on the host" in what)
@@ -409,6 +536,32 @@ def test_stages_without_a_whole_layer_are_what_differs() -> None:
     assert "some of the 8 stages have no whole layer under the plan, and there all have" in found.notes
 
 
+def test_a_configuration_that_does_not_fit_is_refused_with_the_command_that_plans_for_it() -> None:
+    roomy = plan(pp=1, dp=16, zero=3)
+    limit = translate(roomy, MEGATRON).plan.predictions.reserved_peak_bytes - 1
+    tight = roomy.model_copy(update={"job": roomy.job.model_copy(update={"memory_limit": limit})})
+    with pytest.raises(InputError) as refused:
+        translate(tight, MEGATRON)
+    message = str(refused.value)
+    assert (
+        message.startswith("megatron: the nearest configuration that it runs needs ") and "%" not in message
+    )
+    words = shlex.split(message.partition("instead: ")[2])
+    assert words[:3] == ["stagewright", "plan", "llama-3-8b"]
+    options = dict(pairwise(words[3:]))
+    assert (options["--cluster"], options["--runtime"]) == ("2x8x-h100", "megatron-core+te")
+    assert (options["--global-batch"], options["--sequence-length"]) == ("64", "512")
+    assert options["--memory-limit"] == str(limit) and "hidden_size=256" in words
+
+
+def test_orders_of_stages_in_a_v_are_not_torchtitans() -> None:
+    folded = plan(schedule="zb-v", layers_per_stage=(1,) * 8)
+    searched = folded.model_copy(update={"schedule": "joint"})
+    (difference,) = (one for one in translate(searched, TITAN_STACK).differences if "schedule" in one)
+    assert difference.startswith("the schedule joint places stages otherwise than round the ranks")
+    assert not any("schedule" in one for one in translate(folded, TITAN_STACK).differences)
+
+
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
     found = translate(plan("megatron-core+te"), MEGATRON)
     assert isinstance(found, Translation) and found.notes == () and found.plan == plan("megatron-core+te")
@@ -417,9 +570,15 @@ def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("to", "widths", "why"),
     [
-        ("deepspeed", {"tp": 2, "dp": 2}, "deepspeed: tp 2 has no counterpart"),
+        ("deepspeed", {"tp": 2, "dp": 8, "pp": 1}, "deepspeed: tp 2 has no counterpart"),
+        ("deepspeed", {}, "deepspeed: pp 4 has no counterpart in its configuration: plan with --pp 1"),
         ("megatron", {"dtype": "fp32"}, "megatron-core.*does not train in fp32"),
         ("torchtitan", {"model": "mixtral-8x7b"}, "no 'mixtral' models"),
+        (
+            "megatron-bridge",
+            {"model": "mixtral-8x7b"},
+            "no bridge for model_type 'mixtral'; it has llama, mistral, ",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_the_reason(

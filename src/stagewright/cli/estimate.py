@@ -16,7 +16,7 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.from_file import FromFile, overridden, read_and_report
+from stagewright.cli.from_file import FromFile, overridden, read_and_report, replicas_of
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
 from stagewright.cli.model import ModelOptions
@@ -128,11 +128,11 @@ def estimate(
             reference = model_options.reference(subject, reading)
             chosen = configuration.configuration(reading)
             on = job.measured(_cluster(cluster))
-            per_replica = (chosen.pp or on.num_devices) * chosen.tp * chosen.cp
-            replicas = (chosen.dp or max(on.num_devices // per_replica, 1)) * chosen.cp
+            dp = replicas_of(chosen, on.num_devices)
+            replicas = dp * chosen.cp
             if configuration.configurations is not None:
                 refuse(["by"], "--configurations prints estimates alone", "estimate one configuration")
-                training_job = job.read(reference, reading)
+                training_job = job.read(reference, reading, dp)
                 _print_estimates(
                     configuration.configurations,
                     lambda configured: estimating.estimate(
@@ -142,7 +142,9 @@ def estimate(
                 )
                 return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
-            shown = estimating.estimate(reference, on, job.read(reference, reading), chosen, report=progress)
+            shown = estimating.estimate(
+                reference, on, job.read(reference, reading, dp), chosen, report=progress
+            )
         shares = () if by is None else estimating.estimate_breakdown(shown, on, by, progress)
     from stagewright.report import plans as report
     from stagewright.report.saved_values import loss_lines, saving_tables
@@ -162,7 +164,8 @@ def estimate(
         report.stage_table(shown),
     )
     show(*saving_tables(shown), *loss_lines(shown), report.memory_table(shown))
-    show(*((report.breakdown_table(shares, by),) if by else ()))
+    overfull = report.overfull_line(shown)
+    show(*((report.breakdown_table(shares, by),) if by else ()), *((overfull,) if overfull else ()))
 
 
 def _print_estimates(path: Path, estimate: Callable[[Configuration], Plan], base: Configuration) -> None:

@@ -27,47 +27,43 @@ class ExportTarget(StrEnum):
     MEGATRON = "megatron"
     MEGATRON_BRIDGE = "megatron-bridge"
     TORCHTITAN = "torchtitan"
+    TORCHTITAN_02 = "torchtitan-0.2"
     DEEPSPEED = "deepspeed"
     SLURM = "slurm"
-    KUBERNETES = "kubernetes"
-    SKYPILOT = "skypilot"
 
 
 def export(
     plan: PlanFile,
     to: Annotated[ExportTarget, typer.Option("--to", metavar="FORMAT", help="The target, one of the above.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; for launchers, a file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; for slurm, a file.")],
     with_model: WithModel = False,
 ) -> None:  # fmt: skip
-    """Write a plan for another runtime or a launcher.
+    """Write a plan for another runtime or for Slurm.
 
     torch-pipelining: a folder that runs in PyTorch's pipelines without Stagewright: stages as code, schedule, a script.
     megatron: a folder with all arguments of Megatron-LM as JSON and in a shell script that starts it; or one of the two.
-    megatron-bridge, torchtitan, deepspeed: their recipe, TOML or JSON.
-    slurm, kubernetes, skypilot: a file that starts `stagewright run` on the plan's cluster.
+    megatron-bridge, torchtitan, deepspeed: their recipe, configuration or JSON; torchtitan-0.2: the TOML of that version.
+    slurm: a batch script that starts `stagewright run` on the plan's cluster.
+
+    A plan that the target cannot run, or not within the memory of its devices, is refused.
 
     Example:
         stagewright export plan.json --to torch-pipelining -o package
     """
-    from stagewright.export.launch_files import launch_file
+    from stagewright.export.slurm import slurm_script
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
     if to is ExportTarget.TORCH_PIPELINING:
         _write_package(loaded, output, with_model)
         return
-    if to in (
-        ExportTarget.MEGATRON,
-        ExportTarget.MEGATRON_BRIDGE,
-        ExportTarget.TORCHTITAN,
-        ExportTarget.DEEPSPEED,
-    ):
-        allow_model(loaded, with_model, f"an export to {to.value}")
-        _write_settings(loaded, to, output)
+    if to is ExportTarget.SLURM:
+        check_writable(output)
+        write_whole(output, slurm_script(loaded, plan.name))
+        show(f"Wrote {output}.")
         return
-    check_writable(output)
-    write_whole(output, launch_file(to.value, loaded, plan.name))
-    show(f"Wrote {output}.")
+    allow_model(loaded, with_model, f"an export to {to.value}")
+    _write_settings(loaded, to, output)
 
 
 def _write_settings(plan: Plan, to: ExportTarget, output: Path) -> None:
@@ -76,12 +72,9 @@ def _write_settings(plan: Plan, to: ExportTarget, output: Path) -> None:
 
     with Progress("exporting") as progress:
         files, notes = settings_files(to.value, plan, progress)
-    if output.suffix and "schedule.csv" in files:
-        raise InputError(f"'{output}': the schedule is a separate file: name a new folder with --output")
     matching = [name for name in files if Path(name).suffix == output.suffix]
-    if output.suffix and not matching:
-        extensions = ", ".join(sorted({Path(name).suffix for name in files}))
-        raise InputError(f"'{output}': name a new folder, or one file ending in {extensions}, with --output")
+    if matching and "schedule.csv" in files:
+        raise InputError(f"'{output}': the schedule is a separate file: name a new folder with --output")
     if matching:
         check_writable(output)
         write_whole(output, files[matching[0]])
@@ -117,7 +110,7 @@ def _unwritten(folder: Path, error: OSError) -> InputError:
 
 def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
     """Write the package into a new or empty folder, whole or not at all."""
-    from stagewright.export.torch_pipelining import not_translated, torch_package
+    from stagewright.export.torch_pipelining import check_memory, not_translated, torch_package
 
     allow_model(plan, with_model, "the package")
     _check_new(folder)
@@ -125,6 +118,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
         from stagewright.execution.initial_weights import write_initial_weights
         from stagewright.tracing.cache import trace
 
+        check_memory(plan, progress)
         progress("tracing the model")
         graph = trace(plan.model.resolved(), plan.microbatch_size, device="cpu", **plan.traced())
         package = torch_package(plan, graph)

@@ -37,8 +37,9 @@ def read_and_report(path: Path) -> Reading:
     return reading
 
 
-def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
-    """Return the keys of a job: those of the file, overridden by the options that are not None."""
+def job_keys(reading: Reading, dp: int, **options: Any) -> dict[str, Any]:
+    """Return the keys of a job: those of the file, overridden by the options that are not None. A file that says the
+    samples of a replica alone is for `dp` of them."""
     given = {name: value for name, value in options.items() if value is not None}
     runtime = {} if reading.runtime is None else {"runtime": reading.runtime}
     read = {
@@ -46,7 +47,18 @@ def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
         for key, value in reading.job.items()
         if key != "sequence_length" or "sequence_lengths" not in given
     }
+    if "global_batch" not in read | given and reading.samples_per_replica is not None:
+        read["global_batch"] = dp * reading.samples_per_replica
+        say(
+            f"the global batch is {read['global_batch']}: {reading.samples_per_replica} on each of {dp} replicas"
+        )
     return {**runtime, **read, **given}
+
+
+def replicas_of(configuration: Configuration, num_devices: int) -> int:
+    """Return the replicas of a configuration, which by default fill the devices."""
+    per_replica = (configuration.pp or num_devices) * configuration.tp * configuration.cp
+    return configuration.dp or max(num_devices // per_replica, 1)
 
 
 def overridden(read: Configuration, options: Configuration) -> Configuration:

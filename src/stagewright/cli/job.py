@@ -37,9 +37,13 @@ class JobOptions:
         keys: dict[str, Any] = {name: getattr(self, name) for name in names}
         return keys | {"compiled": self.compiled or None}
 
-    def read(self, model: ModelReference, reading: Reading | None = None) -> Job:
-        """Return the job, with a file's values for options not given. Raises `InputError` for a missing or wrong key."""
-        keys = self.keys() if reading is None else job_keys(reading, **self.keys())
+    def read(self, model: ModelReference, reading: Reading | None = None, dp: int = 1) -> Job:
+        """Return the job, with a file's values for options not given; `dp` are the replicas that the file is for.
+
+        Raises:
+            InputError: a key is missing or wrong.
+        """
+        keys = self.keys() if reading is None else job_keys(reading, dp, **self.keys())
         return options.read_job(self.job, model, **keys)
 
     def measured(self, cluster: Cluster) -> Cluster:

@@ -60,8 +60,8 @@ DocumentsApart = Annotated[
         help="Mask attention between the documents of a sample, and restart positions at each.")]
 RuntimeName = Annotated[
     str | None, typer.Option("--runtime", metavar="NAME",
-        help="The runtime to predict: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
-        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
+        help="The runtime to predict: stagewright (the default), megatron-core+te, megatron-core+te-bf16-gradients, "
+        "megatron-lm, megatron-deepspeed, deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
 Profile = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE",
         help="Operator times measured by `stagewright profile`, used where they match.")]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.from_file import read_and_report
+from stagewright.cli.from_file import read_and_report, replicas_of
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.job import JobOptions
 from stagewright.cli.model import ModelOptions
@@ -191,7 +191,8 @@ def plan(
     reading = None if result.compare is None else read_and_report(result.compare)
     reference = model_options.reference(model, reading)
     target = job.measured(load_cluster(cluster))
-    training_job = job.read(reference, reading)
+    dp = 1 if reading is None else replicas_of(reading.configuration, target.num_devices)
+    training_job = job.read(reference, reading, dp)
     if training_job.runtime != STAGEWRIGHT:
         options.check_one_length(training_job, f"plan --runtime {training_job.runtime}")
     price, terms = _price(objective.price)

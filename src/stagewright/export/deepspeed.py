@@ -1,13 +1,14 @@
-"""Export of a plan to the JSON configuration of DeepSpeed's `initialize`, as far as that can express it.
+"""Export of a plan without model parallelism to the JSON configuration of DeepSpeed's `initialize`.
 
-With DeepSpeed the training script sets tensor, context and expert parallelism, and a rule cuts the stages.
+With DeepSpeed, pipelines and tensor, context and expert parallelism are code of the training script, not configuration.
 
-Source: DeepSpeed v0.19.5, docs/_pages/config-json.md and deepspeed/runtime/config.py.
+Source: DeepSpeed v0.19.8, docs/_pages/config-json.md and deepspeed/runtime/config.py.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from stagewright.errors import InputError
@@ -17,19 +18,29 @@ from stagewright.text import one_line
 
 STACK = Stack(
     name="deepspeed",
-    runtime=None,
-    schedules=("1f1b",),
+    runtimes=(),
+    schedules=(),
     recomputes=("none", "full"),
-    level=lambda level, pp: min(level, 1) if pp > 1 else level,
+    level=lambda level, pp: level,
     parallelism=(),
-    cuts_freely=False,
+    decays_all=True,
+    plan_options=("--pp", "1", "--tp", "1", "--cp", "1", "--ep", "1"),
 )
-"""DeepSpeed's pipelines shard optimizer state at most. The model is the user's PyTorch model, so the plan's runtime is
-kept."""
+"""The model is the user's PyTorch model, so the plan's runtime is kept."""
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """Yield what the training script has to do in addition to the configuration."""
+    job = plan.job
+    if "layers" in plan.memory_policy:
+        yield "every layer is recomputed: enable that in the model, as gradient_checkpointing_enable() does"
+    yield f"number of steps and seed are the script's: {job.num_steps} and {job.seed} under the plan"
+    if job.lr_schedule != "constant" or job.warmup_steps:
+        yield f"warm-up and decay are the script's: {job.warmup_steps} steps, then {job.lr_schedule} under the plan"
 
 
 def deepspeed_files(translation: Translation) -> dict[str, str]:
-    """Return `deepspeed.json`, and `README.md` with what it does not express, since JSON has no comments.
+    """Return `deepspeed.json`, and `README.md` with what it does not say, since JSON has no comments.
 
     Raises:
         InputError: DeepSpeed does not train in this precision.
@@ -38,7 +49,7 @@ def deepspeed_files(translation: Translation) -> dict[str, str]:
     omitted = "".join(f"* {one_line(note)}\n" for note in translation.notes)
     name = one_line(translation.plan.model.name)
     readme = f"# {name} for DeepSpeed\n\nWritten by Stagewright. Not in `deepspeed.json`:\n\n{omitted}"
-    return {"deepspeed.json": document} | ({"README.md": readme} if omitted else {})
+    return {"deepspeed.json": document, "README.md": readme}
 
 
 def _document(plan: Plan) -> dict[str, Any]:
@@ -62,13 +73,6 @@ def _document(plan: Plan) -> dict[str, Any]:
     }
     if plan.reduce_dtype is not None:
         document["communication_data_type"] = plan.reduce_dtype
-    recomputes = "layers" in plan.memory_policy
-    if plan.pp > 1 or recomputes:
-        document["pipeline"] = {
-            "stages": plan.pp,
-            "partition": "uniform",
-            "activation_checkpoint_interval": int(recomputes),
-        }
     return document
 
 

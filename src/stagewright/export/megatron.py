@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from stagewright.errors import InputError
-from stagewright.export.launch_files import node_shape
 from stagewright.export.megatron_layout import write_layout
-from stagewright.export.megatron_model import model_options
+from stagewright.export.megatron_model import load_balancing, model_options
 from stagewright.export.quoting import comments, title
+from stagewright.export.slurm import node_shape
 from stagewright.export.translation import Stack, Translation
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -18,10 +18,12 @@ from stagewright.planning.plan_stages import layers_per_stage
 
 RUNTIME = "megatron-core+te"
 """The runtime that models current Megatron-LM."""
+RUNTIME_BF16 = f"{RUNTIME}-bf16-gradients"
+"""The same with `--grad-reduce-in-bf16`."""
 
 STACK = Stack(
     name="megatron",
-    runtime=RUNTIME,
+    runtimes=(RUNTIME, RUNTIME_BF16),
     schedules=("1f1b", "interleaved-1f1b"),
     recomputes=("none", "full"),
     level=lambda level, pp: min(level, 1),
@@ -39,7 +41,7 @@ def megatron_options(plan: Plan) -> tuple[str, ...]:
     Source: Megatron-Core's user guide (parallelism, mixtures of experts, custom pipeline layout).
     """
     counts = layers_per_stage(plan)
-    if plan.job.runtime != RUNTIME or (counts is None and plan.num_stages > 1):
+    if plan.job.runtime not in STACK.runtimes or (counts is None and plan.num_stages > 1):
         return ()
     return tuple(_options(plan, counts or ()))
 
@@ -54,6 +56,23 @@ def megatron_arguments(plan: Plan) -> tuple[str, ...]:
     config = plan.model.reference().config or {}
     model = model_options(config, plan.job.sequence_length, plan.tp)
     return (*model, *megatron_options(plan), *_training(plan.job))
+
+
+def reduces_in_bf16(plan: Plan) -> bool:
+    """Return whether Megatron's buffers of gradients are in bf16: the type that it reduces them in."""
+    return plan.reduce_dtype == "bf16" or plan.job.runtime == RUNTIME_BF16
+
+
+def has_experts(plan: Plan) -> bool:
+    """Return whether the model of `plan` is a mixture of experts."""
+    config = {} if plan.model.is_code else plan.model.reference().config or {}
+    return any(config.get(key) for key in _EXPERTS)
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """Yield what users may not expect of the options."""
+    if has_experts(plan) and load_balancing(plan.model.reference().config or {})[0] == "none":
+        yield "no loss balances the experts, as under the plan: change the type of load balancing if training needs one"
 
 
 def check_is_config(plan: Plan, name: str) -> None:
@@ -134,8 +153,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
         yield f"--context-parallel-size {plan.cp}"
     yield f"--pipeline-model-parallel-size {plan.pp}"
     yield from _stages(plan, counts)
-    config = plan.model.reference().config or {}
-    if any(config.get(key) for key in _EXPERTS):
+    if has_experts(plan):
         yield f"--expert-model-parallel-size {plan.ep}"
         yield "--expert-tensor-parallel-size 1"
         yield "--moe-grouped-gemm"
@@ -144,6 +162,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
     yield f"--global-batch-size {plan.job.global_batch}"
     yield f"--seq-length {plan.job.sequence_length}"
     yield from _precision(plan.job.dtype)
+    yield "--cross-entropy-loss-fusion"  # as the runtime is predicted
     if "layers" in plan.memory_policy:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     elif "selective" in plan.memory_policy:
@@ -152,7 +171,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
         yield "--use-distributed-optimizer"
         if plan.shard_size is not None:
             yield f"--num-distributed-optimizer-instances {plan.num_holders // plan.shard_size}"
-    if plan.reduce_dtype == "bf16":
+    if reduces_in_bf16(plan):
         yield "--grad-reduce-in-bf16"
     if plan.dp > 1 and plan.job.profile.overlaps_reduction:
         yield "--overlap-grad-reduce"

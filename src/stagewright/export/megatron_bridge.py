@@ -1,6 +1,7 @@
 """Export of a plan to a Megatron-Bridge recipe, a Python file that builds its configuration.
 
-Source: Megatron-Bridge v0.6.0, megatron/bridge/recipes/common.py, training/config.py and models/conversion/auto_bridge.py.
+Source: Megatron-Bridge v0.6.0, megatron/bridge/recipes/common.py, training/config.py, training/optim.py and the bridges of
+megatron/bridge/models.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.megatron import check_is_config
+from stagewright.export import megatron
 from stagewright.export.megatron_layout import write_layout
+from stagewright.export.megatron_model import load_balancing
 from stagewright.export.quoting import comments, title
 from stagewright.export.translation import Translation
 from stagewright.planning.plan import Plan
 
 _PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}
+_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3", "gemma", "gemma2", "olmoe", "nemotron",
+    "gpt_oss", "glm4_moe",
+)  # fmt: skip
+"""Models that `AutoBridge` makes, by their model_type."""
 _DROPPED = ("auto_map", "quantization_config", "torch_dtype", "dtype")
 """Keys of a config.json on how a checkpoint is stored."""
 
@@ -25,16 +32,17 @@ def bridge_files(translation: Translation) -> dict[str, str]:
     """Return `recipe.py`, whose `recipe()` returns a `ConfigContainer`, and which trains with it when run as a script.
 
     Raises:
-        InputError: the model is not one of a config.json.
+        InputError: the model is not one of a config.json, or of a family without a bridge.
     """
     plan = translation.plan
-    check_is_config(plan, "megatron-bridge")
+    megatron.check_is_config(plan, "megatron-bridge")
     config = {
         key: value for key, value in (plan.model.reference().config or {}).items() if key not in _DROPPED
     }
-    if "model_type" not in config:
+    if config.get("model_type") not in _FAMILIES:
         raise InputError(
-            "megatron-bridge: the model's config has no model_type, which selects its bridge: add it"
+            f"megatron-bridge: it has no bridge for model_type '{config.get('model_type')}'; it has {', '.join(_FAMILIES)}: "
+            "export to megatron, or to torch-pipelining"
         )
     settings = "\n".join(f"    cfg.{name} = {value!r}" for name, value in settings_of(translation))
     text = _RECIPE.format(
@@ -44,6 +52,13 @@ def bridge_files(translation: Translation) -> dict[str, str]:
         settings=settings,
     )
     return {"recipe.py": text}
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """Yield what differs from the export of the same plan to Megatron-LM."""
+    yield from megatron.remarks(plan)
+    if plan.num_stages > plan.pp:
+        yield "transfers between interleaved stages do not overlap, as they do in Megatron-LM, unless you set comm_overlap"
 
 
 def settings_of(translation: Translation) -> Iterator[tuple[str, Any]]:
@@ -72,8 +87,16 @@ def settings_of(translation: Translation) -> Iterator[tuple[str, Any]]:
         ("optimizer.min_lr", job.learning_rate * job.final_fraction),
     )
     yield from (("optimizer.adam_beta1", job.betas[0]), ("optimizer.adam_beta2", job.betas[1]))
-    yield from (("optimizer.adam_eps", job.eps), ("optimizer.weight_decay", job.weight_decay))
+    yield "optimizer.adam_eps", job.eps
+    for name in ("optimizer.weight_decay", "scheduler.start_weight_decay", "scheduler.end_weight_decay"):
+        yield name, job.weight_decay  # the scheduler sets it every step
     yield "optimizer.clip_grad", job.clip_norm or 0.0
+    yield "rng.seed", max(job.seed, 1)
+    yield "checkpoint.load", None  # a checkpoint of another run in the same folder is not gone on with
+    if megatron.has_experts(plan):
+        kind, coefficient = load_balancing(plan.model.reference().config or {})
+        yield "model.moe_router_load_balancing_type", kind
+        yield "model.moe_aux_loss_coeff", coefficient
     yield "scheduler.lr_warmup_iters", job.warmup_steps
     yield "scheduler.lr_decay_style", "WSD" if job.lr_schedule == "wsd" else job.lr_schedule
     if job.lr_schedule == "wsd":
@@ -98,7 +121,7 @@ def _replicas(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "optimizer.use_distributed_optimizer", shards
     yield "ddp.overlap_grad_reduce", overlaps
     yield "ddp.overlap_param_gather", overlaps and shards
-    yield "ddp.grad_reduce_in_fp32", plan.reduce_dtype != "bf16"
+    yield "ddp.grad_reduce_in_fp32", not megatron.reduces_in_bf16(plan)
     if plan.shard_size is not None:
         yield "ddp.num_distributed_optimizer_instances", plan.num_holders // plan.shard_size
 

@@ -79,8 +79,7 @@ def _attention(config: Config) -> Iterator[str]:
             yield f"--group-query-attention --num-query-groups {groups}"
         yield f"--kv-channels {config.get('head_dim') or config['hidden_size'] // heads}"
     yield f"--max-position-embeddings {config['max_position_embeddings']}"
-    if "kv_lora_rank" not in config:
-        yield "--position-embedding-type rope"
+    yield "--position-embedding-type rope"
     yield f"--rotary-base {int(_rope(config).get('rope_theta', 10000))}"
     yield from _rope_scaling(config)
     yield f"--attention-dropout {float(config.get('attention_dropout', 0.0))} --hidden-dropout 0.0"
@@ -137,7 +136,7 @@ def _mixtral(config: Config) -> Iterator[str]:
     yield f"--num-experts {config['num_local_experts']}"
     yield f"--moe-router-topk {config['num_experts_per_tok']}"
     yield f"--moe-ffn-hidden-size {config['intermediate_size']}"
-    yield from _balance(config, "router_aux_loss_coef", 0.001)
+    yield from _balance(config)
 
 
 def _qwen3_moe(config: Config) -> Iterator[str]:
@@ -150,7 +149,7 @@ def _qwen3_moe(config: Config) -> Iterator[str]:
     yield from _which_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
     if not config.get("norm_topk_prob", False):
         yield "--moe-router-pre-softmax"
-    yield from _balance(config, "router_aux_loss_coef", 0.001)
+    yield from _balance(config)
 
 
 def _deepseek_v3(config: Config) -> Iterator[str]:
@@ -166,15 +165,22 @@ def _deepseek_v3(config: Config) -> Iterator[str]:
     if config.get("n_group", 1) > 1:
         yield f"--moe-router-num-groups {config['n_group']} --moe-router-group-topk {config['topk_group']}"
     yield f"--moe-router-topk-scaling-factor {config.get('routed_scaling_factor', 1.0)}"
-    yield "--moe-router-load-balancing-type none"
+    yield from _balance(config)
 
 
-def _balance(config: Config, key: str, default: float) -> Iterator[str]:
-    """Yield the load balancing of experts."""
-    if config.get("output_router_logits"):
-        yield f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff {config.get(key, default)}"
-    else:
-        yield "--moe-router-load-balancing-type none"
+def load_balancing(config: Config) -> tuple[str, float]:
+    """Return the type of the loss that balances experts, in Megatron's words, and its coefficient: that with which
+    transformers trains the model."""
+    if config.get("output_router_logits") and config.get("model_type") in ("mixtral", "qwen3_moe"):
+        return "aux_loss", config.get("router_aux_loss_coef", 0.001)
+    return "none", 0.0
+
+
+def _balance(config: Config) -> Iterator[str]:
+    kind, coefficient = load_balancing(config)
+    yield f"--moe-router-load-balancing-type {kind}"
+    if kind != "none":
+        yield f"--moe-aux-loss-coeff {coefficient}"
 
 
 def _which_layers(is_sparse: list[bool]) -> Iterator[str]:

@@ -7,7 +7,7 @@ parallelism, and stages if the file has none.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stagewright.errors import InputError
@@ -32,6 +32,7 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
     """
     notes: list[str] = []
     batch, micro, steps = (_number(document, key, origin) for key in _BATCH)
+    notes += _left_to_the_script(document, micro)
     dp = batch // micro // steps if batch and micro and steps else None
     if dp is not None and dp * (micro or 1) * (steps or 1) != batch:
         raise InputError(
@@ -73,6 +74,13 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
         if key not in ("stage", "overlap_comm") and not _is_off(value)
     ]
     notes += [
+        f"{name}.{key} is not in the prediction"
+        for name in ("bf16", "fp16")
+        for key, value in _table(document, name, origin).items()
+        if key not in _OF_HALF_PRECISION and not _is_off(value)
+    ]
+    notes += _optimizer(document, origin)
+    notes += [
         f"activation_checkpointing.{key} is not in the prediction: it is for layers that the model itself checkpoints"
         for key, value in checkpointing.items()
         if not _is_off(value)
@@ -90,11 +98,34 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
         runtime=None,
         job={"dtype": dtype, **({"global_batch": batch} if batch else {})},
         configuration=configuration,
+        samples_per_replica=micro and micro * (steps or 1),
         read_model=lambda: _no_model(origin),
         num_read=len(taken & document.keys()),
         num_without_influence=len(_WITHOUT_INFLUENCE & document.keys()),
         notes=tuple(notes),
     )
+
+
+def _left_to_the_script(document: Mapping[str, Any], micro: int | None) -> Iterator[str]:
+    """Yield which sizes of the batch are ``auto``."""
+    auto = [key for key in _BATCH if document.get(key) == "auto"]
+    if auto:
+        assumed = "" if micro else ": microbatches of 1 are assumed"
+        yield f"{', '.join(auto)}: auto, which the training script decides{assumed}"
+
+
+def _optimizer(document: Mapping[str, Any], origin: str) -> Iterator[str]:
+    """Yield the optimizer if it is not AdamW."""
+    name = _table(document, "optimizer", origin).get("type")
+    if name is not None and str(name).lower() not in ("adam", "adamw", "auto"):
+        yield f"optimizer {name} is predicted as AdamW"
+
+
+_OF_HALF_PRECISION = {
+    "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+    "consecutive_hysteresis",
+}  # fmt: skip
+"""Keys of the tables of half precision that are read, or affect neither time nor memory."""
 
 
 def _no_model(origin: str) -> ModelRead:
@@ -142,10 +173,10 @@ def _is_off(value: Any) -> bool:
 
 def _stages(pipeline: Mapping[str, Any], origin: str, notes: list[str]) -> int:
     stages = _number(pipeline, "stages", f"{origin}: pipeline") or 1
-    partition = pipeline.get("partition", "best")
-    if stages > 1 and partition != "uniform":
+    if stages > 1:
         notes.append(
-            f"pipeline.partition {partition} is predicted as uniform: as many layers on every stage as can be"
+            f"pipeline.stages {stages} is predicted with even layers; DeepSpeed takes it from the script's PipelineModule "
+            "alone"
         )
     return stages
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError, nearest
-from stagewright.export.megatron import RUNTIME
+from stagewright.estimation.runtime import load_runtime
+from stagewright.export.megatron import RUNTIME, RUNTIME_BF16
 from stagewright.export.megatron_layout import read_layout
 from stagewright.export.read_megatron_model import read_model
 from stagewright.export.reading import Reading
@@ -32,6 +33,9 @@ _LAUNCHER = frozenset({
     "standalone", "max-restarts", "tee", "log-dir", "redirects", "role", "local-ranks-filter", "monitor-interval",
 })  # fmt: skip
 """Options of `torchrun`."""
+_OTHER_MODELS = re.compile(r"pretrain_(?!gpt)\w+\.py")
+_UNSET = re.compile(r"\$(\{?[\w@*#]+(\[[^]]*\])?[^/}]*\}?)")
+"""A word that is a variable."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,19 @@ def read_arguments(text: str, origin: str) -> Reading:
     launch = _launch(script)
     if launch is None:
         return _reading(_options([*script.variables, *script.commands], origin), origin, script.notes)
-    options = _options([launch], origin)
+    program = _program(launch)
+    if _OTHER_MODELS.fullmatch(name := launch[program].text.rpartition("/")[2]):
+        raise InputError(
+            f"{origin} starts {name}, which trains no GPT: only configurations of pretrain_gpt.py are read"
+        )
+    launcher = _options([launch[:program]], origin)
+    options = {name: given for name, given in launcher.items() if name in _LAUNCHER} | _options(
+        [launch[program:]], origin
+    )
     unused = [
         f"--{name} ({given[-1].where}) does not reach the command that starts training"
         for name, given in _options(script.variables, origin).items()
-        if name not in options
+        if name not in options.keys() | launcher.keys()
     ]
     return _reading(options, origin, (*script.notes, *_unset(launch), *unused))
 
@@ -114,11 +126,18 @@ def _launch(script: Script) -> Sequence[Word] | None:
     return None
 
 
+def _program(command: Sequence[Word]) -> int:
+    """Return the index of the word that names the Python program of a command; options before it are the launchers'."""
+    files = [index for index, word in enumerate(command) if word.text.endswith(".py")]
+    modules = [index + 1 for index, word in enumerate(command[:-1]) if word.text == "-m"]
+    return files[0] if files else modules[-1] if modules else 0
+
+
 def _unset(words: Sequence[Word]) -> Iterator[str]:
     """Yield a sentence for each variable that stands for options and that the file does not set."""
     for before, word in pairwise(words):
         is_value = before.text.startswith("--") and "=" not in before.text and _takes_value(before.text)
-        if word.text.startswith("$") and not is_value:
+        if _UNSET.fullmatch(word.text) and not is_value:
             yield f"{word.text} (line {word.line}), which the file does not set, is taken as empty"
 
 
@@ -166,24 +185,40 @@ def _reading(options: Mapping[str, list[GivenOption]], origin: str, notes: Seque
         {name: given[-1] for name, given in options.items()}, {**megatron.configuration, **megatron.model}
     )
     configuration, job = _configuration(arguments), _job(arguments)
-    if arguments.has("grad-reduce-in-bf16"):
-        arguments.notes.append(
-            "--grad-reduce-in-bf16 is predicted for reductions over replicas only: gradients are kept in fp32"
-        )
-    if (optimizer := arguments.text("optimizer")) not in (None, "adam"):
-        arguments.notes.append(f"--optimizer {optimizer} is predicted as adam")
+    arguments.notes += _differently(arguments)
     model = {name: " ".join(options[name][-1].values) for name in megatron.model if name in options}
     return Reading(
         what=f"arguments of Megatron-LM ({megatron.version})",
-        runtime=RUNTIME,
+        runtime=RUNTIME_BF16 if arguments.has("grad-reduce-in-bf16") else RUNTIME,
         job=job,
         configuration=configuration,
         num_read=len(megatron.configuration.keys() & options.keys()),
         num_without_influence=len((megatron.without_influence | _LAUNCHER) & options.keys()),
         notes=(*arguments.notes, *notes, *_repeated(options), *_not_taken(options, megatron)),
         model=model,
-        read_model=lambda: read_model(model, arguments.text("tokenizer-type"), origin),
+        read_model=lambda: read_model(model, _tokenizer(arguments), origin),
     )
+
+
+def _tokenizer(arguments: Arguments) -> str | None:
+    """Return the type of the tokenizer; GPT-2's is the default where its files are given."""
+    return arguments.text("tokenizer-type") or ("GPT2BPETokenizer" if arguments.has("merge-file") else None)
+
+
+def _differently(arguments: Arguments) -> Iterator[str]:
+    """Yield settings that the runtime's prediction has otherwise, a sentence each."""
+    if not load_runtime(RUNTIME).overlaps_reduction:
+        for name in ("overlap-grad-reduce", "overlap-param-gather"):
+            if arguments.has(name):
+                yield f"--{name} is not in the prediction: collectives of replicas are predicted after the backward"
+    if not arguments.has("cross-entropy-loss-fusion"):
+        yield "the loss is predicted with --cross-entropy-loss-fusion, without which it takes more memory"
+    if (width := arguments.number("expert-tensor-parallel-size", 1)) > 1:
+        yield f"--expert-tensor-parallel-size {width} is predicted as 1"
+    if (dispatcher := arguments.text("moe-token-dispatcher-type")) not in (None, "alltoall"):
+        yield f"--moe-token-dispatcher-type {dispatcher} is predicted as alltoall"
+    if (optimizer := arguments.text("optimizer")) not in (None, "adam"):
+        yield f"--optimizer {optimizer} is predicted as adam"
 
 
 def _repeated(options: Mapping[str, list[GivenOption]]) -> Iterator[str]:
@@ -256,7 +291,6 @@ def _configuration(arguments: Arguments) -> Configuration:
         layers_per_stage=layers,
         recompute=_recompute(arguments),
         zero=_level(arguments),
-        reduce_dtype="bf16" if arguments.has("grad-reduce-in-bf16") else None,
         shard_size=_shard_size(arguments, dp, cp),
     )
 

@@ -7,20 +7,20 @@ vocabulary by `--make-vocab-size-divisible-by`, initial weights, and the largest
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stagewright.errors import InputError
 from stagewright.export.reading import ModelRead
-from stagewright.tracing.models.reference import bundled_names, resolve
+from stagewright.tracing.models.reference import ModelReference, bundled_names, resolve
 
 Config = dict[str, Any]
 
 _FAMILIES = "Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-2"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?")
 _SHARE = re.compile(r"0|0?\.\d{1,12}|0\.")
-_VOCABULARIES = {"GPT2BPETokenizer": 50257}
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers with a fixed one."""
 
 
@@ -39,8 +39,26 @@ def read_model(given: Mapping[str, str], tokenizer: str | None, origin: str) -> 
         for model in bundled
         if (model.config or {}).get("model_type") == family
     }
+    notes = list(_notes(options, family))
+    if "vocab_size" not in wanted:
+        like = [model for model in bundled if changes.get(model.text) == {}]
+        text = _of_one_vocabulary(options, like)
+        changes = {text: {}}
+        notes.append(f"--vocab-size is missing: that of {text}, which has all other sizes, is taken")
     text = min(changes, key=lambda name: len(changes[name]))
-    return ModelRead(text, changes[text], tuple(_notes(options, family)))
+    return ModelRead(text, changes[text], tuple(notes))
+
+
+def _of_one_vocabulary(options: _ModelOptions, models: Sequence[ModelReference]) -> str:
+    """Return the first of `models`, which differ in nothing but their vocabulary; of several vocabularies that of the models
+    with the same base of the rotary embedding. Raises `InputError` if that leaves not exactly one."""
+    if len({model.config["vocab_size"] for model in models if model.config}) > 1:
+        base = options.number("rotary-base", 10000)
+        models = [model for model in models if model.config and model.config.get("rope_theta", base) == base]
+    if len({model.config["vocab_size"] for model in models if model.config}) != 1:
+        names = " and ".join(model.text for model in models)
+        raise options.lacks(f"--vocab-size ({names} have its other sizes)" if names else "--vocab-size")
+    return models[0].text
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
@@ -90,10 +108,10 @@ class _ModelOptions:
         )
 
     @property
-    def vocabulary(self) -> int:
-        if (size := _VOCABULARIES.get(self.tokenizer or "")) and not self.has("vocab-size"):
-            return size
-        return self.number("vocab-size")
+    def vocabulary(self) -> int | None:
+        """Return the size of the vocabulary; None if neither an option nor the tokenizer says it."""
+        size = _VOCABULARIES.get(self.tokenizer or "")
+        return self.number("vocab-size") if self.has("vocab-size") else size
 
     @property
     def feed_forward(self) -> int:
@@ -134,8 +152,9 @@ def _family(options: _ModelOptions) -> str:
 
 
 def _ends(options: _ModelOptions) -> Config:
+    vocabulary = options.vocabulary
     return {
-        "vocab_size": options.vocabulary,
+        **({} if vocabulary is None else {"vocab_size": vocabulary}),
         "tie_word_embeddings": not options.has("untie-embeddings-and-output-weights"),
     }
 

@@ -67,7 +67,7 @@ def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
     """
     keys = Keys(dict(_flat(table, "")), origin)
     configuration = _configuration(keys)
-    job = _job(keys, configuration.dp or None)
+    job = _job(keys)
     known_names = {f"{section}.{key}" for section, names in known_keys().items() for key in names}
     quiet = {key for key in keys.given if _is_without_influence(key)}
     for key in keys.given:
@@ -79,6 +79,7 @@ def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
         what="torchtitan's configuration (v0.2.2)",
         runtime=RUNTIME,
         job=job,
+        samples_per_replica=keys.get("training.local_batch_size", 8),
         read_model=lambda: _model(keys),
         configuration=configuration,
         num_read=len(keys.read & keys.given.keys()),
@@ -137,7 +138,7 @@ def _configuration(keys: Keys) -> Configuration:
     )
 
 
-def _job(keys: Keys, dp: int | None) -> dict[str, Any]:
+def _job(keys: Keys) -> dict[str, Any]:
     param = keys.get("training.mixed_precision_param", "bfloat16")
     if keys.get("training.dtype", "float32") != "float32":
         keys.notes.append("training.dtype is predicted as float32 with mixed precision")
@@ -154,13 +155,7 @@ def _job(keys: Keys, dp: int | None) -> dict[str, Any]:
         "compiled": keys.get("compile.enable", False),
     }
     batch = keys.get("training.global_batch_size", -1)
-    if batch < 1 and dp is not None:
-        batch = dp * keys.get("training.local_batch_size", 8)
-    if batch > 0:
-        job["global_batch"] = batch
-    else:
-        keys.notes.append("training.global_batch_size follows from the replicas: give --global-batch")
-    return job
+    return job | ({"global_batch": batch} if batch > 0 else {})
 
 
 def _level(keys: Keys, pp: int, shards: int, cp: int) -> int | None:

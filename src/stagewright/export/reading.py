@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class Reading:
     """Read its model; raises `InputError` if the file does not describe it."""
     num_read: int
     """Number of settings that were read."""
+    samples_per_replica: int | None = None
+    """Samples per step of each replica, for a file that does not say the global batch."""
     num_without_influence: int = 0
     """Number of settings that affect neither time nor memory of a step."""
     notes: tuple[str, ...] = ()
@@ -68,14 +71,45 @@ _REMEDY = (
 )
 
 
+_OPTIONS = "write its degrees as options of `stagewright estimate`, on the command line or in a TOML"
+_YAML, _PYTHON = (".yaml", ".yml"), (".py",)
+_NOT_READ = tuple(
+    (name, suffixes, re.compile(mark, re.MULTILINE), remedy)
+    for name, suffixes, mark, remedy in (
+        ("a configuration of LLaMA-Factory", _YAML, r"^(finetuning_type|stage):", _OPTIONS),
+        ("a configuration of axolotl", _YAML, r"^base_model:", _OPTIONS),
+        ("a recipe of NeMo Automodel", _YAML, r"nemo_automodel|NeMoAuto|^distributed:", _OPTIONS),
+        ("a configuration of Megatron-Bridge", _YAML, r"^(model|train|ddp|optimizer):", _OPTIONS),
+        (
+            "a recipe of Megatron-Bridge",
+            _PYTHON,
+            r"megatron\.bridge",
+            "give the plan, or its export to megatron",
+        ),
+        (
+            "a configuration of torchtitan 0.3",
+            _PYTHON,
+            r"\btorchtitan\b",
+            "give the plan, or its export to torchtitan-0.2",
+        ),
+        ("YAML", _YAML, "", _OPTIONS),
+        ("Python code", _PYTHON, "", _OPTIONS),
+    )
+)
+"""Formats that are told apart but not read, the first that matches: name, endings, what marks it, and what to do."""
+
+
 def read_configuration(path: str | Path) -> Reading:
     """Read the file at `path`: arguments of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or Stagewright's TOML.
 
     Raises:
-        InputError: there is no such file, or it is none of these; names the location.
+        InputError: there is no such file, or it is none of these; names the location, and the format if it is known.
     """
     text = read_text(path, "configuration", _REMEDY)
     suffix = Path(path).suffix
+    for name, suffixes, mark, remedy in _NOT_READ:
+        if suffix in suffixes and mark.search(text):
+            raise InputError(f"{path} is {name}, which is not among the formats that are read: {remedy}")
     if suffix == ".toml":
         return _of_toml(parse_toml(text, str(path)), str(path))
     if suffix == ".json":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from stagewright.export import deepspeed, megatron, torchtitan
-from stagewright.export.megatron_bridge import bridge_files
+from stagewright.export import deepspeed, megatron, megatron_bridge, torchtitan
 from stagewright.export.translation import Stack, Translation, translate
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 
 
@@ -23,10 +23,13 @@ class _Format:
 
 
 _FORMATS = {
-    "megatron": _Format(megatron.STACK, megatron.megatron_files),
-    "megatron-bridge": _Format(replace(megatron.STACK, name="megatron-bridge"), bridge_files),
+    "megatron": _Format(megatron.STACK, megatron.megatron_files, megatron.remarks),
+    "megatron-bridge": _Format(
+        replace(megatron.STACK, name="megatron-bridge"), megatron_bridge.bridge_files, megatron_bridge.remarks
+    ),
     "torchtitan": _Format(torchtitan.STACK, torchtitan.torchtitan_files, torchtitan.remarks),
-    "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files),
+    "torchtitan-0.2": _Format(torchtitan.STACK_OF_TOML, torchtitan.toml_files, torchtitan.remarks),
+    "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files, deepspeed.remarks),
 }
 
 
@@ -39,7 +42,16 @@ def settings_files(
         InputError: the framework has no such model or configuration.
     """
     framework = _FORMATS[name]
-    remarks = tuple(framework.remarks(plan))
     translation = translate(plan, framework.stack, report)
+    remarks = (*framework.remarks(translation.plan), *_defaults(plan.job))
     translation = replace(translation, differences=(*translation.differences, *remarks))
     return framework.write(translation), translation
+
+
+_RATES = ("learning_rate", "lr_schedule", "warmup_steps", "num_steps")
+
+
+def _defaults(job: Job) -> Iterator[str]:
+    """Yield that the plan says nothing of the learning rate, if its job has the defaults."""
+    if all(getattr(job, name) == Job.model_fields[name].default for name in _RATES):
+        yield f"a learning rate and number of steps of your own: {job.learning_rate:g} and {job.num_steps} are defaults"

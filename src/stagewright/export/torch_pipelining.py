@@ -17,15 +17,19 @@ from importlib import resources
 from typing import Any
 
 from stagewright.errors import InputError
+from stagewright.export.differences import Report, with_level, with_policy
+from stagewright.export.translation import plan_command
 from stagewright.graph import Node, OperatorGraph, Ref, Symbol
 from stagewright.graph.graph import Value
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
+from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.schedule.program import Program
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.text import one_line
+from stagewright.units import format_bytes
 
 _WHAT_TO_DO = "plan without it, or train with `stagewright run`"
 
@@ -50,22 +54,18 @@ def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
             f"torch-pipelining: stages of tp {plan.tp}, cp {plan.cp}, ep {plan.ep} contain collectives of Stagewright: "
             f"{_WHAT_TO_DO}"
         )
+    if plan.job.dtype == "fp16":
+        raise InputError(
+            "torch-pipelining: the package does not scale the loss, as fp16 needs: plan with --dtype bf16 or fp32"
+        )
     stages = split_graph(graph, list(stage_cuts(plan, graph)))
     program = stage_program(plan)
     received = _received(stages)
     classes = [_class(stage, received[stage.index], received[stage.index + 1]) for stage in stages]
     head = _template("stages_head.txt")
     script = _template("train.txt")
-    facts = {
-        "@NUM_STAGES@": plan.num_stages, "@NUM_MICROBATCHES@": plan.num_microbatches, "@DP@": plan.dp,
-        "@PLACEMENT@": list(program.placement.rank_of_stage), "@BATCH@": plan.num_microbatches * plan.microbatch_size,
-        "@INPUTS@": {
-            name: (list(graph.values[value].meta.shape[1:]), graph.values[value].meta.dtype)
-            for name, value in graph.inputs.items()
-        },
-    }  # fmt: skip
-    for mark, fact in facts.items():
-        script = script.replace(mark, repr(fact))
+    for mark, fact in _facts(plan, graph, stages, program.placement.rank_of_stage).items():
+        script = script.replace(f"@{mark}@", repr(fact))
     names = ", ".join(f"Stage{stage.index}" for stage in stages)
     files = {
         "stages.py": "\n\n".join([head, *classes, f"STAGES = ({names},)\n"]),
@@ -77,6 +77,73 @@ def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
         tuple(stage.value(value).name for value in (*stage.parameters, *stage.buffers)) for stage in stages
     )
     return Package(files, tensors)
+
+
+def _facts(
+    plan: Plan, graph: OperatorGraph, stages: Sequence[Stage], rank_of_stage: Sequence[int]
+) -> dict[str, Any]:
+    """Return the constants of the script by name."""
+    job = plan.job
+    decay_steps = job.num_steps
+    if job.lr_schedule == "wsd":
+        decay_steps = job.decay_steps or max(1, job.num_steps // 10)
+    config = {} if plan.model.is_code else plan.model.reference().config or {}
+    adamw = (
+        {"lr": job.learning_rate, "betas": job.betas, "eps": job.eps}
+        if job.is_plain_adamw
+        else {"lr": job.learning_rate}
+    )
+    return {
+        "NUM_STAGES": plan.num_stages, "NUM_MICROBATCHES": plan.num_microbatches, "DP": plan.dp,
+        "PLACEMENT": list(rank_of_stage), "BATCH": plan.num_microbatches * plan.microbatch_size,
+        "TIED": _tied(stages, rank_of_stage), "TOKENS": config.get("vocab_size", 100),
+        "INPUTS": {
+            name: (list(graph.values[value].meta.shape[1:]), graph.values[value].meta.dtype)
+            for name, value in graph.inputs.items()
+        },
+        "STEPS": job.num_steps, "SEED": job.seed, "ADAMW": adamw, "CLIP_NORM": job.clip_norm,
+        "WEIGHT_DECAY": job.weight_decay, "DECAYED_DIMS": job.least_decayed_dims,
+        "DECAY": job.lr_schedule, "WARMUP_STEPS": job.warmup_steps, "DECAY_STEPS": decay_steps,
+        "FINAL_FRACTION": job.final_fraction,
+    }  # fmt: skip
+
+
+def _tied(stages: Sequence[Stage], rank_of_stage: Sequence[int]) -> dict[str, list[int]]:
+    """Return the ranks of each trained parameter that several ranks have, by its name."""
+    ranks: dict[str, set[int]] = {}
+    for stage in stages:
+        for parameter in map(stage.value, stage.parameters):
+            if parameter.needs_grad:
+                ranks.setdefault(parameter.name, set()).add(rank_of_stage[stage.index])
+    return {name: sorted(sharing) for name, sharing in ranks.items() if len(sharing) > 1}
+
+
+def check_memory(plan: Plan, report: Report = lambda stage: None) -> None:
+    """Raise `InputError` if the package, which recomputes, offloads and shards nothing, needs more memory than there is."""
+    keeps_all = all(policy == "keep" for policy in plan.memory_policy)
+    if keeps_all and not any(plan.sharding) and plan.loss_pieces == 1 and not plan.host_optimizer:
+        return
+    graph = graph_of(plan, report)
+    whole = with_policy(plan, graph, "none")
+    whole = whole and with_level(whole, graph, 0)
+    if whole is None:
+        return
+    whole = whole.model_copy(update={"loss_pieces": 1, "host_optimizer": (), "shard_size": None})
+    report("predicting the package")
+    cluster = plan.cluster.load()
+    predicted = estimate(whole, cluster, report=report)
+    lacking = {}
+    for rank, usable in zip(predicted.predictions.ranks, predicted.usable_bytes(cluster), strict=True):
+        gradients = rank.categories.get("gradients", 0)  # in fp32, and in the package in the parameters' type
+        saved = gradients // 2 if plan.job.dtype in ("bf16", "fp8") else 0
+        lacking[rank.rank] = rank.reserved_peak_bytes - saved - usable
+    fullest = max(lacking, key=lambda rank: lacking[rank])
+    if lacking[fullest] > 0:
+        options = "--tp 1 --cp 1 --ep 1 --recompute none --zero 0 --loss-pieces 1 --host-optimizer never"
+        raise InputError(
+            f"torch-pipelining: the package keeps everything on every replica, for which rank {fullest} lacks "
+            f"{format_bytes(lacking[fullest])}: plan for it instead: {plan_command(plan, *options.split())}"
+        )
 
 
 def not_translated(plan: Plan) -> Iterator[str]:
@@ -92,6 +159,18 @@ def not_translated(plan: Plan) -> Iterator[str]:
         yield f"the loss goes in {plan.loss_pieces} pieces under the plan, and here whole: it needs memory for all logits"
     if plan.host_optimizer:
         yield "the optimizer runs on the host under the plan, and here where the parameters are"
+    if not plan.job.is_plain_adamw:
+        yield f"the optimizer is {plan.job.optimizer} under the plan, and here AdamW"
+    if plan.job.dtype in ("bf16", "fp8"):
+        yield "gradients are added up in fp32 under the plan, and here in bf16, as PyTorch's pipelines do"
+    if plan.job.dtype == "fp8":
+        yield "matmuls are in fp8 under the plan, and here in bf16"
+    if plan.job.dtype == "tf32":
+        yield "matmuls are in tf32 under the plan: call torch.set_float32_matmul_precision('high') for that"
+    if plan.job.compiled:
+        yield "operators are compiled under the plan, and here they run one by one"
+    if plan.job.sequence_lengths:
+        yield f"batches have one length here, {plan.job.sequence_length} tokens"
 
 
 def _template(name: str) -> str:
@@ -136,7 +215,7 @@ def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
     named = [(f"t{value}", stage.value(value).name) for value in (*stage.parameters, *stage.buffers)]
     body = []
     if arrives:
-        body.append(f"{''.join(f'v{value}, ' for value in arrives)}= received")
+        body.append(f"{''.join(f'v{value}, ' for value in arrives)}= map(Received.apply, received)")
     used = {value for node in _nodes(stage) for value in node.inputs}
     inputs = {value: name for name, value in stage.graph.inputs.items()}
     body += [f"v{value} = batch[{inputs[value]!r}]" for value in stage.inputs]
@@ -146,8 +225,7 @@ def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
     if stage.computes_loss:
         body.append(f"return v{stage.graph.loss}.reshape(1)  # outputs of microbatches are put together")
     else:
-        passed = [f"v{value}" + ".clone()" * _is_view(stage.value(value), arrives) for value in leaves]
-        body.append(f"return ({''.join(f'{text}, ' for text in passed)})")
+        body.append(f"return ({''.join(f'Sent.apply(v{value}), ' for value in leaves)})")
     lines = [
         f"class Stage{stage.index}(nn.Module):",
         f"    NAMES = {dict(named)!r}",
@@ -160,11 +238,6 @@ def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
         *(f"        {line}" for line in body),
     ]
     return "\n".join(lines)
-
-
-def _is_view(value: Value, arrives: Sequence[int]) -> bool:
-    """Return whether a value shares storage with another; PyTorch detaches returned values in place."""
-    return value.id in arrives or value.storage != value.id
 
 
 def _declared(value: Value, how: str) -> str:
@@ -194,6 +267,10 @@ _ATTENTION = {
 """Names of the arguments of operators that become PyTorch's attention, which chooses the kernel on every device."""
 
 
+_RESHAPES = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
+"""Operators that rely on strides, which a value loses when it is sent, and what works on any strides."""
+
+
 def _statement(node: Node, stage: Stage) -> str:
     if node.op in _ATTENTION:
         given = dict(zip(_ATTENTION[node.op], node.args, strict=False)) | dict(node.kwargs)
@@ -206,7 +283,8 @@ def _statement(node: Node, stage: Stage) -> str:
     arguments = [_text(argument) for argument in node.args]
     arguments += [f"{key}={_text(value)}" for key, value in node.kwargs]
     targets = ", ".join(f"v{value}" if value is not None else "_" for value in node.outputs)
-    call = f"ops.{node.op.removeprefix('aten.')}({', '.join(arguments)})"
+    name = _RESHAPES.get(node.op, node.op).removeprefix("aten.")
+    call = f"ops.{name}({', '.join(arguments)})"
     return f"{targets} = {call}" if targets else call
 
 

@@ -1,23 +1,28 @@
-"""Export of a plan to the TOML of torchtitan's `train.py`, and to a schedule file if its schedule has no name there.
+"""Export of a plan to torchtitan's configuration, and to a schedule file if its schedule has no name there.
 
-Source: torchtitan v0.2.2, torchtitan/config/job_config.py, torchtitan/distributed/pipeline_parallel.py and the flavors of
-torchtitan/models. Ignores: later versions, whose configurations are Python.
+torchtitan 0.3 is configured by a Python function that returns a `Trainer.Config`; 0.2 was by a TOML.
+
+Source: torchtitan v0.3.0, torchtitan/trainer.py, config/configs.py and distributed/pipeline_parallel.py, and v0.2.2,
+torchtitan/config/job_config.py; the flavors of torchtitan/models.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from stagewright.documents import parse_toml
 from stagewright.errors import InputError
-from stagewright.export.quoting import comments, quoted
+from stagewright.export.megatron import has_experts
+from stagewright.export.quoting import comments, quoted, title
 from stagewright.export.translation import Stack, Translation
 from stagewright.planning.plan import Plan
 from stagewright.schedule.torch_csv import write_torch_csv
+from stagewright.text import one_line
 from stagewright.tracing.models.reference import bundled_names, resolve
 
 SCHEDULES = {
@@ -41,16 +46,17 @@ def _level(level: int, pp: int) -> int:
 
 STACK = Stack(
     name="torchtitan",
-    runtime=RUNTIME,
+    runtimes=(RUNTIME,),
     schedules=tuple(SCHEDULES),
     recomputes=("none", "full", "selective"),
     level=_level,
     reads_orders=True,
     shards_in_groups=True,
-    splits_sequence=True,
     reduces_in_half=False,
     compiles=True,
+    decays_all=True,
 )
+STACK_OF_TOML = replace(STACK, name="torchtitan-0.2", splits_sequence=True)
 
 _FLAVORS = {
     ("llama", 128256, 4096, 32): ("llama3", "8B"), ("llama", 128256, 8192, 80): ("llama3", "70B"),
@@ -72,35 +78,143 @@ def known_keys() -> Mapping[str, Mapping[str, Any]]:
 
 
 def torchtitan_files(translation: Translation) -> dict[str, str]:
-    """Return `train.toml`, and `schedule.csv` if the schedule has no name there.
+    """Return `train_config.py` for torchtitan 0.3, and `schedule.csv` if the schedule has no name there.
 
     Raises:
         InputError: torchtitan has no model of this family, or does not train in this precision.
     """
     plan = translation.plan
+    folder, flavor = _model(plan)
+    parallelism = _parallelism(translation, head="lm_head")
+    if plan.tp > 1:
+        parallelism["enable_sequence_parallel"] = plan.sequence_parallel
+    sections = {
+        "optimizer": ("default_adamw", _optimizer(plan)),
+        "lr_scheduler": ("LRSchedulersContainer.Config", _learning_rate(plan)),
+        "training": ("TrainingConfig", {**_training(plan), "disable_cuda_graphs": True}),
+        "parallelism": ("ParallelismConfig", parallelism),
+        "compile": ("CompileConfig", {"enable": plan.job.compiled}),
+        "debug": ("DebugConfig", {"seed": plan.job.seed}),
+    }
+    settings = "".join(f"        {name}={_call(*section)},\n" for name, section in sections.items())
+    if translation.configuration.program is not None:
+        settings = settings.replace(repr(SCHEDULE_FILE), f'str(Path(__file__).with_name("{SCHEDULE_FILE}"))')
+    is_eight = plan.job.dtype == "fp8"
+    text = _PYTHON.format(
+        title=comments([title(plan), *translation.notes]),
+        folder=folder,
+        flavor=repr(one_line(flavor)),
+        assets=repr(f"./assets/hf/{one_line(plan.model.name)}"),
+        converters=", converters=[Float8LinearConverter.Config()]" if is_eight else "",
+        recomputation=_POLICIES[_recomputation(plan)],
+        settings=settings.rstrip(),
+    )
+    return {"train_config.py": text} | _schedule_file(translation)
+
+
+SCHEDULE_FILE = "schedule.csv"
+
+_POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+
+_PYTHON = """\
+{title}
+# For torchtitan 0.3.0 (pip install torchtitan==0.3.0), on every node, with this file's folder in PYTHONPATH:
+# torchrun ... -m torchtitan.train --module train_config --config train
+from pathlib import Path
+
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{folder} import model_registry
+from torchtitan.trainer import Trainer
+
+ASSETS = {assets}  # yours: the folder of the tokenizer
+DATASET = "c4"  # yours: one of torchtitan/hf_datasets/text_datasets.py
+
+
+def train() -> Trainer.Config:
+    model_spec = model_registry({flavor}{converters})
+    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))
+    return Trainer.Config(
+        model_spec=model_spec,
+        hf_assets_path=ASSETS,
+        dataloader=HuggingFaceTextDataLoader.Config(dataset=DATASET),
+        loss=ChunkedLossWrapper.Config(loss_fn=loss),
+        activation_checkpoint={recomputation},
+{settings}
+    )
+"""
+
+
+def _call(function: str, arguments: Mapping[str, Any]) -> str:
+    """Return the call of a function as code, an argument a line."""
+    return (
+        f"{function}(\n"
+        + "".join(f"            {name}={value!r},\n" for name, value in arguments.items())
+        + "        )"
+    )
+
+
+def toml_files(translation: Translation) -> dict[str, str]:
+    """Return `train.toml` for torchtitan 0.2, and `schedule.csv` if the schedule has no name there.
+
+    Raises:
+        InputError: as `torchtitan_files`; or the model has no pipelines in that version.
+    """
+    plan = translation.plan
     name, flavor = _model(plan)
-    model: dict[str, Any] = {"name": name, "flavor": flavor}
+    if name == "qwen3" and plan.pp > 1:
+        raise InputError(
+            "torchtitan-0.2: it has no pipelines of Qwen3: plan with --pp 1, or export to torchtitan, whose version 0.3 has"
+        )
+    optimizer = _optimizer(plan)
+    beta1, beta2 = optimizer.pop("betas")
+    model: dict[str, Any] = {
+        "name": name,
+        "flavor": flavor,
+        "hf_assets_path": f"./assets/hf/{plan.model.name}",
+    }
     if plan.job.dtype == "fp8":
         model["converters"] = ["quantize.linear.float8"]
+    parallelism = _parallelism(translation, head="output")
+    if plan.ep > 1:
+        parallelism["expert_tensor_parallel_degree"] = 1
+    mode = _recomputation(plan)
     sections = {
         "job": {"description": f"{plan.model.name}, {plan.schedule}: written by Stagewright"},
         "model": model,
-        "optimizer": _optimizer(plan),
+        "optimizer": {"name": "AdamW", "beta1": beta1, "beta2": beta2, **optimizer},
         "lr_scheduler": _learning_rate(plan),
-        "training": _training(plan),
-        "parallelism": _parallelism(translation),
-        "activation_checkpoint": _recomputation(plan),
+        "training": {"dataset": "c4", **_training(plan)},
+        "parallelism": parallelism,
+        "activation_checkpoint": {
+            "mode": mode,
+            **({"selective_ac_option": "op"} if mode == "selective" else {}),
+        },
         "compile": {"enable": plan.job.compiled, "components": ["model", "loss"]},
+        "debug": {"seed": plan.job.seed},
     }
-    how = "For torchtitan v0.2.2: torchrun ... -m torchtitan.train --job.config_file train.toml"
+    how = (
+        "For torchtitan 0.2.2 (pip install torchtitan==0.2.2), with your tokenizer in hf_assets_path and your data set: "
+        "torchrun ... -m torchtitan.train --job.config_file train.toml"
+    )
     body = [
         f"\n[{section}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in keys.items())
         for section, keys in sections.items()
     ]
-    files = {"train.toml": comments([how, *translation.notes]) + "\n" + "".join(body)}
-    if translation.configuration.program is not None:
-        files["schedule.csv"] = write_torch_csv(translation.configuration.program)
-    return files
+    return {"train.toml": comments([how, *translation.notes]) + "\n" + "".join(body)} | _schedule_file(
+        translation
+    )
+
+
+def _schedule_file(translation: Translation) -> dict[str, str]:
+    program = translation.configuration.program
+    return {} if program is None else {SCHEDULE_FILE: write_torch_csv(program)}
 
 
 def _value(value: Any) -> str:
@@ -121,6 +235,8 @@ def remarks(plan: Plan) -> Iterator[str]:
     folder, flavor = _model(plan)
     if flavor not in {own_flavor for _, own_flavor in _FLAVORS.values()}:
         yield f"flavor {flavor} has to be added to torchtitan/models/{folder}/__init__.py, which has none of these sizes"
+    if has_experts(plan):
+        yield "experts are balanced by a bias of the router, as torchtitan does, and under the plan as the model's code does"
 
 
 def _model(plan: Plan) -> tuple[str, str]:
@@ -155,11 +271,9 @@ def _sizes(config: Mapping[str, Any]) -> tuple[str, int, int, int]:
 
 def _optimizer(plan: Plan) -> dict[str, Any]:
     job = plan.job
-    betas = {"beta1": job.betas[0], "beta2": job.betas[1]}
     return {
-        "name": "AdamW",
         "lr": job.learning_rate,
-        **betas,
+        "betas": job.betas,
         "eps": job.eps,
         "weight_decay": job.weight_decay,
     }
@@ -196,7 +310,7 @@ def _training(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parallelism(translation: Translation) -> dict[str, Any]:
+def _parallelism(translation: Translation, head: str) -> dict[str, Any]:
     plan = translation.plan
     shards = 1 if not max(plan.sharding) else (plan.shard_size or plan.num_holders) // plan.cp
     if not shards:
@@ -210,23 +324,23 @@ def _parallelism(translation: Translation) -> dict[str, Any]:
         "tensor_parallel_degree": plan.tp, "context_parallel_degree": plan.cp, "pipeline_parallel_degree": plan.pp,
     }  # fmt: skip
     if plan.ep > 1:
-        keys |= {"expert_parallel_degree": plan.ep, "expert_tensor_parallel_degree": 1}
+        keys["expert_parallel_degree"] = plan.ep
     if plan.pp == 1:
         return keys
     order = translation.configuration.program
     keys["pipeline_parallel_schedule"] = ANY_ORDER if order else SCHEDULES[plan.schedule]
     if order:
-        keys["pipeline_parallel_schedule_csv"] = "schedule.csv"
+        keys["pipeline_parallel_schedule_csv"] = SCHEDULE_FILE
     keys["pipeline_parallel_microbatch_size"] = plan.microbatch_size
-    keys["module_fqns_per_model_part"] = module_names(translation.configuration.layers_per_stage or ())
+    keys["module_fqns_per_model_part"] = module_names(translation.configuration.layers_per_stage or (), head)
     return keys
 
 
-def module_names(counts: Sequence[int]) -> list[list[str]]:
+def module_names(counts: Sequence[int], head: str) -> list[list[str]]:
     """Return the modules of stages of the given numbers of layers.
 
-    >>> module_names((1, 0))
-    [['tok_embeddings', 'layers.0'], ['norm', 'output']]
+    >>> module_names((1, 0), "lm_head")
+    [['tok_embeddings', 'layers.0'], ['norm', 'lm_head']]
     """
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     stages = [
@@ -234,12 +348,10 @@ def module_names(counts: Sequence[int]) -> list[list[str]]:
         for start, count in zip(starts, counts, strict=True)
     ]
     stages[0].insert(0, "tok_embeddings")
-    stages[-1] += ["norm", "output"]
+    stages[-1] += ["norm", head]
     return stages
 
 
-def _recomputation(plan: Plan) -> dict[str, Any]:
+def _recomputation(plan: Plan) -> str:
     policies = set(map(str, plan.memory_policy))
-    if "selective" in policies:
-        return {"mode": "selective", "selective_ac_option": "op"}
-    return {"mode": "full" if "layers" in policies else "none"}
+    return "selective" if "selective" in policies else "full" if "layers" in policies else "none"

@@ -7,10 +7,13 @@ the fastest that fits is taken.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from stagewright.cluster.catalog import is_catalog_name
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
 from stagewright.export.differences import (
@@ -39,24 +42,26 @@ class Stack:
     """A training framework, and which features of a plan it supports."""
 
     name: str
-    runtime: str | None
-    """Runtime of the framework, as for `--runtime`; None: the plan's."""
+    runtimes: tuple[str, ...]
+    """Runtimes that model it, as for `--runtime`, the usual one first; empty: the plan's."""
     schedules: tuple[str, ...]
     """Schedules it knows by name."""
     recomputes: tuple[Recompute, ...]
     level: Callable[[int, int], int]
     """The ZeRO level it runs for a given level and number of pipeline ranks."""
-    parallelism: tuple[str, ...] = ("tp", "cp", "ep")
-    """Supported kinds of parallelism other than pipelines and replicas."""
+    parallelism: tuple[str, ...] = ("pp", "tp", "cp", "ep")
+    """Supported kinds of parallelism other than replicas."""
     reads_orders: bool = False
     """Whether it runs any order of forwards and backwards of stages that are placed round-robin."""
-    cuts_freely: bool = True
-    """Whether stages may have any numbers of layers."""
     shards_in_groups: bool = False
     splits_sequence: bool = False
     """Whether tensor parallelism always implies sequence parallelism."""
     compiles: bool = False
     """Whether its configuration can enable compilation."""
+    decays_all: bool = False
+    """Whether weight decay is that of all parameters, norms and biases included."""
+    plan_options: tuple[str, ...] = ()
+    """Options of `stagewright plan` besides `--runtime` that restrict its search to this framework."""
     reduces_in_half: bool = True
     """Whether gradients may be reduced in half precision."""
 
@@ -83,14 +88,17 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     """Return `plan` in the nearest configuration that `stack` runs.
 
     Raises:
-        InputError: `stack` lacks a kind of parallelism of the plan, or does not train in its precision.
+        InputError: `stack` lacks a kind of parallelism of the plan, does not train in its precision, or runs no
+            configuration near the plan within the memory of its devices.
         PlanError: the model has changed since planning.
     """
     _check_parallelism(plan, stack)
-    job = _job_of(plan.job, stack.runtime or plan.job.runtime)
+    is_kept = not stack.runtimes or plan.job.runtime in stack.runtimes
+    job = _job_of(plan.job, plan.job.runtime if is_kept else stack.runtimes[0])
     graph = graph_of(plan, report)
     candidates, differences = _candidates(plan, stack, graph)
     if not differences and len(candidates) == 1 and job.runtime == plan.job.runtime:
+        _check_memory(plan, plan, stack)
         return Translation(plan, candidates[0], (), None)
 
     def predicted(configuration: Configuration, under: Job) -> Plan:
@@ -102,6 +110,7 @@ def translate(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     nearest = min(candidates, key=lambda candidate: _preference(predictions[candidate]))
     nearest_plan = predictions[nearest]
     stack_plan = nearest_plan if job.runtime == plan.job.runtime else predicted(nearest, job)
+    _check_memory(stack_plan, plan, stack)
     if configuration_of(plan).recompute not in stack.recomputes:
         candidate = nearest.recompute or "none"
         what = f"stages save tensors of their own choice under the plan, and there all {_DOES[candidate]}"
@@ -121,7 +130,7 @@ def _job_of(job: Job, runtime: str) -> Job:
 
 
 def _check_parallelism(plan: Plan, stack: Stack) -> None:
-    for name in ("tp", "cp", "ep"):
+    for name in ("pp", "tp", "cp", "ep"):
         width = getattr(plan, name)
         if width > 1 and name not in stack.parallelism:
             raise InputError(
@@ -169,17 +178,11 @@ def _pipelines(
     counts, is_moved = whole_layers(plan, graph)
     what = "cuts inside layers go to the nearest place between layers"
     differences = [PlanDifference(what, lambda: with_layers(plan, graph, counts))] if is_moved else []
-    if not stack.cuts_freely:
-        even = even_layers(graph, plan.pp)
-        what = "stages have even numbers of layers there"
-        is_even = not is_moved and counts == even
-        differences = [] if is_even else [PlanDifference(what, lambda: with_layers(plan, graph, even))]
-        if plan.schedule not in stack.schedules:
-            what = f"the schedule is {stack.schedules[0]} there, and {plan.schedule} under the plan"
-            differences.append(PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)))
-        return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
-    if is_whole and plan.schedule in stack.schedules:
+    has_name = plan.schedule in stack.schedules and not (
+        plan.num_stages == plan.pp and plan.schedule in _OF_SEVERAL_STAGES
+    )
+    if is_whole and has_name:
         return [replace(base, layers_per_stage=counts)], differences
     if is_whole and stack.reads_orders and is_looped(plan) and len(counts) == plan.num_stages:
         order = stage_program(plan).compute_only()
@@ -196,10 +199,12 @@ def _pipelines(
     if is_whole and len(counts) == plan.pp and is_looped(plan):
         candidates.append(replace(candidates[0], layers_per_stage=counts))
     unsupported = f"is not among its schedules ({', '.join(stack.schedules)})"
-    if plan.schedule in stack.schedules:
+    if has_name:
         what = f"some of the {len(counts)} stages have no whole layer under the plan, and there all have"
         return candidates, [*differences, PlanDifference(what)]
-    what = f"the schedule {plan.schedule} {unsupported}"
+    if stack.reads_orders and is_whole and not is_looped(plan):
+        unsupported = "places stages otherwise than round the ranks, as an order of its own has to there"
+    what = f"the schedule {plan.schedule}{' of one stage a rank' * (plan.schedule in stack.schedules)} {unsupported}"
     return candidates, [
         *differences,
         PlanDifference(what, lambda: with_schedule(plan, graph, stack.schedules)),
@@ -226,6 +231,10 @@ def _unsupported(plan: Plan, stack: Stack) -> Iterator[PlanDifference]:
     if plan.job.compiled and not stack.compiles:
         what = "operators are compiled under the plan, which its settings do not say"
         yield PlanDifference(what, with_job(plan, compiled=False))
+    if plan.job.least_decayed_dims and stack.decays_all:
+        yield PlanDifference(
+            "weight decay is that of all parameters there, and of matrices alone under the plan"
+        )
     if plan.job.documents_apart:
         yield PlanDifference(
             "documents of a sample see each other there", with_job(plan, documents_apart=False)
@@ -253,6 +262,38 @@ def _spare_bytes(plan: Plan) -> int:
     return min(limits[rank.rank] - rank.reserved_peak_bytes for rank in plan.predictions.ranks)
 
 
+def _check_memory(stack_plan: Plan, plan: Plan, stack: Stack) -> None:
+    """Raise `InputError` if `stack_plan`, the nearest to `plan` that `stack` runs, needs more memory than there is."""
+    if (spare := _spare_bytes(stack_plan)) >= 0:
+        return
+    fullest = stack_plan.predictions.reserved_peak_bytes
+    runtime = ("--runtime", stack.runtimes[0]) if stack.runtimes else ()
+    command = plan_command(plan, *runtime, *stack.plan_options)
+    raise InputError(
+        f"{stack.name}: the nearest configuration that it runs needs {format_bytes(fullest)} on its fullest device, "
+        f"{format_bytes(-spare)} more than there is: plan for it instead: {command}"
+    )
+
+
+def plan_command(plan: Plan, *options: str) -> str:
+    """Return the command that plans the same job with these options."""
+    job, cluster = plan.job, plan.cluster.name
+    words = ["stagewright", "plan", plan.model.text]
+    words += [
+        word
+        for key, value in plan.model.overrides.items()
+        for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
+    words += ["--cluster", cluster if is_catalog_name(cluster) else f"{cluster}.toml"]
+    words += ["--global-batch", str(job.global_batch), "--sequence-length", str(job.sequence_length)]
+    words += [] if job.dtype == "bf16" else ["--dtype", job.dtype]
+    words += [] if job.memory_limit is None else ["--memory-limit", str(job.memory_limit)]
+    return shlex.join([*words, *options, "-o", "plan.json"])
+
+
+_OF_SEVERAL_STAGES = ("interleaved-1f1b", "breadth-first", "interleaved-zb")
+"""Schedules that frameworks run only with several stages per rank."""
+
 _DOES = {
     "none": "keep everything", "full": "recompute every layer", "selective": "recompute selectively",
     "model": "recompute as the model says",
@@ -275,6 +316,4 @@ def _cost(plan: Plan, nearest: Plan, stack_plan: Plan, differs: bool) -> str:
             f"as {stack_plan.job.runtime} runs it, {format_seconds(stack_plan.predictions.step_seconds)} a step and "
             f"{format_bytes(stack_plan.predictions.reserved_peak_bytes)} are predicted"
         )
-    if (spare := _spare_bytes(stack_plan)) < 0:
-        parts.append(f"which is {format_bytes(-spare)} more than there is")
     return "; ".join(parts)

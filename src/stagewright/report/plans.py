@@ -139,6 +139,15 @@ def _bubble(plan: Plan) -> Bubble | None:
     return None if costs is None or plan.num_stages == 1 else bubble(stage_program(plan), costs)
 
 
+def overfull_line(plan: Plan) -> str | None:
+    """Return which rank lacks memory and how much; None if all fit."""
+    spare, rank = spare_bytes(plan)
+    if spare >= 0:
+        return None
+    usable = plan.usable_bytes(plan.cluster.load())[rank]
+    return f"Does not fit: rank {rank} lacks {format_bytes(-spare)} beyond the {format_bytes(usable)} that it may use."
+
+
 def spare_bytes(plan: Plan) -> tuple[int, int]:
     """Return the spare bytes of the rank with least, and its number."""
     limits = plan.usable_bytes(plan.cluster.load())

@@ -1,4 +1,4 @@
-"""Launch files are of the forms that their launchers read, and Slurm's trains."""
+"""The batch script trains, and is written only for plans that `stagewright run` runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
-from stagewright.export.launch_files import launch_file
+from stagewright.export.slurm import slurm_script
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -25,26 +24,20 @@ def plan_on(name: str, **widths: Any) -> Plan:
     return estimate("tiny-llama", load_cluster(name), JOB, **{"pp": 2, "microbatch": 1, **widths})
 
 
-def test_kubernetes_has_as_many_workers_as_nodes() -> None:
-    document = yaml.safe_load(launch_file("kubernetes", plan_on("2x4x-h100", dp=4), "plan.json"))
-    assert (document["apiVersion"], document["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert document["spec"]["nprocPerNode"] == "4"
-    replicas = document["spec"]["pytorchReplicaSpecs"]
-    assert {role: one["replicas"] for role, one in replicas.items()} == {"Master": 1, "Worker": 1}
-    (container,) = replicas["Worker"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert "run /run/plan/plan.json" in container["args"][0]
-    alone = yaml.safe_load(launch_file("kubernetes", plan_on("2x-mi300x"), "plan.json"))
-    assert alone["spec"]["pytorchReplicaSpecs"].keys() == {"Master"}
-    assert "amd.com/gpu" in str(alone)
-
-
-def test_skypilot_asks_for_the_plans_devices() -> None:
-    document = yaml.safe_load(launch_file("skypilot", plan_on("2x4x-a100-80", dp=4), "plan.json"))
-    assert document["num_nodes"] == 2 and document["resources"]["accelerators"] == "A100-80GB:4"
-    assert "--nproc-per-node 4" in document["run"]
-    with pytest.raises(InputError, match="no name of it is known for 'titan-rtx'"):
-        launch_file("skypilot", plan_on("2x-titan-rtx"), "plan.json")
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (
+            {"runtime": "megatron-core+te", "dtype": "bf16"},
+            "predicted for runtime 'megatron-core\\+te'.*plan without",
+        ),
+        ({"dtype": "fp8"}, "fp8 is predicted, not run"),
+    ],
+)
+def test_a_plan_that_cannot_be_run_gets_no_script(job: dict[str, str], why: str) -> None:
+    plan = plan_on("2x-h100")
+    with pytest.raises(InputError, match=f"slurm: .*{why}"):
+        slurm_script(plan.model_copy(update={"job": plan.job.model_copy(update=job)}), "plan.json")
 
 
 @pytest.mark.multiprocess
@@ -53,7 +46,7 @@ def test_slurms_script_trains(tmp_path: Path) -> None:
     planned = plan_on("2x-h100")
     planned.save(tmp_path / "plan.json")
     script = tmp_path / "run.slurm"
-    script.write_text(launch_file("slurm", planned, "plan.json"))
+    script.write_text(slurm_script(planned, "plan.json"))
     subprocess.run(["bash", "-n", str(script)], check=True)
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 200)
     commands = {
