@@ -105,8 +105,8 @@ _FILES = {"slurm": _SLURM, "kubernetes": _KUBERNETES, "skypilot": _SKYPILOT}
 
 _ACCELERATORS = {
     "h100": "H100", "h100-hbm2e": "H100", "h200": "H200", "b200": "B200", "a100-40": "A100", "a100-80": "A100-80GB",
-    "a10g": "A10G", "l4": "L4", "l40s": "L40S", "t4": "T4", "v100-16": "V100", "v100-32": "V100-32GB", "gh200": "GH200",
-    "mi300x": "MI300X", "rtx3090": "RTX3090", "rtx4090": "RTX4090",
+    "a10": "A10", "a10g": "A10G", "a40": "A40", "l4": "L4", "l40s": "L40S", "t4": "T4", "v100-16": "V100",
+    "v100-32": "V100-32GB", "gh200": "GH200", "mi300x": "MI300X", "rtx3090": "RTX3090", "rtx4090": "RTX4090",
 }  # fmt: skip
 """SkyPilot's names of the catalog's devices."""
 
