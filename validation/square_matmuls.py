@@ -61,7 +61,7 @@ def judged(folder: Path = DATA, left_out: Counter[str] | None = None) -> Iterato
                 continue
             for precision, measured in rates.items():
                 label = f"{name} {precision} row {numbers[name]}"
-                yield Row(label, f"{name} ({half})", best_rate(device, precision), measured, half)
+                yield Row(label, name, best_rate(device, precision), measured, half)
 
 
 def main() -> None:
