@@ -27,6 +27,7 @@ from stagewright.files import write_whole
 
 SCRIPTS = {
     "products": "Matmuls by shape",
+    "square_matmuls": "Large square matmuls on cards of many kinds",
     "attention": "Fused attention by shape",
     "experts": "Matmuls of experts",
     "operators": "Operators of Megatron's GPT on four GPUs",
@@ -39,6 +40,9 @@ SCRIPTS = {
 """Scripts of this folder that judge measurements of others, and what these are."""
 
 NOTES = {
+    "square_matmuls": "Users submitted them; repeats on one kind of card differ by a few per cent, on Jetson Thor and RTX "
+    "PRO 6000 by a quarter. Six kinds were fitted, on every second of their rows; RTX 3080, 5080, 5070 Ti and 5060 Ti have "
+    "the figures of the RTX 3090 and 5090, and saw no row.",
     "attention": "Each kernel has a rate beside those that devices are described with, as a runtime's `attention_rate`; "
     "without these rates errors are those of the second set. Three passes over keys and values stand for the cache that "
     "serving systems write.",

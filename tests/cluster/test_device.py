@@ -37,6 +37,16 @@ def test_streaming_time_is_bytes_over_attained_bandwidth() -> None:
     assert a100.memory_seconds(2.039e12 * a100.memory_efficiency) == pytest.approx(1.0)
 
 
+def test_a_device_without_a_link_to_the_host_shares_its_memory() -> None:
+    assert device("gb10").shares_host_memory and not device("rtx5090").shares_host_memory
+    with pytest.raises(
+        InputError, match=r"host_link_bandwidth = 0\.5: must be 0 or at least 1 bytes per second"
+    ):
+        load_cluster("1x-gb10", {"device.host_link_bandwidth": 0.5})
+    with pytest.raises(InputError, match=r"host_link_bandwidth = -1"):
+        load_cluster("1x-gb10", {"device.host_link_bandwidth": -1})
+
+
 def test_usable_memory_leaves_out_context_and_reserve() -> None:
     cluster = load_cluster(
         "8x-h100",

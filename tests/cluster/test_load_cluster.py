@@ -53,6 +53,19 @@ def test_a_list_of_devices_is_one_node_on_pcie_without_a_host(tmp_path: Path) ->
     assert repr(box) == "<Cluster site: 1 x 2 rtx3090 + 2 rtx4090>"
 
 
+def test_unequal_cards_are_joined_by_the_slower_of_their_links(tmp_path: Path) -> None:
+    cards = written(tmp_path, '[[nodes]]\ndevices = ["rtx3090", "rtx5090", "rtx-pro-6000", "rtx-pro-6000"]\n')
+    box = load_cluster(cards)
+    links = [
+        load_cluster(f"2x-{name}").nodes[0].intra_node for name in ("rtx3090", "rtx5090", "rtx-pro-6000")
+    ]
+    assert [link.bandwidth for link in links] == sorted(link.bandwidth for link in links)
+    assert box.link_between(0, 1).bandwidth == links[0].bandwidth
+    assert box.link_between(1, 2).bandwidth == links[1].bandwidth  # staged: one of the two has no peer access
+    assert box.link_between(2, 3) == links[2]
+    assert box.link_between(0, 1).seconds(1e9) == 1e-5 + 1e9 / links[0].bandwidth
+
+
 def test_the_node_of_a_list_states_its_links_and_host(tmp_path: Path) -> None:
     text = (
         f'name = "site"\n{BOX}count = 2\nintra_node = {{ bandwidth = "20 GB/s" }}\ninter_node = {{ bandwidth = "1 GB/s" }}\n'
@@ -81,6 +94,7 @@ def test_devices_of_a_list_leave_their_fast_links(tmp_path: Path) -> None:
         ("devices = []", r"nodes\[0\].devices = \[\]: must be a list of names"),
         ('devices = ["rtx3090", 4]', "must be a list of names"),
         ('devices = ["rtx3090", "rtx4900"]', "did you mean 'rtx4090'"),
+        ('devices = ["rtx5090", "gb10"]', r"nodes\[0\].devices: gb10 is a machine of one device, not a card"),
         ('devices = ["t4"]\ndevice = "t4"', "has both devices and device:"),
         ('devices = ["t4"]\ndevices_per_node = 1', "has both devices and devices_per_node:"),
         ('devices = ["t4"]\ncount = 0', r"nodes\[0\].count = 0: must be a whole number from 1"),

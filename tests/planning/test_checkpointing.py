@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -63,13 +64,14 @@ def test_a_fitted_line_is_within_its_limit_when_replayed(schedule: str, offload:
     assert offload or not found.choice.moved
 
 
-def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
-    """One microbatch in flight: what comes back piece by piece makes room, in less time than recomputing takes.
+def lone_rank(host_link_bandwidth: float) -> tuple[RangeCosts, Callable[[int | None], StagedModel]]:
+    """Return costs, and a function from a limit of memory to one microbatch in flight.
 
     The device is slow, so that the small model does not wait for the host instead."""
     cluster = load_cluster("1x-gh200")
     (node,) = cluster.nodes
-    slow = node.device.model_copy(update={"memory_bandwidth": 1e9, "host_link_bandwidth": 1e9})
+    figures = {"memory_bandwidth": 1e9, "host_link_bandwidth": host_link_bandwidth}
+    slow = node.device.model_copy(update=figures)
     cluster = cluster.model_copy(update={"nodes": (node.model_copy(update={"device": slow}),)})
     graph = trace("tiny-llama", 4, 128, "float32")
     costs = RangeCosts(graph, Costing(graph, cluster.device))
@@ -78,14 +80,33 @@ def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
         job = Job(global_batch=4, sequence_length=128, dtype="fp32", memory_limit=limit)
         return staged_model(costs, [], make_program(Configuration(1, 1, 4, 1, "1f1b")), cluster, job, 1)
 
-    plain = lone(None)
-    peak = max(reserved_bytes(memory, cluster.device) for memory in rank_memories(plain))
+    return costs, lone
+
+
+def tight_limit(plain: StagedModel) -> int:
+    peak = max(reserved_bytes(memory, plain.cluster.device) for memory in rank_memories(plain))
     (summary,) = plain.summaries
-    limit = peak - summary.saved_bytes // 3
+    return peak - summary.saved_bytes // 3
+
+
+def test_nothing_is_offloaded_to_the_memory_that_a_device_computes_on() -> None:
+    costs, lone = lone_rank(0.0)
+    fitted = fit(lone(tight_limit(lone(None))), costs)
+    assert fitted is not None and fitted.choice.recomputed and not fitted.choice.moved
+
+
+def test_a_lone_rank_offloads_where_the_link_is_fast() -> None:
+    """What comes back piece by piece makes room, in less time than recomputing takes."""
+    costs, lone = lone_rank(1e9)
+    plain = lone(None)
+    (summary,) = plain.summaries
+    limit = tight_limit(plain)
     moved, kept = fit(lone(limit), costs), fit(lone(limit), costs, offload=False)
     assert moved is not None and kept is not None
     assert moved.choice.moved and moved.staged.summaries[0].offloaded_bytes > 0
-    assert all(reserved_bytes(memory, cluster.device) <= limit for memory in rank_memories(moved.staged))
+    assert all(
+        reserved_bytes(memory, plain.cluster.device) <= limit for memory in rank_memories(moved.staged)
+    )
 
     def added(staged: StagedModel) -> float:
         (one,) = staged.summaries

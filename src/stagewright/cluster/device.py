@@ -80,6 +80,18 @@ Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
 """Any quantity per second."""
 ByteRate = Annotated[Rate, BeforeValidator(_parse_rate)]
 """Bytes per second."""
+
+
+def _zero_or_rate(rate: float) -> float:
+    if 0 < rate < LEAST_RATE:
+        raise ValueError(f"must be 0 or at least {LEAST_RATE:g} bytes per second")
+    return rate
+
+
+LinkRate = Annotated[
+    float, Field(ge=0, le=MOST_RATE), AfterValidator(_zero_or_rate), BeforeValidator(_parse_rate)
+]
+"""Bytes per second; 0 if there is no such link."""
 Flops = Annotated[float, Field(ge=LEAST_FLOPS, le=MOST_FLOPS)]
 """FLOP per second."""
 
@@ -195,8 +207,9 @@ class Device(SourcedModel):
     """Workspace of the matmul library, allocated once per stream."""
     reserve_fraction: float = Field(ge=0, lt=1)
     """Fraction of the memory that a plan leaves free."""
-    host_link_bandwidth: ByteRate
-    """Bytes/s in one direction between this device and host memory, for offload."""
+    host_link_bandwidth: LinkRate
+    """Bytes/s in one direction between this device and host memory, for offload; 0 if both share one memory, so that nothing
+    is offloaded."""
     num_threads: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     """Compute threads of a process on a CPU; None: chosen by the launcher."""
     price_per_hour: float | None = Field(default=None, ge=0, le=MOST_PRICE)
@@ -341,6 +354,11 @@ class Device(SourcedModel):
         return self._traffic(num_bytes) / (
             self.memory_bandwidth * (self.norm_efficiency or self.memory_efficiency)
         )
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the device computes on the host's memory, so that offloading frees none."""
+        return self.kind == "cpu" or self.host_link_bandwidth == 0
 
     @property
     def allocated_workspace_bytes(self) -> int:

@@ -149,6 +149,11 @@ def _groups_of_list(node: dict[str, Any], origin: str, source: str) -> list[dict
     groups: list[dict[str, Any]] = []
     for name, run in groupby(names):
         base = catalog_node(name)
+        if not base["device"]["host_link_bandwidth"]:
+            raise InputError(
+                f"{origin}.devices: {name} is a machine of one device, not a card: give it [[nodes]] of its own with "
+                f'device = "{name}"'
+            )
         base |= {"intra_node": _pcie(base), "inter_node": network["inter_node"], "num_nics": 1}
         base.pop("host", None)
         part = {"devices_per_node": len(list(run)), "same_node": bool(groups)}

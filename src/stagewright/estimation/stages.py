@@ -281,7 +281,7 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
         now += cost.device_s if by_device else cost.host_s
         if node.op in free and node.outputs[0] is not None:
             num_bytes = _num_bytes(node, value)
-            if device.kind == "cpu":
+            if device.shares_host_memory:
                 waits += device.memory_seconds(2.0 * num_bytes)
                 continue
             free[node.op] = max(free[node.op], now) + num_bytes / device.host_link_bandwidth

@@ -594,7 +594,7 @@ def host_optimizer_seconds(
 
     These follow each other, as in the executor. Ignores: launches; that transfers use bandwidth of the host's memory.
     """
-    moved = (gradient + parameter) / device.host_link_bandwidth if device.kind != "cpu" else 0.0
+    moved = 0.0 if device.shares_host_memory else (gradient + parameter) / device.host_link_bandwidth
     on_host = host.memory_seconds(
         kept.passes * gradient + (gradient + parameter if parameter != gradient else 0.0)
     )

@@ -129,7 +129,7 @@ def fit(
         rank_searches = searches(lambda memory: propose(proposals, memory))
     else:
         rank_searches = searches(proposals.by_chain)
-        if offload and any(staged.device_of(memory.rank).kind != "cpu" for memory in memories):
+        if offload and not all(staged.device_of(memory.rank).shares_host_memory for memory in memories):
             rank_searches = anew(
                 rank_searches, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING
             )

@@ -60,7 +60,7 @@ class Proposals:
         copies = copies_of(kept, stages)
         chains = [chain_of(self.staged.memories[stage], costing) for stage in stages]
         device = self.staged.device_of(kept.rank)
-        link = 1 / device.host_link_bandwidth if moves and device.kind != "cpu" else math.inf
+        link = 1 / device.host_link_bandwidth if moves and not device.shares_host_memory else math.inf
         cache = _PIECES.setdefault(self.model_costs, PieceCache())
         rank = RankChain(chains, [copies[stage] for stage in stages], cache, link)
 

@@ -164,8 +164,8 @@ def terms_of(
 
 
 def _link_seconds(device: Device) -> float:
-    """Return the seconds per byte to the host; infinite for a CPU."""
-    return math.inf if device.kind == "cpu" else 1 / device.host_link_bandwidth
+    """Return the seconds per byte to the host; infinite if the device shares its memory."""
+    return math.inf if device.shares_host_memory else 1 / device.host_link_bandwidth
 
 
 def _boundary_seconds(staged: StagedModel, stage: int) -> float:
