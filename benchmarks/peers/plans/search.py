@@ -70,7 +70,7 @@ def plan_with(
                 made = _planned(STRATEGIES[strategy], model_costs, configuration, cluster, job, reference)
             except PlanError as error:
                 refused = refused or error
-                excluded.append(Excluded.of(named, str(error)))
+                excluded.append(Excluded.of(named, str(error), None, lacks_memory=False))
                 continue
             if isinstance(made, Plan):
                 plans.append(made)

@@ -13,6 +13,7 @@ CollNet, which have separate buffers; buffers that users register; NCCL's kernel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from stagewright.cluster import Cluster
@@ -46,6 +47,11 @@ def lane_bytes(lanes: Iterable[Lane], pipeline_rank: int, cluster: Cluster, rank
 def group_bytes(devices: Sequence[int], cluster: Cluster, is_small: bool = False) -> int:
     """Return the bytes of the communicator of a group for collectives on each of its `devices`. A group that `is_small` has
     as few channels as a lane."""
+    return _group_bytes(devices if isinstance(devices, range) else tuple(devices), cluster, is_small)
+
+
+@lru_cache(maxsize=4096)  # groups have thousands of devices, and plans of a search the same groups
+def _group_bytes(devices: range | tuple[int, ...], cluster: Cluster, is_small: bool) -> int:
     if len(devices) == 1:
         return 0
     ends = list(pairwise(devices))
