@@ -174,9 +174,26 @@ def test_gradients_are_kept_in_the_type_they_are_reduced_in(tmp_path: Path) -> N
     assert read(tmp_path, files["train.sh"]).runtime == plan.job.runtime
 
 
-def test_programs_that_train_no_gpt_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"starts pretrain_bert\.py, which trains no GPT"):
-        read(tmp_path, f"{PROGRAM.replace('gpt', 'bert')} {OPTIONS}")
+@pytest.mark.parametrize("name", ["bert", "vlm", "qwen2_vl", "llava_mcore"])
+def test_programs_that_train_no_decoder_of_text_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"starts pretrain_{name}\.py, which trains no decoder of text"):
+        read(tmp_path, f"{PROGRAM.replace('gpt', name)} {OPTIONS}")
+
+
+def test_a_script_is_read_with_the_arguments_it_is_started_with(tmp_path: Path) -> None:
+    path = tmp_path / "run qwen.sh"
+    path.write_text(
+        f"""SIZE=$1 TP=${{2}} PP=${{10}}
+        if [ $SIZE = 7B ]; then TYPE="--bf16"; else TYPE="--fp16"; fi
+        options=" \\
+            --tensor-model-parallel-size ${{TP}} --pipeline-model-parallel-size ${{PP}} ${{TYPE}}"
+        run="{PROGRAM.replace("gpt", "qwen")} {OPTIONS} ${{options}}"
+        eval $run"""
+    )
+    reading = read_configuration(f"'{path}' 7B 2 a b c d e f g 4")
+    assert (reading.configuration.tp, reading.configuration.pp, reading.job["dtype"]) == (2, 4, "bf16")
+    reading = read_configuration(f"'{path}' 3B 1 a b c d e f g 2")
+    assert (reading.configuration.tp, reading.configuration.pp, reading.job["dtype"]) == (1, 2, "fp16")
 
 
 @pytest.mark.parametrize(

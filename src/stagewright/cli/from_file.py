@@ -20,8 +20,8 @@ FromFile = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Read the configuration from a file: a Megatron-LM script or argv.json, torchtitan TOML, DeepSpeed JSON, or a "
-        "TOML with options of this verb; options override it.",
+        help="Read the configuration from a file: a Megatron-LM script (its arguments may follow, all in quotes) or "
+        "argv.json, torchtitan TOML, DeepSpeed JSON, or a TOML with options of this verb; options override it.",
     ),
 ]
 

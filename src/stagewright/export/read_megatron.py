@@ -33,7 +33,10 @@ _LAUNCHER = frozenset({
     "standalone", "max-restarts", "tee", "log-dir", "redirects", "role", "local-ranks-filter", "monitor-interval",
 })  # fmt: skip
 """Options of `torchrun`."""
-_OTHER_MODELS = re.compile(r"pretrain_(?!gpt)\w+\.py")
+_OTHER_MODELS = re.compile(
+    r"pretrain_(bert|t5|ict|retro|biencoder|mamba|hybrid|vision\w*|\w*(vl|vlm|vlms|llava|omni)(_\w+)?)\.py"
+)
+"""Programs that train no decoder of text; people name the others, their own `pretrain_gpt.py`, after a family."""
 _UNSET = re.compile(r"\$(\{?[\w@*#]+(\[[^]]*\])?[^/}]*\}?)")
 """A word that is a variable."""
 
@@ -76,20 +79,20 @@ def known_options() -> MegatronOptions:
     )
 
 
-def read_arguments(text: str, origin: str) -> Reading:
-    """Return the configuration in the options of a text.
+def read_arguments(text: str, origin: str, arguments: Sequence[str] = ()) -> Reading:
+    """Return the configuration in the options of a text, a script that is started with `arguments`.
 
     Raises:
         InputError: there are none, or one has an invalid value; names the line.
     """
-    script = read_script(text, origin)
+    script = read_script(text, origin, arguments)
     launch = _launch(script)
     if launch is None:
         return _reading(_options([*script.variables, *script.commands], origin), origin, script.notes)
     program = _program(launch)
     if _OTHER_MODELS.fullmatch(name := launch[program].text.rpartition("/")[2]):
         raise InputError(
-            f"{origin} starts {name}, which trains no GPT: only configurations of pretrain_gpt.py are read"
+            f"{origin} starts {name}, which trains no decoder of text: only pretrain_gpt.py and the like are read"
         )
     launcher = _options([launch[:program]], origin)
     options = {name: given for name, given in launcher.items() if name in _LAUNCHER} | _options(

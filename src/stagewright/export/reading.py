@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,11 +102,13 @@ _NOT_READ = tuple(
 
 
 def read_configuration(path: str | Path) -> Reading:
-    """Read the file at `path`: arguments of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or Stagewright's TOML.
+    """Read the file at `path`: arguments of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or Stagewright's TOML. The
+    arguments that a shell script is started with may follow its path.
 
     Raises:
         InputError: there is no such file, or it is none of these; names the location, and the format if it is known.
     """
+    path, *arguments = _command(str(path))
     text = read_text(path, "configuration", _REMEDY)
     suffix = Path(path).suffix
     for name, suffixes, mark, remedy in _NOT_READ:
@@ -116,7 +120,17 @@ def read_configuration(path: str | Path) -> Reading:
         return _of_json(parse_json(text, str(path)), str(path))
     from stagewright.export.read_megatron import read_arguments
 
-    return read_arguments(text, str(path))
+    return read_arguments(text, str(path), arguments)
+
+
+def _command(text: str) -> list[str]:
+    """Return the path of a file, followed by arguments if the text is a command that starts a script with some."""
+    if not Path(text).exists():
+        with contextlib.suppress(ValueError):  # a quote has no end
+            path, *arguments = shlex.split(text) or [text]
+            if arguments and Path(path).is_file():
+                return [path, *arguments]
+    return [text]
 
 
 def _of_toml(table: Mapping[str, Any], origin: str) -> Reading:

@@ -80,8 +80,8 @@ class Script:
     notes: tuple[str, ...]
 
 
-def read_script(text: str, origin: str) -> Script:
-    """Expand the script in a text.
+def read_script(text: str, origin: str, arguments: Sequence[str] = ()) -> Script:
+    """Expand the script in a text, which is started with `arguments`.
 
     >>> script = read_script('A="--x 1"; if [ $1 = a ]; then B=2; else B=3; fi; run $A --y $B', "here")
     >>> [word.text for word in script.commands[-1]], script.notes
@@ -90,7 +90,10 @@ def read_script(text: str, origin: str) -> Script:
     Raises:
         InputError: a quote, bracket or block of the script has no end; names its line.
     """
+    given: list[_Text] = [(_Characters(argument, 0, True),) for argument in arguments]
     shell = _Shell(origin)
+    if given:
+        shell.variables |= {"@": given, **{f"{n}": value for n, value in enumerate(given, 1)}}
     try:
         shell.run(ShellParser(text, origin).script())
     except _Exit:
