@@ -22,12 +22,9 @@ from stagewright.tracing.models.reference import resolve
 
 PYTHON = Path(__file__).parents[2] / ".venv-targets" / "bin" / "python"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="`make targets` installs the targets that judge the exports"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="`make targets` installs the targets that judge the exports"
+)
 
 PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "interleaved": ("llama-3-8b", "8x-h100", {"pp": 4, "dp": 2, "schedule": "interleaved-1f1b", "chunks": 2}),
