@@ -125,6 +125,8 @@ class Search:
     """The most promising of these."""
     slower: list[Entry] = field(default_factory=list)
     """Partitioned pipelines whose bound is slightly above the best plan, the most promising first."""
+    without_pipeline: list[tuple[float, Entry]] = field(default_factory=list)
+    """Configurations without a pipeline whose bound is slightly above the best plan, with that bound."""
     piece_tokens: int = 0
     """Tokens per loss piece from now on; 0: as `pieces_by_share` returns."""
     has_pieces: bool = True
@@ -408,7 +410,9 @@ class Search:
             self.next_best = NextBest(str(first.configuration), bound_s)
         near_s = (1 + MOST_FILLED) * self.longest_s
         for slower_s, _, entry in sorted([(bound_s, -1, first), *self.waiting.entries]):
-            if entry.is_split and entry.configuration.pp > 1 and slower_s < near_s:
+            if entry.configuration.pp == 1 and not entry.bounded_by and slower_s < near_s:
+                self.without_pipeline.append((slower_s, entry))
+            elif entry.is_split and slower_s < near_s:
                 self.slower.append(entry)
 
     def _with_own_graph(self, entry: Entry) -> Entry | None:

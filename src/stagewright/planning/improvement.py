@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import itemgetter
 
 from stagewright.errors import InputError, TraceError
 from stagewright.planning.best_first import Search
@@ -16,7 +17,7 @@ from stagewright.planning.joint.top_configurations import NUM_SEARCHED, joint_pl
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.plan import Plan
-from stagewright.planning.ranking import ranked
+from stagewright.planning.ranking import AS_FAST, ranked
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import JOINT
 
@@ -30,6 +31,9 @@ _SLACK = 0.02
 """Share of a device's memory that the best plan must leave unused for it to be worked out again with less headroom."""
 _PARTS = 1.0, 0.5
 """Parts of what is unused by which the headroom is reduced, until a plan fits."""
+
+_SIMPLER_TRIES = 2
+"""Number of configurations without a pipeline that are tried where the best plan has one."""
 
 
 def improve(search: Search) -> None:
@@ -53,6 +57,7 @@ def improve(search: Search) -> None:
     if JOINT in (search.space.schedules or ()):
         _fit_slower_pipelines(search, fitter)
         _search_jointly(search)
+    _fit_without_pipeline(search, fitter)
 
 
 def _try_pieces(search: Search) -> None:
@@ -155,6 +160,21 @@ def _search_jointly(search: Search) -> None:
         search.fits.append(fit)
     if stop.is_set():
         raise KeyboardInterrupt
+
+
+def _fit_without_pipeline(search: Search, fitter: OperatorFitter) -> None:
+    """Fit what has no pipeline and may be as fast as the best plan, which has one: the simpler of the two ranks first."""
+    best = search.best
+    if best is None or best.plan.pp == 1 or any(fit.plan.pp == 1 for fit in search.fits):
+        return
+    longest_s = (1 + AS_FAST) * best.step_seconds
+    for bound_s, entry in sorted(search.without_pipeline, key=itemgetter(0))[:_SIMPLER_TRIES]:
+        split = (bound_s, entry) if entry.is_split else fitter.split(entry)
+        if split is None or max(bound_s, split[0]) >= longest_s:
+            continue
+        if (fit := fitter.fit(split[1], math.inf, longest_s)) is not None:
+            search.add(fit)
+            return
 
 
 def _fit_slower_pipelines(search: Search, fitter: OperatorFitter) -> None:
