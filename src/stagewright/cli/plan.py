@@ -219,7 +219,8 @@ def plan(
         _write_ranks(result.ranks, best, on)
     if result.html is not None:
         _write_page(result.html, search_result, on)
-    has_bills = len(results) > 1 or objective.price is not None or objective.tokens is not None
+    is_asked = objective.price is not None or objective.tokens is not None
+    has_bills = is_asked or objective.objective == "cost"
     bills = Bills(results, prices_of(target, terms) if price is None else {}, terms) if has_bills else None
     _show_plans(search_result, on, bills, result, compared)
 

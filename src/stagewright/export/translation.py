@@ -288,7 +288,7 @@ def plan_command(plan: Plan, *options: str) -> str:
     words += ["--global-batch", str(job.global_batch), "--sequence-length", str(job.sequence_length)]
     words += [] if job.dtype == "bf16" else ["--dtype", job.dtype]
     words += [] if job.memory_limit is None else ["--memory-limit", str(job.memory_limit)]
-    return shlex.join([*words, *options, "-o", "plan.json"])
+    return shlex.join([*words, *options, "-o", "plan-to-export.json"])
 
 
 _OF_SEVERAL_STAGES = ("interleaved-1f1b", "breadth-first", "interleaved-zb")
@@ -301,19 +301,16 @@ _DOES = {
 
 
 def _cost(plan: Plan, nearest: Plan, stack_plan: Plan, differs: bool) -> str:
-    """Return predicted step time and memory of the translation, compared to the plan."""
-    parts = []
-    if differs:
-        planned, predicted = plan.predictions, nearest.predictions
-        parts.append(
-            f"with these a step takes {format_seconds(predicted.step_seconds)} in place of "
-            f"{format_seconds(planned.step_seconds)} ({predicted.step_seconds / planned.step_seconds - 1:+.1%}), "
-            f"and {format_bytes(predicted.reserved_peak_bytes)} of memory in place of "
-            f"{format_bytes(planned.reserved_peak_bytes)}"
-        )
-    if stack_plan.job.runtime != plan.job.runtime:
-        parts.append(
-            f"as {stack_plan.job.runtime} runs it, {format_seconds(stack_plan.predictions.step_seconds)} a step and "
-            f"{format_bytes(stack_plan.predictions.reserved_peak_bytes)} are predicted"
-        )
-    return "; ".join(parts)
+    """Return predicted step time and memory of the translation, compared to the plan: as the framework's own runtime takes
+    them where one is known."""
+    is_own = stack_plan.job.runtime == plan.job.runtime
+    if is_own and not differs:
+        return ""
+    planned, predicted = plan.predictions, (nearest if is_own else stack_plan).predictions
+    runtime = "" if is_own else f" (runtime {stack_plan.job.runtime})"
+    return (
+        f"predicted to take {format_seconds(predicted.step_seconds)} a step "
+        f"({predicted.step_seconds / planned.step_seconds - 1:+.1%}) and {format_bytes(predicted.reserved_peak_bytes)} of "
+        f"memory{runtime}; this plan takes {format_seconds(planned.step_seconds)} and "
+        f"{format_bytes(planned.reserved_peak_bytes)}"
+    )

@@ -279,8 +279,8 @@ def recompute_of(setting: Recompute | None, graph: OperatorGraph) -> Recompute:
 
 def _levels(num_holders: int, cluster: Cluster, job: Job, space: Space) -> tuple[int | None, ...]:
     """Return the ZeRO stages to try."""
-    if num_holders == 1:
-        return (None,)
+    if num_holders == 1:  # nothing to shard, which a request for sharding alone leaves out
+        return () if space.zero and all(space.zero) else (None,)
     if space.zero is not None:
         return space.zero
     if job.runtime != STAGEWRIGHT:
