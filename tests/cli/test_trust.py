@@ -99,7 +99,7 @@ def test_a_run_is_compared_with_its_plan(plan: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_plan_is_verified_on_a_reduced_copy(plan: Path) -> None:
-    done = call("verify", "tiny-llama", "--plan", plan, "--layers", "2", "--json")
+    done = call("verify", plan, "--layers", "2", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["equal"] and found["dtype"] == "float64" and found["num_layers"] == 2

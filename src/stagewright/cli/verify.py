@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.consent import say_what_runs
-from stagewright.cli.options import Json, Model
+from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.errors import InputError
 from stagewright.text import plural
 
 if TYPE_CHECKING:
@@ -20,8 +21,13 @@ if TYPE_CHECKING:
 
 
 def verify(
-    model: Model,
-    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan.json for this model.")],
+    subject: Annotated[
+        str,
+        typer.Argument(metavar="PLAN|MODEL", help="A plan.json; or a model, with a plan for it in --plan."),
+    ],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="A plan.json for the model.")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the copy; default: one per stage, at least two.")
     ] = None,
@@ -43,11 +49,16 @@ def verify(
     rounding explains.
 
     Example:
-        stagewright verify llama-3-8b --plan plan.json
+        stagewright verify plan.json
     """
     from stagewright.planning.plan import load_plan
 
-    loaded = load_plan(plan)
+    if plan is None and not Path(subject).is_file():
+        raise InputError(
+            f"'{subject}' is no file: give a plan.json, or with --plan one that is for the model '{subject}'"
+        )
+    loaded = load_plan(Path(subject) if plan is None else plan)
+    model = loaded.model.text if plan is None else subject
     say_what_runs(model)
     say_what_runs(loaded.job.optimizer)
     with Progress("importing torch") as progress:
