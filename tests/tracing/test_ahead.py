@@ -124,5 +124,7 @@ def test_a_graph_that_another_process_traces_is_waited_for(monkeypatch: pytest.M
         assert other.stdout.readline() == "traced here\n"
         threading.Timer(0.2, other.stdin.close).start()
         monkeypatch.setattr("stagewright.tracing.cache._traced", None)  # so that nothing is traced here
-        graph = trace(model, **size)
+        messages = list[str]()
+        graph = trace(model, report=messages.append, **size)
+    assert messages == ["waiting for another process that traces the same graph"]
     assert other.returncode == 0 and len(graph.nodes) > 10

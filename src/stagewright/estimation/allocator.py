@@ -284,15 +284,15 @@ def _keep(blocks: Blocks, number: int) -> None:
         above, side = lower, int(_comes_before(blocks, lower, number))
         lower = _below(blocks, side, lower)
     _set_below(blocks, pool, above, side, number)
-    left, left_side, right, right_side = number, LEFT, number, RIGHT
+    smaller, smaller_side, larger, larger_side = number, LEFT, number, RIGHT
     while lower != NONE:
         if _comes_before(blocks, lower, number):
-            below[left_side, left] = lower
-            left, left_side, lower = lower, RIGHT, _below(blocks, RIGHT, lower)
+            below[smaller_side, smaller] = lower
+            smaller, smaller_side, lower = lower, RIGHT, _below(blocks, RIGHT, lower)
         else:
-            below[right_side, right] = lower
-            right, right_side, lower = lower, LEFT, _below(blocks, LEFT, lower)
-    below[left_side, left] = below[right_side, right] = NONE
+            below[larger_side, larger] = lower
+            larger, larger_side, lower = lower, LEFT, _below(blocks, LEFT, lower)
+    below[smaller_side, smaller] = below[larger_side, larger] = NONE
     blocks.is_cached[number] = True
 
 
@@ -304,15 +304,15 @@ def _forget(blocks: Blocks, number: int) -> None:
     while other != number:
         above, side = other, int(_comes_before(blocks, other, number))
         other = _below(blocks, side, other)
-    left, right = _below(blocks, LEFT, number), _below(blocks, RIGHT, number)
-    while left != NONE and right != NONE:
-        if _rank(left) > _rank(right):
-            _set_below(blocks, pool, above, side, left)
-            above, side, left = left, RIGHT, _below(blocks, RIGHT, left)
+    smaller, larger = _below(blocks, LEFT, number), _below(blocks, RIGHT, number)
+    while smaller != NONE and larger != NONE:
+        if _rank(smaller) > _rank(larger):
+            _set_below(blocks, pool, above, side, smaller)
+            above, side, smaller = smaller, RIGHT, _below(blocks, RIGHT, smaller)
         else:
-            _set_below(blocks, pool, above, side, right)
-            above, side, right = right, LEFT, _below(blocks, LEFT, right)
-    _set_below(blocks, pool, above, side, right if left == NONE else left)
+            _set_below(blocks, pool, above, side, larger)
+            above, side, larger = larger, LEFT, _below(blocks, LEFT, larger)
+    _set_below(blocks, pool, above, side, larger if smaller == NONE else smaller)
     blocks.is_cached[number] = False
 
 

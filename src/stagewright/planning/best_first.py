@@ -213,16 +213,10 @@ class Search:
         if self._is_kept():  # what may be wanted next
             wider = [arguments[untraced.degrees] for untraced in self.untraced]
             traced = {(graph.tp, graph.cp, graph.ep) for graph in self.coarse.graphs}
-            ahead.start(
-                [
-                    *wider[:2],
-                    *(
-                        sizes
-                        for degrees, sizes in larger.items()
-                        if (degrees.tp, degrees.cp, degrees.ep) in traced
-                    ),
-                ]
-            )
+            nearby = [
+                sizes for degrees, sizes in larger.items() if (degrees.tp, degrees.cp, degrees.ep) in traced
+            ]
+            ahead.start([*wider[:2], *nearby])
 
     def _arguments(self, degrees: Configuration, microbatch: int) -> dict[str, Any]:
         """Return the arguments of the tracer for degrees and a microbatch size."""
@@ -357,7 +351,7 @@ class Search:
         for _, _, entry in sorted(self.waiting.entries, key=itemgetter(0, 1)):
             if num_tried == _FIRST_TRIES:
                 return
-            if (first := self._with_room(entry)) is None:
+            if (first := self._with_memory_to_spare(entry)) is None:
                 continue
             num_tried += 1
             split = fitter.split(first)
@@ -365,7 +359,7 @@ class Search:
                 self.preliminary.append(self._on_own_devices(fit))
                 return
 
-    def _with_room(self, entry: Entry) -> Entry | None:
+    def _with_memory_to_spare(self, entry: Entry) -> Entry | None:
         """Return an entry that keeps everything or else recomputes every layer and has memory to spare by its bound, or None
         if neither has or its graph is not there."""
         chosen = entry.configuration.recompute

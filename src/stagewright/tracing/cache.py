@@ -80,7 +80,7 @@ def trace(
         path = _entry(facts, stamp)
         graph = _cached(facts, stamp, reference.kind != "factory")
     if graph is None:
-        with _only_process(path):
+        with _only_process(path, report):
             if path is not None and path.exists():  # by now
                 graph = _cached(facts, stamp, False)
             if graph is None:
@@ -103,14 +103,18 @@ def _traced(
 
 
 @contextlib.contextmanager
-def _only_process(path: Path | None) -> Iterator[None]:
+def _only_process(path: Path | None, report: Callable[[str], None]) -> Iterator[None]:
     """While this is open, other processes that open it for the same cached graph wait; where files cannot be locked, and for
     None, they do not."""
     locks = None if path is None else _locks(path.parent)
     place = 0 if path is None else int(path.stem[:7], 16)  # a byte that need not exist
     if locks is not None:
         try:
-            fcntl.lockf(locks, fcntl.LOCK_EX, 1, place)
+            try:
+                fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except (BlockingIOError, PermissionError):  # which of them depends on the system
+                report("waiting for another process that traces the same graph")
+                fcntl.lockf(locks, fcntl.LOCK_EX, 1, place)
         except OSError:  # such as on a network file system without locks
             locks = None
     try:
