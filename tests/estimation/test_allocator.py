@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.errors import InputError
-from stagewright.estimation.allocator import CachingAllocator, rounded
+from stagewright.estimation.allocator import NEXT_ADDRESS, SMALL, Block, CachingAllocator, rounded
 
 MIB = 2**20
 
@@ -66,3 +67,22 @@ def test_bytes_add_up_whatever_is_allocated(requests: list[tuple[int, bool]]) ->
         allocator.free(block)
     allocator.release_cached()
     assert (allocator.active_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 30 * 2**20), st.booleans()), max_size=80))
+def test_a_block_is_the_smallest_that_fits_then_the_lowest(requests: list[tuple[int, bool]]) -> None:
+    """Against a search through all cached blocks, whatever their tree looks like."""
+    allocator, used = CachingAllocator(), list[Block]()
+    for num_bytes, is_free in requests:
+        if is_free and used:
+            allocator.free(used.pop(num_bytes % len(used)))
+            continue
+        blocks, size = allocator._blocks, rounded(num_bytes)
+        fitting = [
+            (int(blocks.size[number]), int(blocks.address[number]))
+            for number in np.flatnonzero(blocks.is_cached)
+            if blocks.pool[number] == (size <= SMALL) and blocks.size[number] >= size
+        ]
+        next_address = int(blocks.totals[NEXT_ADDRESS])
+        used.append(allocator.allocate(num_bytes))
+        assert used[-1].address == min(fitting, default=(0, next_address))[1]

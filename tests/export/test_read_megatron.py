@@ -192,7 +192,7 @@ def test_a_script_is_read_with_the_arguments_it_is_started_with(tmp_path: Path) 
     )
     reading = read_configuration(f"'{path}' 7B 2 a b c d e f g 4")
     assert (reading.configuration.tp, reading.configuration.pp, reading.job["dtype"]) == (2, 4, "bf16")
-    reading = read_configuration(f"'{path}' 3B 1 a b c d e f g 2")
+    reading = read_configuration(f"'{path}' 3B 1 {'a' * 300} b c d e f g 2")
     assert (reading.configuration.tp, reading.configuration.pp, reading.job["dtype"]) == (1, 2, "fp16")
 
 

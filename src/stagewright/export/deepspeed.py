@@ -24,7 +24,20 @@ STACK = Stack(
     level=lambda level, pp: level,
     parallelism=(),
     decays_all=True,
-    plan_options=("--pp", "1", "--tp", "1", "--cp", "1", "--ep", "1", "--recompute", "full"),
+    plan_options=(
+        "--pp",
+        "1",
+        "--tp",
+        "1",
+        "--cp",
+        "1",
+        "--ep",
+        "1",
+        "--recompute",
+        "full",
+        "--loss-pieces",
+        "1",
+    ),
 )
 """The model is the user's PyTorch model, so the plan's runtime is kept."""
 

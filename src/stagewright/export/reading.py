@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -125,10 +126,10 @@ def read_configuration(path: str | Path) -> Reading:
 
 def _command(text: str) -> list[str]:
     """Return the path of a file, followed by arguments if the text is a command that starts a script with some."""
-    if not Path(text).exists():
+    if not os.path.exists(text):  # which, unlike Path.exists, bears a text too long for a name
         with contextlib.suppress(ValueError):  # a quote has no end
             path, *arguments = shlex.split(text) or [text]
-            if arguments and Path(path).is_file():
+            if arguments and os.path.isfile(path):
                 return [path, *arguments]
     return [text]
 
