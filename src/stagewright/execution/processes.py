@@ -163,6 +163,7 @@ class _Watchman:
         if received == signal.SIGTSTP:
             self._pause()
             return
+        self._liveness.look(self._processes)  # ranks may have begun to train since the last look
         trains = any(post.num_steps is not None for post in self._liveness.posts.values())
         if self._can_stop and trains and not self._is_stopping:
             self._is_stopping = True

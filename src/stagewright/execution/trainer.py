@@ -128,10 +128,9 @@ class Trainer:
         watch.device_position = lambda: self.session.runner.device_position()
         set_up_s = time.monotonic() - began  # also the cost of a change to other cuts, in running processes
         self._saving = Checkpointer(options, self.session)
-        self.step_number = watch.num_steps = first = (
-            self._saving.restore(self.session) if options.resume else 0
-        )
+        self.step_number = first = self._saving.restore(self.session) if options.resume else 0
         """Number of steps done."""
+        watch.begin_steps(first)
         metered = metered_steps(self.plan.job, self.num_steps, first)
         self._history = History(first, self.num_steps, metered)
         self.is_stopping = False

@@ -134,6 +134,11 @@ class Watchdog:
         self._since = time.monotonic()
         self._looked_s = self._all_there_s = 0.0
 
+    def begin_steps(self, num_steps: int) -> None:
+        """Post at once that this rank is about to train, after `num_steps` done: from here on a signal lets a step end."""
+        self.num_steps = num_steps
+        self._post()
+
     def stop(self) -> None:
         """Stop monitoring after a successful run: positions no longer matter."""
         self.position = FINISHED
