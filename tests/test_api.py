@@ -21,6 +21,7 @@ from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import Plan
 from stagewright.report.comparison import comparison_table
 from stagewright.report.pictures.comparison_panels import comparison_panels
+from stagewright.report.pictures.plan_memory import measured_curves
 from stagewright.report.runs import AT_SPEED, ERROR, run_document
 from stagewright.report.runs import comparison as run_comparison
 from stagewright.schedule import build
@@ -144,6 +145,34 @@ def test_compare_is_what_the_verb_prints_and_a_page(plan: Plan, tmp_path: Path) 
     step = shown["report"]["tables"][0]["rows"][0]
     assert step[:3] == ["step, median", plan.predictions.step_seconds, 1.0]
     assert step[3] == pytest.approx(1.0 / plan.predictions.step_seconds - 1)
+
+
+def test_measured_memory_is_drawn_action_by_action(plan: Plan) -> None:
+    record = record_of(plan, stagewright.simulate(plan), [0.0, 0.0])
+    held = [
+        [
+            ("waiting", 10, 9),
+            *((text, 20 + place, 10 + place) for place, (text, _, _) in enumerate(rank.actions)),
+        ]
+        for rank in record.ranks
+    ]
+    assert measured_curves(record.ranks, stagewright.simulate(plan)) is None
+    ranks = [
+        rank.model_copy(update={"memory": (*memory, ("optimizer step", 99, 9))})
+        for rank, memory in zip(record.ranks, held, strict=True)
+    ]
+    timeline = stagewright.compare(plan, record).measured
+    for rank, curve in enumerate(measured_curves(ranks, timeline) or ()):
+        computed = [event for event in timeline.events(rank) if event.action.kind.name in "FBIW"]
+        assert curve.peak == 99
+        assert list(curve.time_s[1::2]) == [event.start_s for event in computed]
+        places = [
+            held[rank].index(next(row for row in held[rank] if row[0] == str(event.action)))
+            for event in computed
+        ]
+        assert list(curve.held[1::2]) == [held[rank][place][1] for place in places]
+        assert curve.held[-1] == held[rank][places[-1]][2]
+        assert curve.held[0] == held[rank][places[0] - 1][2]  # of a receive on the last rank
 
 
 def test_errors_have_one_sign_and_batch_and_step_are_of_one_step(plan: Plan) -> None:

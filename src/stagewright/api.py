@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.cluster import Cluster
 from stagewright.cluster.profile import OperatorProfile
-from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
+from stagewright.execution.record import Record, clock_error_seconds, first_replica, load_record, timeline_of
 from stagewright.planning.checks import Allow
 from stagewright.planning.estimate import Report, staged_model_of
 from stagewright.planning.job import Job, given_job
@@ -51,10 +51,12 @@ class Comparison:
         """Return one HTML page: both timelines, and predicted over measured times."""
         from stagewright.report.pictures import html_page, scene_of
         from stagewright.report.pictures.comparison_panels import comparison_panels
+        from stagewright.report.pictures.plan_memory import measured_curves
 
         panels = comparison_panels(self.document, f"{self.plan.model.name} on {self.plan.cluster.name}")
         other_scenes = {"predicted": scene_of(self.predicted)}
-        return html_page(scene_of(self.measured), panels, "measured", other_scenes)
+        curves = measured_curves(first_replica(self.record, self.plan), self.measured)
+        return html_page(scene_of(self.measured, curves), panels, "measured", other_scenes)
 
 
 def compare(

@@ -11,6 +11,8 @@ import pytest
 
 from patience import patient
 from stagewright.cli.run import DataOptions, _written
+from stagewright.planning.plan import ModelSection, Plan
+from stagewright.tracing.models.lora import Lora
 
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32")
 
@@ -52,11 +54,15 @@ def test_a_plan_is_trained_and_compared_with_what_was_predicted(tmp_path: Path) 
     assert json.loads(Path(found["path"]).read_text())["losses"] == found["losses"]
 
 
+def plan_with(lora: Lora | None) -> Plan:
+    return Plan.model_construct(model=ModelSection.model_construct(text="tiny-llama", lora=lora))
+
+
 def test_a_run_ends_with_what_it_wrote_and_what_to_do_with_it(tmp_path: Path) -> None:
     (tmp_path / "step-000012").mkdir()
     data = DataOptions(data=["my chats.jsonl"], tokenizer=Path("tok"))
     record, page, newest = _written(
-        Path("plan.json"), Path("r/record.json"), Path("run.html"), tmp_path, data
+        plan_with(None), Path("plan.json"), Path("r/record.json"), Path("run.html"), tmp_path, data
     )
     assert record.startswith("Wrote r/record.json.") and page == "Wrote run.html."
     assert newest.startswith(f"Wrote {tmp_path}/step-000012. Evaluate: ")
@@ -64,4 +70,9 @@ def test_a_run_ends_with_what_it_wrote_and_what_to_do_with_it(tmp_path: Path) ->
         f"`stagewright evaluate plan.json --data 'my chats.jsonl' --tokenizer tok --checkpoint {tmp_path}`"
     )
     assert command in newest
-    assert len(list(_written(Path("plan.json"), Path("record.json"), None, None, data))) == 1
+    assert newest.endswith(f"export: `stagewright checkpoint export {tmp_path}/step-000012 FOLDER`.")
+    *_, newest = _written(
+        plan_with(Lora(rank=4, alpha=8)), Path("plan.json"), Path("r.json"), None, tmp_path, data
+    )
+    assert newest.endswith(" FOLDER --adapter`.")
+    assert len(list(_written(plan_with(None), Path("plan.json"), Path("record.json"), None, None, data))) == 1

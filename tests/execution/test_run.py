@@ -41,7 +41,12 @@ def test_training_equals_plain_training(pp: int, dp: int, dtype: str, tmp_path: 
     assert record.losses == pytest.approx(_plain_losses(tmp_path / "plan.json"), rel=tolerance)
     assert record.losses[-1] < record.losses[0]
     assert len(record.ranks) == pp * dp
-    assert all(rank.allocated_peak_bytes > 0 for rank in record.ranks)
+    for rank in record.ranks:
+        assert rank.allocated_peak_bytes == max(peak for _, peak, _ in rank.memory)
+        assert all(after <= peak for _, peak, after in rank.memory)
+        assert [action for action, _, _ in rank.actions] == [
+            at for at, _, _ in rank.memory if at[0].isdigit()
+        ]
     assert {action for rank in record.ranks for action, _, _ in rank.actions} >= {
         action for actions in plan.program for action in actions
     }

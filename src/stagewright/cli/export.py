@@ -60,7 +60,7 @@ def export(
     if to is ExportTarget.SLURM:
         check_writable(output)
         write_whole(output, slurm_script(loaded, plan.name))
-        show(f"Wrote {output}.")
+        show(f"Wrote {output}. `sbatch {output}` submits it.")
         return
     allow_model(loaded, with_model, f"an export to {to.value}")
     _write_settings(loaded, to, output)

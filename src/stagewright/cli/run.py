@@ -25,6 +25,7 @@ from stagewright.text import say
 if TYPE_CHECKING:
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.record import Record
+    from stagewright.planning.plan import Plan
 
 
 # fmt: off
@@ -195,14 +196,17 @@ def run(
     if results.as_json:
         print_document(document)
     else:
-        show(report.run_summary(document), *_written(plan, path, results.html, checkpoints.checkpoint, data))
+        show(
+            report.run_summary(document),
+            *_written(loaded, plan, path, results.html, checkpoints.checkpoint, data),
+        )
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoints.checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
 
 
 def _written(
-    plan: Path, record: Path, html: Path | None, checkpoints: Path | None, data: DataOptions
+    loaded: Plan, plan: Path, record: Path, html: Path | None, checkpoints: Path | None, data: DataOptions
 ) -> Iterator[str]:
     """Yield what a run has written, and what to do with it."""
     from stagewright.execution.checkpoint_folder import steps_of
@@ -216,9 +220,10 @@ def _written(
         words = (
             f"{option} {shlex.quote(str(value))}" for option, value in given.items() if value is not None
         )
+        adapters = " --adapter" if loaded.model.lora is not None else ""
         yield (
             f"Wrote {steps[0]}. Evaluate: `stagewright evaluate {plan} {' '.join(words)} --checkpoint {checkpoints}`; "
-            f"export: `stagewright checkpoint export {steps[0]} FOLDER`."
+            f"export: `stagewright checkpoint export {steps[0]} FOLDER{adapters}`."
         )
 
 

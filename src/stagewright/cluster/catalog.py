@@ -11,7 +11,7 @@ from typing import Any
 from stagewright.errors import InputError, nearest
 from stagewright.limits import MOST_DEVICES, check_count
 
-_PART = re.compile(r"(?:(?P<nodes>[0-9]+)x)?(?P<count>[0-9]+)x-?(?P<device>.+)")
+_PART = re.compile(r"(?:(?P<nodes>[0-9]+)x)?(?P<count>[0-9]+)x-?(?P<device>.+?)(?:(?<=[0-9])gb)?")
 
 
 @cache
@@ -41,7 +41,7 @@ def catalog_cluster(name: str) -> dict[str, Any]:
     """Return the document of `COUNTxDEVICE`, `NODESxCOUNTxDEVICE` or several of them joined by `+`.
 
     `COUNTx-DEVICE` fills nodes of the device's usual size, the last one partly if needed; `NODESxCOUNTx-DEVICE` gives the
-    size of the nodes. Raises `InputError` for unknown devices and for zero counts.
+    size of the nodes; `a100-80gb` is `a100-80`. Raises `InputError` for unknown devices and for zero counts.
     """
     groups: list[dict[str, Any]] = []
     for part in name.lower().split("+"):

@@ -7,8 +7,8 @@ storage until the last reference is gone; it shares no code with the estimator t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class StorageMeter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        """Peak of live bytes since `restart`."""
         self._counted: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         for tensor in elsewhere:
             self._counted[tensor.untyped_storage()] = 0
@@ -61,6 +62,10 @@ class StorageMeter(TorchDispatchMode):
     def _forget(self, size: int) -> None:
         self.live_bytes -= size
 
+    def restart(self) -> None:
+        """Restart the counting of the peak."""
+        self.peak_bytes = self.live_bytes
+
 
 def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
     """Return the steps from `first` on whose memory is metered: the first of each sequence length, but the very first step,
@@ -82,6 +87,15 @@ def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
 
 
 @dataclass(frozen=True)
+class ActionBytes:
+    """Bytes alive during an action, or another part of a step: the peak, and those that remain after it."""
+
+    position: str
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True)
 class TimedStep:
     """A step of samples of `length` tokens: its batch, the time at which it began, and the optimizer's seconds after it."""
 
@@ -92,12 +106,18 @@ class TimedStep:
 
 
 class Metering:
-    """The measurements of a run: peak bytes of each sequence length, and times of a step of the longest one that came."""
+    """The measurements of a run: peak bytes of each sequence length, and bytes and times of the actions of a step of the
+    longest one that came."""
 
     def __init__(self) -> None:
         self.peak_of_length: dict[int, int] = {}
         self.reserved_bytes: int | None = None
         self.timed: TimedStep | None = None
+        self.actions: Sequence[ActionBytes] = ()
+        """What a metered step of the longest length held, action by action."""
+        self._take: Callable[[], tuple[int, int]] | None = None
+        self._position = ""
+        self._taken: list[ActionBytes] = []
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +129,13 @@ class Metering:
         if self.timed is None or step.length >= self.timed.length:
             self.timed = step
 
+    def at(self, position: str) -> None:
+        """Note that `position` begins. In a metered step, keep the bytes of what was before it: an asynchronous device
+        counts them when its work is issued, not when it is done."""
+        if self._take is not None:
+            self._taken.append(ActionBytes(self._position, *self._take()))
+        self._position = position
+
     @contextmanager
     def counting(
         self, length: int, device: torch.device, lasting: _GiveTensors, on_host: _GiveTensors
@@ -119,15 +146,27 @@ class Metering:
         so that nothing here keeps a tensor alive.
         """
         accelerator = accelerator_of(device)
-        if accelerator.counts_bytes:
-            accelerator.reset_peaks()
-            yield
-            self._counted(length, accelerator.peak_allocated_bytes())
-            self.reserved_bytes = max(self.reserved_bytes or 0, accelerator.peak_reserved_bytes())
-            return
-        with StorageMeter(lasting(), on_host()) as meter:
-            yield
-        self._counted(length, meter.peak_bytes)
+        meter = None if accelerator.counts_bytes else StorageMeter(lasting(), on_host())
 
-    def _counted(self, length: int, num_bytes: int) -> None:
-        self.peak_of_length[length] = max(num_bytes, self.peak_of_length.get(length, 0))
+        def take() -> tuple[int, int]:
+            if meter is not None:
+                peak, live = meter.peak_bytes, meter.live_bytes
+                meter.restart()
+                return peak, live
+            self.reserved_bytes = max(self.reserved_bytes or 0, accelerator.peak_reserved_bytes())
+            peak, live = accelerator.peak_allocated_bytes(), accelerator.allocated_bytes()
+            accelerator.reset_peaks()
+            return peak, live
+
+        accelerator.reset_peaks()
+        self._taken, self._take = [], take
+        try:
+            with meter or nullcontext():
+                yield
+            self.at("end of step")
+        finally:
+            self._take = None
+        peak = max(action.peak for action in self._taken)
+        self.peak_of_length[length] = max(peak, self.peak_of_length.get(length, 0))
+        if length >= max(self.peak_of_length):
+            self.actions = self._taken

@@ -62,6 +62,9 @@ class RankRecord(StrictModel):
     copy_sum_bytes: Bytes = 0
     actions: tuple[tuple[str, Moment, Moment], ...]
     """Text, start and end of each action, in seconds from this rank's start of the step."""
+    memory: tuple[tuple[str, Bytes, Bytes], ...] = ()
+    """Peak bytes during each action and each other part of a metered step, in order, and the bytes that remained after it.
+    Older records have none."""
     began_seconds: Moment = 0.0
     """This rank's start of the step by the clock of the first rank."""
     clock_error_seconds: Seconds = 0.0
@@ -220,7 +223,7 @@ def timeline_of(record: Record, plan: Plan) -> Timeline:
     if not record.timed_steps:
         raise InputError("the record has no steps, so nothing was measured: run the plan for 3 steps or more")
     program = stage_program(plan)
-    ranks = _ranks_of(record, plan)
+    ranks = first_replica(record, plan)
     times = [_times(rank, program) for rank in ranks]
     first = min((start for rank in times for start, _ in rank), default=0.0)
     shifted = [[(start - first, end - first) for start, end in rank] for rank in times]
@@ -233,7 +236,8 @@ def clock_error_seconds(record: Record) -> float:
     return sum(errors[:2])
 
 
-def _ranks_of(record: Record, plan: Plan) -> list[RankRecord]:
+def first_replica(record: Record, plan: Plan) -> list[RankRecord]:
+    """Return the measurements of the first replica, by pipeline rank. Raises `InputError` where they are of another plan."""
     wanted = {plan.global_rank(rank, 0): rank for rank in range(plan.pp)}
     by_rank = {rank.rank: rank for rank in record.ranks if rank.rank in wanted}
     is_placed = all(rank.pipeline_rank == wanted[number] for number, rank in by_rank.items())

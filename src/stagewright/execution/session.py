@@ -116,6 +116,7 @@ class Session:
         """Questions that every rank answers after each step; all ranks have the same questions in the same order."""
         self.device = device
         self._report_position = watch
+        self.metering = Metering()
         self.position = "starting"
         accelerator_of(device).allow_tf32(plan.job.matmul_precision == "tf32")
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
@@ -212,7 +213,6 @@ class Session:
             on_host,
             self._wants_number,
         )
-        self.metering = Metering()
         self._unread: TimedStep | None = None
 
     @cached_property
@@ -223,6 +223,7 @@ class Session:
     def watch(self, position: str, **details: Any) -> None:
         """Report that this rank is now at `position`; `details` are those of `Watchdog.at`."""
         self.position = position
+        self.metering.at(position)
         self._report_position(position, **details)
 
     def follow(self, plan: Plan) -> None:
@@ -599,6 +600,7 @@ class Session:
             sent_bytes=self.by_length.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
             actions=tuple((str(m.action), m.start - began, m.end - began) for m in moments),
+            memory=tuple((held.position, held.peak, held.after) for held in self.metering.actions),
             began_seconds=began + offset.seconds,
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=timed.optimizer_seconds,

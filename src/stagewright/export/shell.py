@@ -422,13 +422,13 @@ class _Shell:
         return as_written
 
     def _computed(self, expression: str, line: int) -> _Characters:
-        """Return the number of ``$((expression))``; unchanged if it is not known."""
+        """Return the number of ``$((expression))``, or the expression with the values of the variables that are set."""
         text = re.sub(r"(?<![\w$}])([A-Za-z_]\w*)", r"$\1", expression)
         written = _joined(tuple(self._runs(text, line, True)))
         try:
             return _Characters(str(_number(ast.parse(written.strip(), mode="eval").body)), line, False)
         except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
-            return _Characters(f"$(({expression}))", line, True)
+            return _Characters(f"$(({written}))", line, True)
 
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from stagewright.cluster import Cluster, Device, NodeGroup
@@ -105,7 +105,8 @@ def _figures(cluster: Cluster) -> Iterator[_Figure]:
     """Yield the figures of a cluster; parts that equal those of an earlier group of nodes once."""
     seen: list[SourcedModel] = []
     for number, group in enumerate(cluster.nodes):
-        for place, title, part in _parts(group):
+        others = list(takewhile(lambda after: after.same_node, cluster.nodes[number + 1 :]))
+        for place, title, part in _parts(group, others):
             if part in seen:
                 continue
             seen.append(part)
@@ -114,20 +115,24 @@ def _figures(cluster: Cluster) -> Iterator[_Figure]:
                 value = reduce(getattr, name.split("."), part)
                 is_shared = group.same_node and name == "num_nics"
                 if isinstance(value, bool | int | float | str) and not is_shared:
-                    yield _Figure(
-                        title, f"{at}.{name}", name, _shown(name, value), part.source_of(name) or ""
-                    )
+                    is_of_kind = name == "devices_per_node" and (group.same_node or others)
+                    label = f"{group.device.name} per node" if is_of_kind else name
+                    source = part.source_of(name) or ""
+                    yield _Figure(title, f"{at}.{name}", label, _shown(name, value), source)
             if part is group.device:
                 for terms, price in list_prices(group.device.name).items():
                     source = f"{price.source}, {price.date}"
                     yield _Figure(title, "", f"price {terms}", f"{price.dollars:.2f} $/h", source)
 
 
-def _parts(group: NodeGroup) -> Iterator[tuple[str, str, SourcedModel]]:
-    """Yield place, title and figures of the parts of a group of nodes."""
-    name, devices = group.device.name, f"{group.devices_per_node} {group.device.name}"
+def _parts(group: NodeGroup, others: Sequence[NodeGroup]) -> Iterator[tuple[str, str, SourcedModel]]:
+    """Yield place, title and figures of the parts of a group of nodes, which also have the devices of `others`."""
+    name = group.device.name
+    kinds = " and ".join(f"{kind.devices_per_node} {kind.device.name}" for kind in (group, *others))
     nodes = (
-        f"In the same node: {devices}" if group.same_node else f"{plural(group.count, 'node')} of {devices}"
+        f"In the same node: {group.devices_per_node} {name}"
+        if group.same_node
+        else f"{plural(group.count, 'node')} of {kinds}"
     )
     yield "", nodes, group
     yield "intra_node", f"Links between {name} of a node, per device", group.intra_node

@@ -1,8 +1,9 @@
-"""Memory of the ranks of a plan over time: the bytes of the replay at the times of the simulation."""
+"""Memory of the ranks of a plan over time: the bytes of the replay at the times of the simulation, or as measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
+
+if TYPE_CHECKING:
+    from stagewright.execution.record import RankRecord
 
 
 def plan_curves(staged: StagedModel, timeline: Timeline) -> list[Curve]:
@@ -33,6 +37,25 @@ def plan_curves(staged: StagedModel, timeline: Timeline) -> list[Curve]:
         places = _computations(staged.program.actions(rank))
         spans = timeline.start_s[actions_of_rank][places], timeline.end_s[actions_of_rank][places]
         curves.append(_curve(memory, resident, inside, _computations(actions), spans))
+    return curves
+
+
+def measured_curves(ranks: Sequence[RankRecord], timeline: Timeline) -> list[Curve] | None:
+    """Return per rank the peak inside each of its computations and the bytes after it, at the times of the `timeline` of the
+    same run; None where the records have peaks alone. Changes by transfers count with the previous computation."""
+    if not all(rank.memory for rank in ranks):
+        return None
+    curves = []
+    for number, rank in enumerate(ranks):
+        events = [event for event in timeline.events(number) if event.action.kind in COMPUTE]
+        place = {position: index for index, (position, _, _) in enumerate(rank.memory)}
+        places = [place[str(event.action)] for event in events]
+        times, held = [0.0], [float(rank.memory[max(places[0] - 1, 0)][2])]
+        for event, index, following in zip(events, places, [*places[1:], places[-1] + 1], strict=True):
+            times += [event.start_s, event.end_s]
+            held += [float(rank.memory[index][1]), float(rank.memory[following - 1][2])]
+        peak = max(peak for _, peak, _ in rank.memory)
+        curves.append(Curve(np.array(times), np.array(held), float(peak)))
     return curves
 
 
