@@ -2,8 +2,9 @@
 
 const HUES = ["#3a6fd8", "#2f9461", "#c98a12", "#a04fc4", "#1591a3", "#d0573f", "#7b8494", "#8c6d46", "#5b6472"];
 
-function block(share, hue, label, title) {
+function block(share, hue, label, details, title) {
   const node = made("div", "block", label);
+  node.append(made("span", "", details));
   Object.assign(node.style, { flexGrow: share, background: hue });
   node.title = title;
   return node;
@@ -21,8 +22,8 @@ function drawPartition() {
     const seconds = times.reduce((sum, each) => sum + each[stage], 0);
     const words = `stage ${stage} on rank ${rank}\nfrom ${starts[stage]}\n${formatSeconds(seconds)} a microbatch\n` +
       `${formatBytes(bytes[stage])} of parameters\n${does[stage]}`;
-    const label = isDense ? "" : `${stage}\n${formatSeconds(seconds, 3)}\n${formatBytes(bytes[stage])}\n${does[stage]}`;
-    strip.append(block((1000 * seconds) / whole || 1e-3, HUES[rank % HUES.length], label, words));
+    const details = `\n${formatSeconds(seconds, 3)}\n${formatBytes(bytes[stage])}\n${does[stage]}`, hue = HUES[rank % HUES.length];
+    strip.append(block((1000 * seconds) / whole || 1e-3, hue, ...(isDense ? ["", ""] : [`${stage}`, details]), words));
   });
   const what = isDense ? `The ${ranks.length} stages of the model` : "The model and its cuts";
   panel(`${what}: width is the time of a microbatch, colour the rank`).append(strip);
