@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,9 +54,39 @@ def test_cached_segments_return_to_the_driver_before_it_runs_out() -> None:
     allocator.free(block)
 
 
-@given(st.lists(st.tuples(st.integers(1, 60 * MIB), st.booleans()), max_size=60))
-def test_bytes_add_up_whatever_is_allocated(requests: list[tuple[int, bool]]) -> None:
-    allocator = CachingAllocator()
+def test_an_expandable_segment_grows_where_others_would_be_reserved() -> None:
+    """Rest of pages, then the free block at the end, then pages of 20 MiB; small requests have a segment of their own."""
+    allocator = CachingAllocator(is_expandable=True)
+    for size in (20, 30, 40):
+        allocator.free(allocator.allocate(size * MIB))
+    assert allocator.peak_active_bytes == allocator.peak_reserved_bytes == 40 * MIB
+    first, second, last = (allocator.allocate(size * MIB) for size in (15, 15, 15))
+    assert (first.address, second.address, last.address) == (0, 15 * MIB, 30 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+    small = allocator.allocate(512)
+    assert allocator.reserved_bytes == 62 * MIB and small.address > 2**40
+    allocator.free(last)
+    allocator.free(first)  # 15 MiB at the start and 30 MiB at the end are free
+    assert allocator.allocate(10 * MIB).address == 0
+    assert allocator.allocate(4 * MIB).address == 10 * MIB  # rests of any size are split off
+    assert allocator.allocate(35 * MIB).address == 30 * MIB
+    assert allocator.reserved_bytes == 82 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_used_last() -> None:
+    """It counts as large as it can grow, also where it is the smallest free block that fits."""
+    allocator = CachingAllocator(is_expandable=True)
+    first, _, rest = allocator.allocate(30 * MIB), allocator.allocate(5 * MIB), allocator.allocate(5 * MIB)
+    allocator.free(first)
+    allocator.free(rest)
+    assert allocator.allocate(4 * MIB).address == 0
+    assert allocator.allocate(27 * MIB).address == 35 * MIB
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+@given(requests=st.lists(st.tuples(st.integers(1, 60 * MIB), st.booleans()), max_size=60))
+def test_bytes_add_up_whatever_is_allocated(requests: list[tuple[int, bool]], is_expandable: bool) -> None:
+    allocator = CachingAllocator(is_expandable=is_expandable)
     live = []
     for size, frees in requests:
         live.append(allocator.allocate(size))
@@ -63,6 +95,8 @@ def test_bytes_add_up_whatever_is_allocated(requests: list[tuple[int, bool]]) ->
         assert allocator.active_bytes == sum(block.size for block in live) >= 0
         assert allocator.reserved_bytes >= allocator.active_bytes
         assert live == [] or live[-1].size >= rounded(size)
+        placed = sorted((block.address, block.address + block.size) for block in live)
+        assert all(end <= start for (_, end), (start, _) in pairwise(placed))
     for block in live:
         allocator.free(block)
     allocator.release_cached()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagewright
 from stagewright import cli
 from stagewright.errors import InputError
 from stagewright.execution import launch
+from stagewright.execution.accelerator import use_expandable_segments
 from stagewright.execution.launch_environment import check_launcher, start_timeout_s
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -64,3 +67,37 @@ def test_any_number_of_columns_will_do(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (None, 0) and "h100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "warns"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
+            False,
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments: True"}, {"PYTORCH_ALLOC_CONF": "expandable_segments: True"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, True),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, True),
+    ],
+)  # fmt: skip
+def test_segments_expand_unless_the_user_decides(
+    before: dict[str, str], after: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    warning = use_expandable_segments()
+    assert {name: os.environ[name] for name in names if name in os.environ} == after
+    assert (warning is not None) == warns and (warning is None or "fragmentation" in warning)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert "before it joined the run" in (use_expandable_segments() or "") and not any(
+        name in os.environ for name in names
+    )

@@ -232,6 +232,11 @@ class Device(SourcedModel):
         return hash((self.name, self.memory_bytes, self.peak_flops))
 
     @property
+    def grows_segments(self) -> bool:
+        """Whether PyTorch's allocator can grow its segments. Ignores: builds for AMD that support it."""
+        return not self.vendor.startswith("AMD")
+
+    @property
     def usable_bytes(self) -> int:
         """Bytes that a plan may let the allocator reserve: memory without the context and the reserve."""
         return int(self.memory_bytes * (1 - self.reserve_fraction)) - self.context_bytes

@@ -1,11 +1,12 @@
 """Model of PyTorch's caching allocator for CUDA: the memory that a sequence of allocations and frees reserves.
 
-Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x with its default settings. Ignores: expandable segments, several
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x, with its default settings or expandable segments. Ignores: several
 streams, graphs' private pools, garbage collection.
 
 Requests are rounded up to multiples of 512 bytes. Those of at most 1 MiB come from separate segments of 2 MiB; others from
-segments of 20 MiB, or, from 10 MiB on, of multiples of 2 MiB. Blocks are kept in arrays, which functions compiled by numba
-modify.
+segments of 20 MiB, or, from 10 MiB on, of multiples of 2 MiB. With expandable segments, all small requests share one
+segment, which grows by 2 MiB, and all others another, which grows by 20 MiB. Blocks are kept in arrays, which functions
+compiled by numba modify.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ LARGE_SEGMENT = 20 * 2**20
 OWN_SEGMENT = 10 * 2**20
 LARGE_ROUND = 2 * 2**20
 
-ACTIVE, RESERVED, PEAK_ACTIVE, PEAK_RESERVED, NEXT_ADDRESS, CAPACITY, NUM_SPARE = range(7)
+ACTIVE, RESERVED, PEAK_ACTIVE, PEAK_RESERVED, NEXT_ADDRESS, CAPACITY, NUM_SPARE, IS_EXPANDABLE = range(8)
 """Indices of the totals; a capacity of -1 means no limit."""
+APART = 2**50
+"""Distance between the addresses of the two expandable segments."""
 NONE = -1
 LEFT, RIGHT = 0, 1
 
@@ -50,24 +53,26 @@ class Blocks(NamedTuple):
     """[side, number] the cached blocks to the left and to the right below a cached block."""
     top: Ints
     """The top cached block of each pool."""
+    end: Ints
+    """The block at the end of each pool's expandable segment."""
     spare: Ints
     """Unused block numbers."""
     totals: Ints
 
     @classmethod
-    def empty(cls, num_blocks: int, capacity_bytes: int | None) -> Blocks:
+    def empty(cls, num_blocks: int, capacity_bytes: int | None, is_expandable: bool) -> Blocks:
         """Return arrays for `num_blocks`."""
 
         def column() -> Ints:
             return np.full(num_blocks, NONE, np.int64)
 
-        totals = np.zeros(7, np.int64)
+        totals = np.zeros(8, np.int64)
         totals[CAPACITY] = NONE if capacity_bytes is None else capacity_bytes
-        totals[NUM_SPARE] = num_blocks
+        totals[NUM_SPARE], totals[IS_EXPANDABLE] = num_blocks, is_expandable
         return cls(
             address=column(), size=column(), pool=column(), is_cached=np.zeros(num_blocks, np.bool_),
             before=column(), after=column(), below=np.full((2, num_blocks), NONE, np.int64), top=np.full(2, NONE, np.int64),
-            spare=np.arange(num_blocks)[::-1].copy(), totals=totals,
+            end=np.full(2, NONE, np.int64), spare=np.arange(num_blocks)[::-1].copy(), totals=totals,
         )  # fmt: skip
 
     def grown(self) -> Blocks:
@@ -86,7 +91,7 @@ class Blocks(NamedTuple):
             is_cached=np.concatenate([self.is_cached, np.zeros(num, np.bool_)]),
             before=doubled(self.before), after=doubled(self.after),
             below=np.concatenate([self.below, np.full((2, num), NONE, np.int64)], axis=1), top=self.top,
-            spare=np.concatenate([added, kept, padding]), totals=totals,
+            end=self.end, spare=np.concatenate([added, kept, padding]), totals=totals,
         )  # fmt: skip
 
 
@@ -128,6 +133,12 @@ def allocate(blocks: Blocks, num_bytes: int) -> int:
             return NONE
     else:
         _forget(blocks, number)
+        if number == blocks.end[blocks.pool[number]]:  # counts as large as it can grow
+            other = _best_fit(blocks, size)
+            if other != NONE:
+                _keep(blocks, number)
+                _forget(blocks, other)
+                number = other
     _split(blocks, number, size)
     totals = blocks.totals
     totals[ACTIVE] += blocks.size[number]
@@ -157,6 +168,8 @@ def release_cached(blocks: Blocks) -> None:
         if blocks.is_cached[number] and blocks.before[number] == NONE and blocks.after[number] == NONE:
             _forget(blocks, number)
             blocks.totals[RESERVED] -= blocks.size[number]
+            if blocks.end[blocks.pool[number]] == number:
+                blocks.end[blocks.pool[number]] = NONE
             _give_back(blocks, number)
 
 
@@ -193,22 +206,52 @@ def _best_fit(blocks: Blocks, size: int) -> int:
 
 @compiled
 def _segment(blocks: Blocks, size: int) -> int:
-    totals, wanted = blocks.totals, segment_bytes(size)
+    totals, pool = blocks.totals, int(size <= SMALL)
+    wanted = _missing_bytes(blocks, pool, size)
     if totals[CAPACITY] >= 0 and totals[RESERVED] + wanted > totals[CAPACITY]:
         release_cached(blocks)
+        wanted = _missing_bytes(blocks, pool, size)
         if totals[RESERVED] + wanted > totals[CAPACITY]:
             return NONE
     totals[RESERVED] += wanted
     totals[PEAK_RESERVED] = max(totals[PEAK_RESERVED], totals[RESERVED])
-    number = _new(blocks, totals[NEXT_ADDRESS], wanted, int(size <= SMALL))
+    if totals[IS_EXPANDABLE]:
+        return _grown(blocks, pool, wanted)
+    number = _new(blocks, totals[NEXT_ADDRESS], wanted, pool)
     totals[NEXT_ADDRESS] += wanted
+    return number
+
+
+@compiled
+def _missing_bytes(blocks: Blocks, pool: int, size: int) -> int:
+    """Return the bytes to reserve for a request of `size` that fits in no block."""
+    if not blocks.totals[IS_EXPANDABLE]:
+        return segment_bytes(size)
+    end, page = int(blocks.end[pool]), SMALL_SEGMENT if pool == 1 else LARGE_SEGMENT
+    lacking = size - blocks.size[end] if end != NONE and blocks.is_cached[end] else size
+    return int((lacking + page - 1) // page * page)
+
+
+@compiled
+def _grown(blocks: Blocks, pool: int, num_bytes: int) -> int:
+    """Map `num_bytes` more at the end of a pool's expandable segment; return its last block, which is not in the cache."""
+    end = int(blocks.end[pool])
+    if end != NONE and blocks.is_cached[end]:
+        _forget(blocks, end)
+        blocks.size[end] += num_bytes
+        return end
+    address = pool * APART if end == NONE else blocks.address[end] + blocks.size[end]
+    number = _new(blocks, address, num_bytes, pool)
+    blocks.before[number], blocks.end[pool] = end, number
+    if end != NONE:
+        blocks.after[end] = number
     return number
 
 
 @compiled
 def _split(blocks: Blocks, number: int, size: int) -> None:
     remainder, pool = blocks.size[number] - size, blocks.pool[number]
-    if remainder < ROUND if pool == 1 else remainder <= SMALL:
+    if remainder < ROUND if pool == 1 or blocks.totals[IS_EXPANDABLE] else remainder <= SMALL:
         return
     other = _new(blocks, blocks.address[number] + size, remainder, pool)
     next_block = blocks.after[number]
@@ -216,6 +259,8 @@ def _split(blocks: Blocks, number: int, size: int) -> None:
     if next_block != NONE:
         blocks.before[next_block] = other
     blocks.size[number], blocks.after[number] = size, other
+    if blocks.end[pool] == number:
+        blocks.end[pool] = other
     _keep(blocks, other)
 
 
@@ -227,6 +272,8 @@ def _join(blocks: Blocks, first: int, second: int) -> None:
     blocks.after[first] = next_block
     if next_block != NONE:
         blocks.before[next_block] = first
+    if blocks.end[blocks.pool[second]] == second:
+        blocks.end[blocks.pool[second]] = first
     _give_back(blocks, second)
 
 
@@ -333,6 +380,8 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: memory of the driver; None: no limit.
+        is_expandable: with expandable segments. Ignores: that pages in the middle of them are unmapped when the driver runs
+            out; `release_cached` returns whole segments alone.
 
     >>> allocator = CachingAllocator()
     >>> block = allocator.allocate(3 * 2**20)
@@ -342,8 +391,8 @@ class CachingAllocator:
     (0, 20)
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self._blocks = Blocks.empty(_AT_FIRST, capacity_bytes)
+    def __init__(self, capacity_bytes: int | None = None, is_expandable: bool = False) -> None:
+        self._blocks = Blocks.empty(_AT_FIRST, capacity_bytes, is_expandable)
 
     @property
     def active_bytes(self) -> int:

@@ -42,6 +42,7 @@ def reserved_on(
     num_steps: int = 2,
     *,
     host_optimizer: bool = False,
+    is_expandable: bool = False,
 ) -> Reserved:
     """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, with `resident` bytes.
 
@@ -51,14 +52,16 @@ def reserved_on(
 
     Resident bytes other than parameters, gradients, moments and master weights are modelled as one storage. With
     `host_optimizer` there are neither moments nor master weights. Gradients that are not sharded are one storage per flat
-    buffer.
+    buffer. `is_expandable`: with expandable segments.
 
     Ignores: several streams.
 
     Raises:
         ScheduleError: the program uses a value before it exists.
     """
-    return _AllocatorReplay(memories, program, rank, resident, workspace_bytes, host_optimizer).run(num_steps)
+    return _AllocatorReplay(
+        memories, program, rank, resident, workspace_bytes, host_optimizer, is_expandable
+    ).run(num_steps)
 
 
 class _AllocatorReplay:
@@ -70,6 +73,7 @@ class _AllocatorReplay:
         resident: ResidentBytes,
         workspace_bytes: int,
         host_optimizer: bool,
+        is_expandable: bool,
     ) -> None:
         self.rank = rank
         self.host_optimizer = host_optimizer
@@ -79,7 +83,7 @@ class _AllocatorReplay:
         placed = program.placement.rank_of_stage
         self.microbatches = in_flight(tuple(memories), placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(is_expandable=is_expandable)
         self.buffers = _Buffers(resident, self.actions, self.allocator)
         self.numbers: dict[Key, int] = {}
         self.scripts: dict[

@@ -203,6 +203,7 @@ class Runtime(SourcedModel):
     * `copies_parts`: whether collectives copy what they send or receive because its parts are not contiguous.
     * `merges_views`: whether a view of a view is issued as one, and none where its result is at hand.
     * `workspace_bytes`: memory of its kernels, in addition to the matrix library's workspace.
+    * `expandable_segments`: whether PyTorch's allocator grows its segments on NVIDIA's GPUs, instead of reserving others.
     * `unaligned_products`: where batched matmuls run whose rows do not all begin at multiples of 16 bytes, above all those
       of heads of 108 or 150 elements: on ``tensor cores`` as others, or on a device's ``other cores`` at its rate in
       float32.
@@ -261,6 +262,7 @@ class Runtime(SourcedModel):
     casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
     workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
+    expandable_segments: bool = False
     unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"
     overlaps_reduction: bool = False
     overlapped_collectives: Literal["none", "backward", "all"] = "none"
@@ -353,7 +355,12 @@ def load_runtime(name: str) -> Runtime:
     if name == STAGEWRIGHT:
         waits = Waits(beside_share=_COMMUNICATION_SHARE)
         return Runtime(
-            name=STAGEWRIGHT, attention="traced", copies_parts=True, merges_views=True, waits=waits
+            name=STAGEWRIGHT,
+            attention="traced",
+            copies_parts=True,
+            merges_views=True,
+            waits=waits,
+            expandable_segments=True,
         )
     if name.endswith(".toml"):
         path = Path(name).resolve()

@@ -7,6 +7,7 @@ needs no code elsewhere; what only CUDA (and ROCm, which appears as CUDA) has is
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -371,6 +372,32 @@ def num_devices(kind: str) -> int:
 def device_name(device: torch.device) -> str:
     """Return the name that a GPU reports."""
     return torch.get_device_module(device).get_device_name(device)
+
+
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the settings of torch's allocator, of which it reads the first one that is set."""
+
+
+def use_expandable_segments() -> str | None:
+    """Have torch's allocator grow its segments on NVIDIA's GPUs, as plans predict, unless the user's settings decide.
+
+    It reads them when a process first uses a GPU. Returns a warning where segments will not grow, or may not.
+    """
+    if torch.version.hip is not None:
+        return None
+    name = next((name for name in _SETTINGS if os.environ.get(name)), _SETTINGS[0])
+    settings = os.environ.get(name, "")
+    consequence = "plans predict memory with expandable segments, without which more is lost to fragmentation"
+    if "expandable_segments" in settings or "backend:" in settings:
+        return (
+            None
+            if "expandable_segments:True" in settings.replace(" ", "")
+            else f"{name} is '{settings}': {consequence}"
+        )
+    if torch.cuda.is_initialized():
+        return f"this process used a GPU before it joined the run: set {name}=expandable_segments:True: {consequence}"
+    os.environ[name] = ",".join(filter(None, (settings, "expandable_segments:True")))
+    return None
 
 
 def total_bytes(device: torch.device) -> int:

@@ -123,10 +123,14 @@ def _clear_up(meeting: Meeting | None) -> None:
 
 def _joined(watch: Watchdog, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
     """Join the group of all ranks and return the device of this process."""
+    from stagewright.execution.accelerator import use_expandable_segments
     from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.collectives import backend_of, join
     from stagewright.execution.device import local_device
 
+    warning = use_expandable_segments() if kind == "cuda" else None
+    if warning is not None and watch.rank == 0:
+        _say(f"warning: {warning}")
     target = local_device(kind)
     if kind == "cpu":
         keep_freed_memory()

@@ -463,9 +463,10 @@ def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[
 
 def _replayed(staged: StagedModel, program: Program, memory: RankMemory) -> int:
     """Return the bytes that the allocator of a rank reserves."""
-    rank = memory.rank
+    rank, device = memory.rank, staged.device_of(memory.rank)
     peaks = reserved_on(
-        staged.memories, program, rank, staged.resident(rank), staged.device_of(rank).workspace_bytes,
+        staged.memories, program, rank, staged.resident(rank), device.workspace_bytes,
         host_optimizer=rank in staged.host_optimizer,
+        is_expandable=runtime_of(staged.stages[0].graph).expandable_segments and device.grows_segments,
     )  # fmt: skip
     return peaks.reserved_peak_bytes
