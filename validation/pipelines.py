@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from goldens import golden
 from runtimes import Asked, Judged, Record, Source, interleaved, judge, nodes, step_seconds, with_lighter_ends
 
 DATA = Path(__file__).parent / "data" / "pipelines"
-NEMO = DATA / "nemo.toml"
-"""NeMo's recipes: reductions, gathers, tensor parallel collectives and transfers overlap with computations."""
+NEMO = DATA.parent / "throughput" / "megatron-bridge.toml"
+"""NeMo's recipes, whose successor is Megatron-Bridge: reductions, gathers and tensor parallel collectives overlap."""
 
 _NEMOTRON = str(DATA / "nemotron-4-340b.json")
 _GPT3 = {
@@ -23,6 +24,8 @@ _GROK = {
 _NEMOTRON_15B = {
     "hidden_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 48, "head_dim": 128, "intermediate_size": 24576,
 }  # fmt: skip
+_NEMOTRON_CHUNKS = 12
+"""Stages a rank of Nemotron 340B, which the releases before and after 25.04 state, and it does not."""
 _CLOUD_MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama 3.1 8b", "llama-3-8b", {}),
     ("llama3 8b", "llama-3-8b", {}),
@@ -64,7 +67,8 @@ def cloud(record: Record) -> tuple[Asked, list[Judged]] | str:
     if not known:
         return "layers that no bundled model has"
     (model, sizes), num, batch = known[0], int(record["n_gpus"]), int(record["gbs"])
-    tp, pp, cp, chunks, size = (int(record[key] or 1) for key in ("tp", "pp", "cp", "vp", "mbs"))
+    tp, pp, cp, size = (int(record[key] or 1) for key in ("tp", "pp", "cp", "mbs"))
+    chunks = int(record["vp"] or (_NEMOTRON_CHUNKS if "340b" in name else 1))
     ep = int(record["ep"]) if record["ep"].isdigit() else 1
     layers, precision = int(record["layers"]), record["precision"].lower()
     if "n_layer" not in sizes:
@@ -98,10 +102,14 @@ def mlperf(record: Record) -> tuple[Asked, list[Judged]] | str:
     if not record["step_s_median"] or not record["tp"]:
         return "no time or no configuration was published"
     text = record["accelerator"]
-    device = _MLPERF_DEVICES.get(text) or next((short for name, short in _OTHER_MLPERF_DEVICES.items() if name in text), "")
+    device = _MLPERF_DEVICES.get(text) or next(
+        (short for name, short in _OTHER_MLPERF_DEVICES.items() if name in text), ""
+    )
     if not device:
         return f"accelerator {text}"
-    tp, pp, cp, chunks, num, batch = (int(record[key]) for key in ("tp", "pp", "cp", "vp", "n_gpus", "global_batch_size"))
+    tp, pp, cp, chunks, num, batch = (
+        int(record[key]) for key in ("tp", "pp", "cp", "vp", "n_gpus", "global_batch_size")
+    )
     has_lighter_ends = record["asym_pp_embed"] == "True" and record["asym_pp_loss"] == "True"
     asked = Asked(
         "llama-3-405b", {}, in_domains(device, num),
@@ -118,6 +126,7 @@ def mlperf(record: Record) -> tuple[Asked, list[Judged]] | str:
 
 
 SOURCES = {
+    "megatron_functional_tests.csv": Source("pipelines", golden, 0, {"allocated": 0.02, "time": 0.12}),
     "mlperf_training.csv": Source("pipelines", mlperf, 0, {"time": 0.05}),
     "dgxc_benchmarking.csv": Source(
         "pipelines", cloud, 0,
