@@ -11,6 +11,8 @@ from runtimes import Asked, Judged, Record, Source, interleaved, judge, nodes, s
 DATA = Path(__file__).parent / "data" / "pipelines"
 NEMO = DATA.parent / "throughput" / "megatron-bridge.toml"
 """NeMo's recipes, whose successor is Megatron-Bridge: reductions, gathers and tensor parallel collectives overlap."""
+MLPERF = DATA / "mlperf.toml"
+"""The same as MLPerf's benchmark runs it, which spends more on every step."""
 
 _NEMOTRON = str(DATA / "nemotron-4-340b.json")
 _GPT3 = {
@@ -114,7 +116,7 @@ def mlperf(record: Record) -> tuple[Asked, list[Judged]] | str:
     asked = Asked(
         "llama-3-405b", {}, in_domains(device, num),
         {
-            "global_batch": batch, "sequence_length": int(record["seq_length"]), "dtype": "fp8", "runtime": str(NEMO),
+            "global_batch": batch, "sequence_length": int(record["seq_length"]), "dtype": "fp8", "runtime": str(MLPERF),
         },
         {
             "tp": tp, "pp": pp, "cp": cp, "dp": num // (tp * pp * cp), "microbatch": int(record["micro_batch"]), "zero": 1,
@@ -127,7 +129,7 @@ def mlperf(record: Record) -> tuple[Asked, list[Judged]] | str:
 
 SOURCES = {
     "megatron_functional_tests.csv": Source("pipelines", golden, 0, {"allocated": 0.02, "time": 0.12}),
-    "mlperf_training.csv": Source("pipelines", mlperf, 0, {"time": 0.05}),
+    "mlperf_training.csv": Source("pipelines", mlperf, 1, {"time": 0.05}),
     "dgxc_benchmarking.csv": Source(
         "pipelines", cloud, 0,
         {

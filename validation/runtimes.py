@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from verdict import Row, arguments, document, show, summary
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import StagewrightError
+from stagewright.planning.configuration import RECOMPUTE
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import Predictions
-from stagewright.tracing.models.reference import resolve
+from stagewright.tracing.models.reference import bundled_names, resolve
 
 ROOM, NO_ROOM = "had room", "ran out of memory"
 """Figures of which only one side is wrong: more memory than there is, or 5 % less although it was too little."""
@@ -176,8 +178,13 @@ def selene(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", float(record["iteration_s"]), step_seconds)]
 
 
+def bundled(name: str) -> str | None:
+    """Return the bundled model that is called so, with other separators or none."""
+    plain = {re.sub(r"[^a-z0-9]", "", bundled_name): bundled_name for bundled_name in bundled_names()}
+    return plain.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+
+
 _B200_MODELS: dict[str, tuple[str, dict[str, int]]] = {
-    "llama3_70b": ("llama-3-70b", {}),
     "deepseekv2": ("deepseek-v3", {  # the sizes of DeepSeek-V2's config
         "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160,
         "num_experts_per_tok": 6, "n_shared_experts": 2, "topk_group": 3, "first_k_dense_replace": 1, "vocab_size": 102400,
@@ -191,17 +198,19 @@ FLASH = DATA / "footprints" / "megatron-core-flash.toml"
 
 def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of SimuMax's authors on 8 B200; models have fewer layers than their originals."""
-    if record["model"] not in _B200_MODELS:
+    name = record["model"]
+    model, sizes = _B200_MODELS.get(name) or (bundled(name), {})
+    if model is None:
         return "the sizes of the model are not known"
-    model, sizes = _B200_MODELS[record["model"]]
-    tp, dp, ep = int(record["tp"]), int(record["dp"]), int(record["ep"])
+    tp, pp, cp, ep = (int(record[key] or 1) for key in ("tp", "pp", "cp", "ep"))
+    dp = 8 // (tp * pp * cp)
     asked = Asked(
         model, {**sizes, "num_hidden_layers": int(record["layers"])}, "8x-b200",
         {
             "global_batch": dp * int(record["microbatches"]), "sequence_length": int(record["seq_len"]),
             "runtime": str(FLASH),
         },
-        {"tp": tp, "pp": int(record["pp"]), "dp": dp, "ep": ep, "zero": 1, "sequence_parallel": tp > 1},
+        {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "zero": 1, "sequence_parallel": tp > 1},
     )  # fmt: skip
     return asked, [
         Judged("time", "s", float(record["iteration_ms"]) / 1e3, step_seconds),
@@ -587,6 +596,8 @@ benchmarks/profiling/13b_24gpu_profiling.md, 205 reductions over nodes, 69 GB fr
 def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of KempnerForge's on H200, four to a node; ranks of a pipeline keep what they have gathered, and hold whole
     activations between layers that they share."""
+    if record["act_ckpt"] not in RECOMPUTE:
+        return "recomputation is that of a file, whose name alone was published"
     pp, tp, dp, num = (int(record[key]) for key in ("pp", "tp", "fsdp_shard", "n_gpus"))
     sizes = {
         "num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
@@ -628,7 +639,7 @@ SOURCES = {
     "megatron_a100_multi_node.csv": Source("megatron_time", vtrain, 2, {"time": 0.08}),
     "megatron_selene_a100.csv": Source("megatron_time", selene, 2, {"time": 0.02}),
     "megatron_core_b200.csv": Source(
-        "footprints", megatron_core, 2, {"time": 0.05, "allocated": 0.01, "reserved": 0.016}
+        "footprints", megatron_core, 1, {"time": 0.05, "allocated": 0.01, "reserved": 0.016}
     ),
     "megatron_sc21_table1.csv": Source("throughput", narayanan, 0, {"time": 0.13}),
     "megatron_core_h100_weak_scaling.csv": Source("throughput", weak_scaling, 0, {"time": 0.13}),
@@ -644,7 +655,8 @@ SOURCES = {
 }
 
 
-def _answer(asked: Asked) -> Predictions | str:
+def answer(asked: Asked) -> Predictions | str:
+    """Return the predictions, or why there are none."""
     try:
         return asked.predictions()
     except StagewrightError as error:
@@ -667,14 +679,14 @@ def rows(
     asked = [(index, _asked(source, records[index])) for index in range(0, len(records), every)]
     left_out.update(made for _, made in asked if isinstance(made, str))
     wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
-    answers = pool.map(_answer, [made for _, (made, _) in wanted], chunksize=4)
-    for (index, (question, figures)), answer in zip(wanted, answers, strict=True):
-        if isinstance(answer, str):
-            left_out[answer] += 1
+    answers = pool.map(answer, [made for _, (made, _) in wanted], chunksize=4)
+    for (index, (question, figures)), prediction in zip(wanted, answers, strict=True):
+        if isinstance(prediction, str):
+            left_out[prediction] += 1
             continue
         half = "fit" if source.fitted and index % source.fitted == 0 else "other"
         for one in figures:
-            yield one.unit, Row(question.label, one.figure, one.take(answer), one.measured, half)
+            yield one.unit, Row(question.label, one.figure, one.take(prediction), one.measured, half)
 
 
 SAFETY = "memory safety"
