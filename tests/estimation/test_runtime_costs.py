@@ -15,10 +15,12 @@ from stagewright.estimation.collectives import collective_seconds, distinct, met
 from stagewright.estimation.runtime import load_runtime
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.added_nodes import ACCUMULATE
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import neighbour_strides
+from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.tracing.cache import trace
@@ -204,3 +206,50 @@ def test_so_does_it_where_kernels_are_compiled(tmp_path: Path) -> None:
     assert slow.seconds(dense().nodes) == pytest.approx(
         usual.arrays.device_s.sum() + usual.arrays.host_s.sum()
     )
+
+
+def test_a_matmul_that_accumulates_leaves_no_gradient_to_add(tmp_path: Path) -> None:
+    """Linear layers transpose their weights, so that what the matmul returns is a view away from the gradient."""
+    adding = written(tmp_path, "adding", 'based_on = "torch-fsdp"\nadds_in_products = true')
+    seconds = {}
+    for runtime in ("torch-fsdp", adding):
+        plan = estimate(
+            "tiny-llama", CLUSTER, Job(global_batch=8, sequence_length=64, runtime=runtime), dp=8, pp=1
+        )
+        (stage,) = staged_model_of(plan, CLUSTER).stages
+        found = costing(runtime, dense())
+        seconds[runtime] = [
+            found.of(node, stage.value).device_s for node in stage.weight_grad.nodes if node.op == ACCUMULATE
+        ]
+    norms_and_embedding = 2 * 6 + 1 + 1  # whose gradients no matmul returns
+    assert all(seconds["torch-fsdp"]) and len(seconds[adding]) == len(seconds["torch-fsdp"])
+    assert sum(bool(value) for value in seconds[adding]) == norms_and_embedding
+
+
+def test_transfers_overlap_where_ranks_have_several_stages(tmp_path: Path) -> None:
+    costs = {}
+    for transfers in ("overlapped", "overlapped if interleaved", "sends"):
+        runtime = written(
+            tmp_path, transfers.replace(" ", "-"), f'based_on = "megatron-lm"\ntransfers = "{transfers}"'
+        )
+        job = Job(global_batch=8, sequence_length=64, runtime=runtime)
+        for options in ({}, {"schedule": "interleaved-1f1b", "chunks": 2}):
+            plan = estimate(
+                resolve("tiny-llama", {"num_hidden_layers": 4}), CLUSTER, job, tp=2, pp=2, dp=2, **options
+            )
+            assert plan.predictions.costs is not None
+            costs[transfers, bool(options)] = [t.value_seconds > 0 for t in plan.predictions.costs.transfers]
+    for is_interleaved in (False, True):
+        like = "overlapped" if is_interleaved else "sends"
+        assert costs["overlapped if interleaved", is_interleaved] == costs[like, is_interleaved]
+        assert costs["overlapped", is_interleaved] != costs["sends", is_interleaved]
+
+
+def test_a_thread_for_backwards_has_a_workspace(tmp_path: Path) -> None:
+    peaks = []
+    for has_thread in ("false", "true"):
+        text = f'based_on = "megatron-core+te"\nhas_backward_thread = {has_thread}'
+        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, has_thread, text))
+        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
+        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    assert peaks[1] - peaks[0] == CLUSTER.device.workspace_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,19 @@ def test_shards_have_a_part_of_every_product_and_of_the_vocabulary() -> None:
         sizes = [graph.values[graph.parameters[name]].meta.num_elements for graph in (whole, found)]
         assert sizes[0] == sizes[1] * (2 if name in shared.shards else 1)
         assert (name in shared.shards) == ("norm" not in name)
+
+
+def test_a_parameter_that_is_read_through_a_sum_has_its_gradient_summed(tmp_path: Path) -> None:
+    """Nemotron's norms scale by their weight plus one: one gradient is that of the sum and that of the weight."""
+    config = {
+        "model_type": "nemotron", "architectures": ["NemotronForCausalLM"], "hidden_act": "relu2",
+        "max_position_embeddings": 64, **NARROW,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = trace(str(path), 1, 8, "float32", tp=2, splits_sequence=True)
+    summed = [node for node in found.nodes if node.op == ALL_REDUCE and node.part is Part.WEIGHT_GRAD]
+    assert len(summed) == 2 * 2 * NUM_LAYERS  # weight and bias of two norms
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_published_runs_stay_near_their_bars(name: str, every: int, figures: tup
         records = list(csv.DictReader(file))[::every]
     left_out: Counter[str] = Counter()
     with ThreadPoolExecutor(1) as pool:
-        found = [row for _, row in runtimes.rows(name, records, left_out, pool)]
+        found = [row for _, row in runtimes.rows(source, records, left_out, pool)]
     for figure in figures:
         judged = [row for row in found if row.group == figure]
         assert summary(figure, judged).mean <= 1.3 * source.bars[figure]
@@ -40,7 +40,9 @@ def test_rows_that_cannot_be_predicted_are_counted_with_their_reason() -> None:
     left_out: Counter[str] = Counter()
     record = {"system": "MegaScale"}
     with ThreadPoolExecutor(1) as pool:
-        assert list(runtimes.rows("megascale_tab2_fig9.csv", [record], left_out, pool)) == []
+        assert (
+            list(runtimes.rows(runtimes.SOURCES["megascale_tab2_fig9.csv"], [record], left_out, pool)) == []
+        )
     assert left_out == {"MegaScale's own kernels and network are not known": 1}
 
 
@@ -57,7 +59,9 @@ def test_rows_that_cannot_be_read_are_counted_too() -> None:
     widths = dict.fromkeys(("n_gpus", "tp", "pp", "cp"), "1")
     strange = [{}, record, record | widths | {"model": "Llama9-8B"}]
     with ThreadPoolExecutor(1) as pool:
-        assert list(runtimes.rows("torchtitan_benchmarks.csv", strange, left_out, pool)) == []
+        assert (
+            list(runtimes.rows(runtimes.SOURCES["torchtitan_benchmarks.csv"], strange, left_out, pool)) == []
+        )
     assert sorted(left_out) == [
         f"its row cannot be read: KeyError '{key}'" for key in ("Llama9-8B", "n_gpus", "technique")
     ]

@@ -121,10 +121,12 @@ def work(node: Node, value: Lookup) -> Work:
     outputs = [value(output) for output in node.outputs if output is not None]
     dtype = _dtype(node, value)
     if node.op == ACCUMULATE:
-        gradient = value(node.inputs[0]).meta
-        if not gradient.num_elements:  # the matmul has accumulated it
+        gradient = value(node.inputs[0])
+        if not value(
+            gradient.storage
+        ).meta.num_elements:  # the matmul has accumulated it, or what this is a view of
             return Work(Kernel.VIEW, dtype)
-        return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
+        return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.meta.payload_bytes * 3.0)
     if is_kernel(node.op):
         return _fused(node, value, dtype)
     if (

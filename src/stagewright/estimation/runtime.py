@@ -202,6 +202,8 @@ class Runtime(SourcedModel):
       its gradients reduced after the backward.
     * `copies_parts`: whether collectives copy what they send or receive because its parts are not contiguous.
     * `merges_views`: whether a view of a view is issued as one, and none where its result is at hand.
+    * `has_backward_thread`: whether backwards run in a thread of their own, as in autograd, for which the matrix library has
+      a second workspace.
     * `workspace_bytes`: memory of its kernels, in addition to the matrix library's workspace.
     * `expandable_segments`: whether PyTorch's allocator grows its segments on NVIDIA's GPUs, instead of reserving others.
     * `unaligned_products`: where batched matmuls run whose rows do not all begin at multiples of 16 bytes, above all those
@@ -226,7 +228,8 @@ class Runtime(SourcedModel):
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed where they are.
     * `loop`: for a plain loop on one device: parameters of its memory.
-    * `transfers`: whether a rank waits while it ``sends``, while it ``sends and receives``, or never (``overlapped``).
+    * `transfers`: whether a rank waits while it ``sends``, while it ``sends and receives``, or never (``overlapped``);
+      ``overlapped if interleaved``: never with several stages per rank, otherwise while it sends.
     * `scatters_boundaries`: whether tensor-parallel ranks each send a part of a boundary value, which the receivers gather.
     """
 
@@ -244,7 +247,9 @@ class Runtime(SourcedModel):
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True
     recomputes_head: bool = True
-    transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
+    transfers: Literal["overlapped", "overlapped if interleaved", "sends", "sends and receives"] = (
+        "overlapped"
+    )
     scatters_boundaries: bool = False
     embedding: Literal["split", "whole"] = "split"
     head: Literal["split", "gathered", "whole"] = "split"
@@ -261,6 +266,7 @@ class Runtime(SourcedModel):
     attention_kernels: Literal["described", "best"] = "described"
     casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
+    has_backward_thread: bool = False
     workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
     expandable_segments: bool = False
     unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"

@@ -58,12 +58,14 @@ def resident_bytes(
     wire: str | None = None,
     *,
     host_optimizer: bool = False,
+    thread_bytes: int = 0,
 ) -> ResidentBytes:
     """Return the resident bytes of the rank with the stages of `memories`; a tensor that several stages use counts once.
 
     `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
     None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
-    type, and a buffer for its gradient.
+    type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of
+    a thread, of which the device counts one.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
     `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a
@@ -110,6 +112,7 @@ def resident_bytes(
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
     fixed = (
         runtime.workspace_bytes
+        + (thread_bytes if runtime.has_backward_thread else 0)
         + sum(constants.values())
         + cotangents
         + sum(sum(memory.kept.values()) for memory in lasting)

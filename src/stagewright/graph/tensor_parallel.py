@@ -130,16 +130,21 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
         return frozenset()
     shares = _own_parameters(graph, parallel)
     local = {value for name, value in graph.parameters.items() if name in shares}
-    contributed = {
-        value: gradient for gradient, results in graph.contributions.items() for _, value in results
-    }
+    gradients_of: dict[
+        int, list[int]
+    ] = {}  # one value may be added to several: that of a sum to those of its terms
+    for gradient, results in graph.contributions.items():
+        for _, value in results:
+            gradients_of.setdefault(value, []).append(gradient)
     for node in graph.nodes:
         if node.op in _ALIKE and group_of(node)[0] == GROUP:
             continue
         splits = node.op in _SPLITTING and group_of(node)[0] == GROUP
         if splits or node.op == GROUP_RANK or any(value in local for value in node.inputs):
             results = [value for value in node.outputs if value is not None]
-            local.update(results, (contributed[value] for value in results if value in contributed))
+            while results:
+                local.update(results)
+                results = [gradient for value in results for gradient in gradients_of.get(value, ())]
     return frozenset(local)
 
 

@@ -109,7 +109,10 @@ class StagedModel:
         """Return the bytes that a rank keeps from step to step."""
         on_host = pipeline_rank in self.host_optimizer
         memories = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
-        resident = resident_bytes(memories, self.flats, self.reduce_dtype, host_optimizer=on_host)
+        thread_bytes = self.device_of(pipeline_rank).allocated_workspace_bytes
+        resident = resident_bytes(
+            memories, self.flats, self.reduce_dtype, host_optimizer=on_host, thread_bytes=thread_bytes
+        )
         resident = replace(resident, has_slots=self.uses_lanes)
         return resident.with_versions(self._weight_versions[pipeline_rank])
 

@@ -43,7 +43,7 @@ def transfer_seconds(staged: StagedModel, edges: Sequence[tuple[int, int]]) -> d
     """
     seconds = {}
     for source, target, sent in _sent(staged, edges):
-        if staged.job.profile.transfers != "overlapped":
+        if _waits_while(staged) is not None:
             seconds[source, target] = 0.0  # part of `posting_seconds`
             continue
         on_the_way = sent if _posts(staged, source) is None else 0
@@ -99,10 +99,10 @@ def posting_seconds(staged: StagedModel, edges: Sequence[tuple[int, int]]) -> tu
         if placed[source] == placed[target]:
             continue
         busy = forward if source < target else backward
-        if staged.job.profile.transfers != "overlapped":
+        if _waits_while(staged) is not None:
             taken = _blocking_seconds(staged, source, target, sent)
             busy[source] += taken
-            if staged.job.profile.transfers == "sends and receives":
+            if _waits_while(staged) == "sends and receives":
                 busy[target] += taken
             continue
         if (overhead := _posts(staged, target)) is not None:
@@ -113,6 +113,14 @@ def posting_seconds(staged: StagedModel, edges: Sequence[tuple[int, int]]) -> tu
             )
             busy[source] += _num_messages(staged, source, target) * overhead + leaving
     return forward, backward
+
+
+def _waits_while(staged: StagedModel) -> str | None:
+    """Return during what a rank waits; None if its transfers overlap with computations."""
+    transfers = staged.job.profile.transfers
+    if transfers == "overlapped if interleaved":
+        return None if len(staged.stages) > staged.pp else "sends"
+    return None if transfers == "overlapped" else transfers
 
 
 def _posts(staged: StagedModel, stage: int) -> float | None:

@@ -1,0 +1,152 @@
+"""Read rows of Megatron-LM's functional tests: what is asked of `stagewright estimate`, and what its logs say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from runtimes import Asked, Judged, Record, interleaved, step_seconds, with_lighter_ends
+
+from stagewright.planning.predictions import Predictions
+
+DATA = Path(__file__).parent / "data" / "pipelines"
+_NODES = {"A100": "a100-80", "A100?": "a100-80", "H100": "h100", "GB200": "gb200"}
+_NOT_PLAIN = {
+    "use_megatron_fsdp": "Megatron-FSDP, which no runtime file describes",
+    "fp8_format": "parameters or activations in eight bits",
+    "multi_latent_attention": "layers that no bundled model has: latent attention without DeepSeek's routing",
+    "mtp_num_layers": "layers that no bundled model has: multi-token prediction",
+    "pipeline_model_parallel_layout": "a layout of stages with parts of their own",
+    "cuda_graph_impl": "CUDA graphs, whose memory is not predicted",
+}
+"""Columns, and why rows that have them are left out."""
+_OTHER_ARGUMENTS = {
+    "grpo": "reinforcement learning, with inference in the same process",
+    "defer-embedding-wgrad-compute": "weight gradients of the head that wait for the end of the batch, with their inputs",
+    "qk-layernorm": "layers that no bundled model has: norms of queries and keys with learned positions",
+}
+_CUBLAS = {"device.workspace_bytes": 8 * 4096 * 1024}
+"""What ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` makes of cuBLAS's workspace."""
+_TIMED_FROM = 2048
+"""Hidden size from which the host does not bound a step."""
+
+
+def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A row of Megatron-LM's functional tests, whose last rank logs.
+
+    Ignores: that layers without biases have fewer parameters than GPT-2's by a thousandth; that positions are learned where
+    queries are grouped, for which StarCoder 2's layers stand, with rotary ones.
+    """
+    if not record["mem_max_allocated_bytes"]:
+        return "no peak was published"
+    if record["family"] != "gpt" or record["num_experts"]:
+        return f"layers that no bundled model has: {record['family'] if not record['num_experts'] else 'experts of GPTs'}"
+    for column, reason in _NOT_PLAIN.items():
+        if record[column]:
+            return reason
+    for argument, reason in _OTHER_ARGUMENTS.items():
+        if argument in record["other_args"]:
+            return reason
+    if not record["n_gpus"] and record["use_distributed_optimizer"] and "release" in record["test"]:
+        return "the number of GPUs, over which the optimizer is sharded, is not known"
+    model = _model(record)
+    if isinstance(model, str):
+        return model
+    num = int(record["n_gpus"] or 8)
+    tp, pp, cp = (
+        int(record[f"{kind}_parallel_size"] or 1) for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    dp, size, batch = num // (tp * pp * cp), int(record["micro_batch_size"]), int(record["global_batch_size"])
+    stages = _stages(record, pp)
+    asked = Asked(
+        *model, f"{num}x-{_NODES[record['gpu']]}",
+        {
+            "global_batch": batch, "sequence_length": int(record["seq_length"]), "runtime": _runtime(record),
+            "dtype": "fp16" if record["fp16"] else "bf16",
+        },
+        {
+            "tp": tp, "pp": pp, "cp": cp, "dp": dp, "microbatch": size, "recompute": _recompute(record),
+            "zero": 1 if record["use_distributed_optimizer"] else None,
+            "sequence_parallel": bool(record["sequence_parallel"]) and tp > 1, **stages,
+        },
+        _CUBLAS if ":4096:8" in record["env_vars"] else {},
+    )  # fmt: skip
+    figures = [
+        Judged("allocated", "MiB", float(record["mem_max_allocated_bytes"]) / 2**20, _last_allocated),
+    ]
+    if int(record["hidden_size"]) >= _TIMED_FROM:
+        figures.append(Judged("time", "s", float(record["step_s_median"]), step_seconds))
+    return asked, figures
+
+
+def _model(record: Record) -> tuple[str, dict[str, Any]] | str:
+    """Return the bundled model with the layers of a row, and its sizes; or why there is none."""
+    tp = int(record["tensor_model_parallel_size"] or 1)
+    hidden, layers, heads = (int(record[key]) for key in ("hidden_size", "num_layers", "num_attention_heads"))
+    tokens = int(record["vocab_size"] or 50_257)
+    multiple = tp * int(
+        (re.search(r"make-vocab-size-divisible-by=(\d+)", record["other_args"]) or [0, 128])[1]
+    )
+    vocabulary = -(-tokens // multiple) * multiple
+    drop = {
+        name: 0.0 if f"{name}-dropout=0.0" in record["other_args"] else 0.1
+        for name in ("hidden", "attention")
+    }
+    tied = not record["untie_embeddings_and_output_weights"]
+    if record["swiglu"] or record["normalization"]:
+        return "layers that no bundled model has: gates or RMS norms with learned positions"
+    if groups := int(record["num_query_groups"] or 0):
+        return str(DATA / "megatron-gpt-grouped.json"), {
+            "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+            "intermediate_size": int(record["ffn_hidden_size"] or 4 * hidden), "vocab_size": vocabulary,
+            "tie_word_embeddings": tied, "max_position_embeddings": int(record["seq_length"]),
+            "residual_dropout": drop["hidden"], "embedding_dropout": drop["hidden"],
+            "attention_dropout": drop["attention"],
+        }  # fmt: skip
+    if record["position_embedding_type"] == "rope":
+        return str(DATA / "megatron-gpt-rope.json"), {
+            "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "intermediate_size": 4 * hidden, "vocab_size": vocabulary, "tie_word_embeddings": tied,
+            "hidden_dropout": drop["hidden"], "attention_dropout": drop["attention"],
+        }  # fmt: skip
+    return "gpt2", {
+        "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": int(record["seq_length"]),
+        "vocab_size": vocabulary, "tie_word_embeddings": tied,
+        "resid_pdrop": drop["hidden"], "embd_pdrop": drop["hidden"], "attn_pdrop": drop["attention"],
+    }  # fmt: skip
+
+
+def _stages(record: Record, pp: int) -> dict[str, Any]:
+    """Return the options that say how layers are dealt out to stages."""
+    layers = int(record["num_layers"])
+    if record["num_layers_per_virtual_pipeline_stage"]:
+        chunks = layers // pp // int(record["num_layers_per_virtual_pipeline_stage"])
+    else:
+        chunks = int(record["num_virtual_stages_per_pipeline_rank"] or 1)
+    first, last = (int(record[f"decoder_{end}_pipeline_num_layers"] or 0) for end in ("first", "last"))
+    counts: tuple[int, ...] | None = None
+    if first and last:
+        counts = (first, *((layers - first - last) // (pp - 2),) * (pp - 2), last)
+    elif record["account_for_embedding_in_pipeline_split"] and record["account_for_loss_in_pipeline_split"]:
+        counts = with_lighter_ends(layers, pp * chunks)
+    return {**interleaved(chunks), "layers_per_stage": counts}
+
+
+def _recompute(record: Record) -> str:
+    if record["recompute_granularity"] == "selective" or record["recompute_activations"]:
+        return "selective"
+    return "full" if record["recompute_granularity"] == "full" else "none"
+
+
+def _runtime(record: Record) -> str:
+    """Return the runtime file of a row; images of 2025 ran without fused attention where dropout was to be deterministic."""
+    if "cross-entropy-loss-fusion" in record["other_args"]:
+        return str(DATA / "goldens-fused-loss.toml")
+    is_stored = record["attention_backend"] == "unfused" or record["transformer_impl"] == "local"
+    is_old = "dracooci" in record["platform"] and "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in record["env_vars"]
+    return str(DATA / ("goldens-unfused.toml" if is_stored or is_old else "goldens.toml"))
+
+
+def _last_allocated(predictions: Predictions) -> float:
+    return predictions.ranks[-1].allocated_peak_bytes / 2**20
