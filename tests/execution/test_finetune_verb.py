@@ -26,6 +26,7 @@ pytestmark = pytest.mark.multiprocess
 
 LENGTH, BATCH, STEPS = 64, 4, 50
 SIZES = {"vocab_size": 260}
+WITHOUT_DROPOUT = {"gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
 TRAINED = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}
 RATE = 1e-2
 
@@ -42,7 +43,8 @@ def written(folder: Path, kind: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **SIZES}))
+    sizes = {**KINDS[kind], **SIZES, **WITHOUT_DROPOUT.get(kind, {})}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     model.save_pretrained(folder / "model")
     targets = list(TRAINED.get(kind, ("q_proj", "v_proj")))
     lora = LoraConfig(
