@@ -7,14 +7,16 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from stagewright.cli import finetune_options as options
 from stagewright.cli.finetune_options import (
     BASES,
+    FURTHER_BASES,
     RANK,
     TARGETS,
     FinetuneDataOptions,
@@ -26,7 +28,6 @@ from stagewright.cli.finetune_options import (
 from stagewright.cli.finetune_plan import Preparation
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.model import ModelOptions
-from stagewright.cli.options import Model
 from stagewright.cli.output import print_document, show
 from stagewright.cli.plan import ParallelismOptions, ScheduleOptions, space_of, tensor_degree
 from stagewright.cli.progress import Progress
@@ -36,15 +37,18 @@ from stagewright.text import plural, say
 
 if TYPE_CHECKING:
     from stagewright.execution.record import Record
+    from stagewright.export.read_finetuning import FinetuneReading
     from stagewright.planning.plan import Plan
 
 _BETWEEN_CHECKPOINTS_S = 600.0
 
 
-@explains("data", "epochs", "cluster", "out", "merge", "dry_run")
+@explains("from_file", "data", "cluster", "out", "merge", "dry_run")
 @grouped
 def finetune(
-    model: Model,
+    model: options.FinetunedModel = None,
+    from_file: options.FromProgram = None,
+    *,
     data: FinetuneDataOptions,
     model_options: ModelOptions,
     training: TrainingOptions,
@@ -66,11 +70,23 @@ def finetune(
             "finetune starts its processes itself: for several machines give --cluster, and it shows the command for "
             "torchrun"
         )
-    if not is_given("lora") and model_options.lora_from is None:
-        model_options = replace(model_options, lora=RANK, lora_targets=model_options.lora_targets or TARGETS)
+    reading = None if from_file is None else _read_and_report(from_file)
+    if reading is not None:
+        data, training = _with_read(data, reading), _with_read(training, reading)
+        model_options = _with_read(model_options, reading)
+    if model_options.lora is None and model_options.lora_from is None:
+        model_options = replace(model_options, lora=RANK)
+    if reading is None and model_options.lora_targets is None and model_options.lora_from is None:
+        model_options = replace(model_options, lora_targets=TARGETS)
+    model = model or (None if reading is None else reading.model)
+    if model is None:
+        raise InputError("no model was given: name MODEL, the folder of a Hugging Face model")
     space = space_of(degrees, tensor_degree(degrees.tp or "auto"), scheduling)
     words = given_words({*vars(degrees), *vars(scheduling)})
-    request = Request(model_options.reference(model), data, training, machine, result, space, tuple(words))
+    job = {} if reading is None else reading.job
+    request = Request(
+        model_options.reference(model), data, training, machine, result, space, tuple(words), job
+    )
     _check(request)
     work = Work(request)
     work.continue_or_begin()
@@ -91,6 +107,32 @@ def finetune(
         show(*work.result_lines(record))
 
 
+Group = TypeVar("Group", FinetuneDataOptions, ModelOptions, TrainingOptions)
+
+
+def _read_and_report(path: Path) -> FinetuneReading:
+    """Return the fine-tuning in another program's file; print on stderr what of it is left out."""
+    from stagewright.export.read_finetuning import read_finetuning
+
+    reading = read_finetuning(path)
+    say(f"{path}: {reading.summary()}")
+    for note in reading.notes:
+        say(f"note: {note}")
+    if (base := reading.options.get("base")) not in (None, "auto", *BASES, *FURTHER_BASES):
+        say(f"note: the model is not held in {base} yet: --base auto is taken")
+        return replace(reading, options={**reading.options, "base": "auto"})
+    return reading
+
+
+def _with_read(group: Group, reading: FinetuneReading) -> Group:
+    """Return options with the values of a file for those that are not on the command line."""
+    names = {field.name for field in fields(group)}
+    return replace(
+        group,
+        **{name: value for name, value in reading.options.items() if name in names and not is_given(name)},
+    )
+
+
 def _check(request: Request) -> None:
     """Raise `InputError` for options that contradict each other or the model."""
     training, data, result = request.training, request.data, request.result
@@ -98,7 +140,7 @@ def _check(request: Request) -> None:
         raise InputError(
             f"'{request.model.text}' is a factory, which says itself what is trained: use `stagewright plan` and `run`"
         )
-    bases = ("auto", *BASES, "fp16", "fp32")
+    bases = ("auto", *BASES, *FURTHER_BASES)
     if training.base not in bases:
         raise InputError(
             f"--base {training.base}{nearest(training.base, bases)}: give one of {', '.join(bases)}"

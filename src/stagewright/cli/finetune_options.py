@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
 
 RANK, TARGETS = 16, "all-linear"
 BASES = ("bf16",)
-"""Precisions of the frozen model, the first that fits is taken: from the most exact to the smallest."""
+"""Precisions of the frozen model, from the most exact to the smallest; by default the first in which it fits."""
+FURTHER_BASES = ("fp16", "fp32")
+"""Precisions that are taken only if asked for, or where devices need them."""
 
 
 # fmt: off
+FinetunedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL",
+        help="Folder of a Hugging Face model, or its id; a bundled name with --dry-run; default: from --from.")]
+FromProgram = Annotated[
+    Path | None, typer.Option("--from", metavar="FILE",
+        help="Read model, data, adapters and training from YAML of axolotl, LLaMA-Factory or TRL, or a script of TRL or "
+        "unsloth; options override it.")]
+
+
 @dataclass(frozen=True)
 class FinetuneDataOptions:
     """Data."""
@@ -51,8 +63,10 @@ class TrainingOptions:
         int | None, typer.Option("--global-batch", metavar="N", min=1, help="Samples per step; default: 16.")] = None
     learning_rate: Annotated[float, typer.Option(metavar="RATE", help="Peak learning rate.")] = 2e-4
     lr_schedule: Annotated[str, typer.Option(metavar="NAME", help="Decay: constant, linear, cosine or wsd.")] = "cosine"
-    warmup_steps: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Number of warmup steps; default: 3 % of all.")] = None
+    warmup_steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Number of warmup steps.")] = None
+    warmup_ratio: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=1, help="Share of the steps that warm up, if not --warmup-steps.")
+    ] = 0.03
     weight_decay: Annotated[float, typer.Option(metavar="W", help="Weight decay of the adapters.")] = 0.0
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the adapters and of the order of samples.")] = 0
     base: Annotated[
@@ -103,6 +117,8 @@ class Request:
     space: Space
     space_words: tuple[str, ...]
     """The options of the space, as words of a command."""
+    job: Mapping[str, Any]
+    """Fields of the job that have no option here, as a file of another program says them."""
 
     @property
     def folder(self) -> Path:
@@ -132,5 +148,6 @@ class Request:
             **vars(self.training),
             **vars(self.machine),
             "space": self.space_words,
+            "job": self.job,
             "random_weights": self.result.random_weights,
         }

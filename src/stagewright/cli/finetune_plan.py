@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
     from stagewright.report.finetuning import DataSummary
 
-_GLOBAL_BATCH, _LENGTH, _WARMUP = 16, 2048, 0.03
+_GLOBAL_BATCH, _LENGTH = 16, 2048
 _MULTIPLE = 64
 """Sequence lengths that are not given are multiples of this."""
 
@@ -179,8 +179,11 @@ class Preparation:
         num_samples = None if self.summary is None else self.summary.num_samples
         batch = training.global_batch or min(_GLOBAL_BATCH, num_samples or _GLOBAL_BATCH)
         steps = data.steps or max(1, round(data.epochs * (num_samples or batch) / batch))
-        warmup = round(_WARMUP * steps) if training.warmup_steps is None else training.warmup_steps
+        warmup = (
+            round(training.warmup_ratio * steps) if training.warmup_steps is None else training.warmup_steps
+        )
         keys = {
+            **self.request.job,
             "global_batch": batch, "sequence_length": self.sequence_length, "dtype": dtype,
             "documents_apart": data.documents_apart, "num_steps": steps, "warmup_steps": warmup,
             "memory_limit": self.request.machine.memory_limit,
