@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +33,7 @@ from stagewright.cli.output import print_document, show
 from stagewright.cli.plan import ParallelismOptions, ScheduleOptions, space_of, tensor_degree
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import given_words, is_given, refuse
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, RunError, nearest
 from stagewright.text import plural, say
 
 if TYPE_CHECKING:
@@ -216,12 +217,13 @@ class Work(Preparation):
         if done:
             say(f"   from step {done} of {plan.job.num_steps}")
         data, is_divided = self.folder / "data", request.data.held_out > 0
-        record = launch.run(
-            self.folder / "plan.json", data=DataRequest.of(data / TRAIN if is_divided else data),
-            held_out=DataRequest.of(data / HELD_OUT) if is_divided else None, out=out, device=request.machine.device,
-            checkpoint=self.checkpoints, checkpoint_every=self._checkpoint_every(plan), keep_last=2, resume=done > 0,
-            random_weights=request.result.random_weights,
-        )  # fmt: skip
+        with self._said_on_failure():
+            record = launch.run(
+                self.folder / "plan.json", data=DataRequest.of(data / TRAIN if is_divided else data),
+                held_out=DataRequest.of(data / HELD_OUT) if is_divided else None, out=out, device=request.machine.device,
+                checkpoint=self.checkpoints, checkpoint_every=self._checkpoint_every(plan), keep_last=2, resume=done > 0,
+                random_weights=request.result.random_weights,
+            )  # fmt: skip
         assert record is not None, "no launcher started this process"
         if record.stopped_by is not None:
             count = record.first_step + len(record.losses)
@@ -230,6 +232,18 @@ class Work(Preparation):
             )
             raise typer.Exit(128 + signal.Signals[record.stopped_by])
         return record
+
+    @contextmanager
+    def _said_on_failure(self) -> Iterator[None]:
+        """Say, when a run fails, that nothing is lost, and how to go on."""
+        try:
+            yield
+        except RunError:
+            say(
+                f"{plural(self._done, 'step')} are kept: the same command continues there; with another --memory-limit, "
+                "--microbatch or other options of machine and parallelism it plans again first"
+            )
+            raise
 
     def export(self) -> None:
         """Write the adapters, and the merged model if it was asked for."""

@@ -25,7 +25,7 @@ FURTHER_BASES = ("fp16", "fp32")
 # fmt: off
 FinetunedModel = Annotated[
     str | None, typer.Argument(metavar="MODEL",
-        help="Folder of a Hugging Face model, or its id; a bundled name with --dry-run; default: from --from.")]
+        help="Folder or id of a Hugging Face model; default: from --from.")]
 FromProgram = Annotated[
     Path | None, typer.Option("--from", metavar="FILE",
         help="Read model, data, adapters and training from YAML of axolotl, LLaMA-Factory or TRL, or a script of TRL or "
@@ -139,15 +139,19 @@ class Request:
         return folder
 
     def identity(self, data_digest: str) -> dict[str, Any]:
-        """Return what a fine-tuning must have in common with one that it continues."""
-        data = {**vars(self.data), "data": data_digest, "tokenizer": str(self.tokenizer)}
+        """Return what is trained, which a fine-tuning must have in common with one that it continues."""
         return {
             "model": self.model.digest,
             "lora": None if self.model.lora is None else self.model.lora.structure,
-            **{name: None if value is None else value for name, value in data.items()},
+            **vars(self.data),
+            "data": data_digest,
+            "tokenizer": str(self.tokenizer),
             **vars(self.training),
-            **vars(self.machine),
-            "space": self.space_words,
             "job": self.job,
             "random_weights": self.result.random_weights,
         }
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """How it is trained, which may change from start to start."""
+        return {**vars(self.machine), "space": self.space_words}

@@ -39,11 +39,13 @@ class Preparation:
         """Commands that ran, in order."""
 
     def continue_or_begin(self) -> None:
-        """Take the files of an earlier start of the same fine-tuning; say so.
+        """Take the files of an earlier start of the same fine-tuning, without its plan if options of machine or parallelism
+        changed; say so.
 
         Raises:
-            InputError: the folder has another one.
+            InputError: the folder has another fine-tuning.
         """
+        from stagewright.documents import read_json
         from stagewright.execution.checkpoint_folder import differences
         from stagewright.execution.data.documents import data_files
         from stagewright.execution.data_identity import contents_digest
@@ -51,17 +53,22 @@ class Preparation:
         make_writable(self.folder, "--out")
         path, data = self.folder / "finetune.json", self.request.data.data
         digests = [] if data is None else [contents_digest(file) for file in data_files(Path(data))]
-        now = json.loads(json.dumps(self.request.identity(" ".join(digests)), default=str))
-        if not path.exists():
-            write_whole(path, json.dumps(now, indent=1) + "\n")
-            return
-        was = json.loads(path.read_text(encoding="utf-8"))
-        if changed := list(differences(was, now)):
-            raise InputError(
-                f"'{self.folder}' has another fine-tuning ({'; '.join(changed)}): name a new folder with --out, or remove it"
-            )
-        if (self.folder / "plan.json").exists():
-            say(f"continuing in '{self.folder}'")
+        now = {"what": self.request.identity(" ".join(digests)), "way": self.request.way}
+        now = json.loads(json.dumps(now, default=str))
+        if path.exists():
+            was = read_json(path, "description of a fine-tuning", "remove its folder")
+            if changed := list(differences(was["what"], now["what"])):
+                raise InputError(
+                    f"'{self.folder}' has another fine-tuning ({'; '.join(changed)}): name a new folder with --out, or "
+                    "remove it"
+                )
+            if changed := list(differences(was["way"], now["way"])):
+                say(f"planning again: {'; '.join(changed)}")
+                for name in ("plan.json", "machine.toml"):
+                    (self.folder / name).unlink(missing_ok=True)
+            elif (self.folder / "plan.json").exists():
+                say(f"continuing in '{self.folder}'")
+        write_whole(path, json.dumps(now, indent=1) + "\n")
 
     def ran(self, *words: object) -> None:
         """Say and keep the command that does the same as the next step."""
