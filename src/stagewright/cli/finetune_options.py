@@ -86,6 +86,9 @@ class MachineOptions:
         int | None, typer.Option("--processes", "-n", min=1, metavar="N",
             help="Number of GPUs, or of processes on the CPU; default: all GPUs, or one process.")] = None
     memory_limit: options.MemoryLimit = None
+    within: Annotated[
+        float, typer.Option("--within", metavar="SECONDS", min=0,
+            help="End the search for a plan then with the best so far, or as soon as it has one.")] = 30.0
 
 
 @dataclass(frozen=True)
@@ -154,4 +157,4 @@ class Request:
     @property
     def way(self) -> dict[str, Any]:
         """How it is trained, which may change from start to start."""
-        return {**vars(self.machine), "space": self.space_words}
+        return {**vars(self.machine), "within": None, "space": self.space_words}

@@ -276,10 +276,12 @@ class Preparation:
         ]
         self.ran(
             "plan", model.text, *settings, *adapters, "--cluster", name, "--job", path, *self.request.space_words,
+            "--within", f"{self.request.machine.within:g}",
             "-o", self.folder / "plan.json",
         )  # fmt: skip
+        patience_s = self.request.machine.within
         with Progress(f"planning {model.name}") as progress:
-            result = search(model, cluster, job, self.request.space, report=progress)
+            result = search(model, cluster, job, self.request.space, report=progress, patience_s=patience_s)
         warn(result.warnings)
         return result.plans[0]
 
