@@ -1,4 +1,4 @@
-"""Documents from users or untrusted sources: text, JSON, TOML and CSV, read within limits or rejected by name.
+"""Documents from users or untrusted sources: text, JSON, TOML, YAML and CSV, read within limits or rejected by name.
 
 Callers need not handle what is rejected here: paths that are not files, files that are too large or not text, endlessly
 nested values, impossible numbers, duplicate keys. The meaning of a document is up to its reader.
@@ -231,6 +231,29 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
         ) from None
     _check_levels(table, origin, "write it flat")
     return table
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Return the value of a YAML text from `origin`, of plain data and without aliases, by which few lines become many.
+
+    >>> parse_yaml("a: [1, 2e-4, yes]", "here")
+    {'a': [1, '2e-4', True]}
+
+    Raises:
+        InputError: names the origin, the place and the broken rule.
+    """
+    import yaml
+
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise InputError(f"{origin} has aliases (*name), which are not read: write the value again")
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise InputError(_too_deep(origin, "write it flat")) from None
+    _check_levels(value, origin, "write it flat")
+    return value
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def packed(num_lines: int) -> bytes:
         ("a.jsonl.zst", b"x", "is an unsupported archive: unpack it"),
         (
             "a.jsonl",
-            '{"prompt": [{"role": "user"}], "completion": []}',
+            '{"prompt": [{"role": "user"}], "completion": "x"}',
             "is a list.* give a chat as one list 'messages'",
         ),
         ("a.json", '{"text": "x"}', "not a list of records"),

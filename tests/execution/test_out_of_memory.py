@@ -40,7 +40,10 @@ def test_every_rank_stops_and_says_why(tmp_path: Path) -> None:
     assert isinstance(first, Failed) and "exit code 1" in first.reason
     assert isinstance(second, Returned) and second.result == 1
     message = (tmp_path / "said-1").read_text()
-    assert "rank 1 failed at 1B2: out of memory at 1B2 (Tried to allocate 2.00 GiB)" in message
+    assert (
+        "rank 1 failed at 1B2: out of memory at 1B2 on rank 1 (device 1, h100) (Tried to allocate 2.00 GiB)"
+        in message
+    )
     assert "alive: parameters " in message and "activations of stage 1 (2 microbatches) " in message
     assert "the plan predicted a peak of " in message and "Plan again with --memory-limit " in message
     assert "rank 1" in (tmp_path / "said-0").read_text()
@@ -70,7 +73,10 @@ def fail_on_the_second_rank(rank: int, num_ranks: int, path: str, out: str) -> i
 def test_a_limit_of_the_process(tmp_path: Path) -> None:
     """Memory that the operating system refuses."""
     (message,) = run_ranks(train_within, 1, planned_alone(tmp_path / "plan.json"), timeout=90)
-    assert "out of memory at 0F0 (can't allocate memory: you tried to allocate " in message
+    assert (
+        "out of memory at 0F0 on rank 0 (device 0, h100) (can't allocate memory: you tried to allocate "
+        in message
+    )
     assert "alive: parameters 18.5 MiB, gradients 18.5 MiB, " in message
     assert "Plan again with --memory-limit " in message
 

@@ -24,6 +24,13 @@ def test_a_new_run_begins_anew_and_one_that_goes_on_adds_to_it(tmp_path: Path) -
     assert json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[0])["gradient_norm"] is None
 
 
+def test_a_step_shows_the_memory_of_every_device_next_to_its_prediction() -> None:
+    pairs = ((17 * 2**30, 18 * 2**30), (21 * 2**30, 20 * 2**30))
+    step = TrainingStep(4, 4, 1.0, 1.0, 1e-3, False, 1.0, 1e3, 0.4, 21 * 2**30, 0.0, memory_by_rank=pairs)
+    assert str(step).endswith("MFU 40.0%  reserved/predicted 17.0/18.0 21.0/20.0 GiB")
+    assert str(replace(step, memory_by_rank=pairs * 9)).endswith("reserved 21.00 GiB")
+
+
 def test_many_short_steps_are_all_kept_and_seldom_said(tmp_path: Path, capsys: object) -> None:
     log = StepLog(tmp_path, 0)
     for number in range(1, 101):

@@ -196,13 +196,13 @@ def plan(
     if training_job.runtime != STAGEWRIGHT:
         options.check_one_length(training_job, f"plan --runtime {training_job.runtime}")
     price, terms = _price(objective.price)
-    tp = _tensor_degree(degrees.tp or "auto")
+    tp = tensor_degree(degrees.tp or "auto")
     refuse_unshared(
         is_one_replica=(degrees.cp or 1) == 1
         and (degrees.dp == 1 or (degrees.pp or 1) * (tp or 1) == target.num_devices),
         is_tp_one=tp == 1,
     )
-    space = _space(degrees, tp, scheduling)
+    space = space_of(degrees, tp, scheduling)
     with _message_without_plan(), Progress(f"planning {reference.name}") as progress:
         results = priced_results(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
@@ -286,7 +286,8 @@ def _compared(
     return Compared(plan, reading, result.compare)
 
 
-def _space(degrees: ParallelismOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
+def space_of(degrees: ParallelismOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
+    """Return the search space of the options."""
     from stagewright.planning.space import Space
 
     return Space.of(
@@ -445,10 +446,10 @@ def _comparison(compared: Compared, best: Plan) -> dict[str, Any]:
     return side_by_side_document(compared.plan, best, str(compared.path), compared.reading.notes)
 
 
-def _tensor_degree(text: str) -> int | None:
+def tensor_degree(text: str) -> int | None:
     """Return the tensor parallel degree, None for ``auto``.
 
-    >>> _tensor_degree("2"), _tensor_degree("auto")
+    >>> tensor_degree("2"), tensor_degree("auto")
     (2, None)
     """
     if text == "auto":

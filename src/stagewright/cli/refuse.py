@@ -55,6 +55,23 @@ def is_given(*names: str) -> bool:
     return any(source is not None and source.name == "COMMANDLINE" for source in sources)
 
 
+def given_words(names: Iterable[str]) -> list[str]:
+    """Return the options `names` that are on the command line, as words of a command."""
+    context = current_context()
+    words: list[str] = []
+    for param in context.command.params:
+        if param.name not in set(names) or not is_given(param.name or ""):
+            continue
+        value = context.params.get(param.name or "")
+        name = _written(param, value)
+        if isinstance(value, bool):
+            words.append(name)
+            continue
+        for item in value if isinstance(value, list | tuple) else [value]:
+            words += [name, str(item)]
+    return words
+
+
 def _written(parameter: Any, value: object) -> str:
     """Return the name as on the command line: the long form, negated if the negation was given."""
     if parameter.param_type_name == "argument":

@@ -10,6 +10,7 @@ import typer
 from stagewright.cli.options import Json, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.errors import InputError
 from stagewright.text import plural
 
 
@@ -20,6 +21,9 @@ def tokenize(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder for the tokens.")],
     tokenizer: TokenizerPath = None,
     text_field: TextField = None,
+    held_out: Annotated[
+        float | None, typer.Option("--held-out", metavar="SHARE",
+            help="Divide the documents: this share of them into FOLDER/held-out, the others into FOLDER/train.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Tokenise documents once, for many runs.
@@ -31,18 +35,26 @@ def tokenize(
         stagewright tokenize texts.jsonl --tokenizer tokenizer.json -o tokens
     """
     from stagewright.execution.data.prepared import tokenised
+    from stagewright.execution.data.store import divide
     from stagewright.execution.data.tokenizers import load_tokenizer
 
+    if held_out is not None and not 0 < held_out < 1:
+        raise InputError(f"--held-out {held_out:g}: give a share between 0 and 1, e.g. 0.05")
     with Progress(f"tokenising {data}") as progress:
-        manifest = tokenised(
-            data, load_tokenizer(None if tokenizer is None else str(tokenizer)), text_field, output, progress
-        ).manifest
+        loaded = load_tokenizer(None if tokenizer is None else str(tokenizer))
+        whole = tokenised(data, loaded, text_field, output if held_out is None else None, progress)
+        stores = [whole] if held_out is None else [*divide(whole, output, held_out)]
+    documents = [{"path": str(store.path), **store.manifest.model_dump()} for store in stores]
     if as_json:
-        print_document({"path": str(output), **manifest.model_dump()})
+        print_document(
+            documents[0] if held_out is None else {"train": documents[0], "held_out": documents[1]}
+        )
         return
-    learnt = f", {manifest.num_learnt:,} of them with a loss" if manifest.is_masked else ""
-    show(
-        f"Wrote {output}: {plural(manifest.num_documents, 'document')} of "
-        f"{plural(manifest.num_tokens, 'token')}{learnt}; the longest has "
-        f"{manifest.longest:,}."
-    )
+    for store in stores:
+        manifest = store.manifest
+        learnt = f", {manifest.num_learnt:,} of them with a loss" if manifest.is_masked else ""
+        show(
+            f"Wrote {store.path}: {plural(manifest.num_documents, 'document')} of "
+            f"{plural(manifest.num_tokens, 'token')}{learnt}; the longest has "
+            f"{manifest.longest:,}."
+        )

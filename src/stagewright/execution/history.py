@@ -15,6 +15,7 @@ from stagewright.version import __version__
 
 if TYPE_CHECKING:
     from stagewright.execution.session import StepResult
+    from stagewright.planning.predictions import Predictions
 
 _RECENT_STEPS = 20
 """Number of recent steps from which the remaining time is estimated."""
@@ -60,10 +61,20 @@ class History:
             result.seconds,
             predicted.tokens_per_second * speed,
             predicted.mfu * speed,
-            result.memory_bytes,
+            max(result.memory_by_rank, default=0),
             statistics.median(recent) * (self.num_steps - number - 1),
             plan.job.unit,
             "RSS" if is_cpu else "reserved",
+            () if is_cpu else self._of_predicted(predicted, result),
+        )
+
+    @staticmethod
+    def _of_predicted(predicted: Predictions, result: StepResult) -> tuple[tuple[int, int], ...]:
+        """Return the bytes that every rank has reserved, each with its predicted peak; nothing without predictions."""
+        per_stage = len(result.memory_by_rank) // max(len(predicted.ranks), 1)
+        return tuple(
+            (reserved, predicted.ranks[rank // per_stage].reserved_peak_bytes)
+            for rank, reserved in enumerate(result.memory_by_rank if predicted.ranks else ())
         )
 
     def slowdowns(self, rank: int) -> list[float]:

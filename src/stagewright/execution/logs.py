@@ -17,7 +17,7 @@ from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.record import finite
 from stagewright.files import through_no_link
 from stagewright.text import plural
-from stagewright.units import format_bytes, format_seconds
+from stagewright.units import GIB, format_bytes, format_seconds
 
 STEPS = "steps.jsonl"
 
@@ -48,6 +48,8 @@ class TrainingStep:
     """What `tokens_per_second` counts; ``samples`` where they are not made of tokens."""
     memory_kind: str = "reserved"
     """What `memory_bytes` are."""
+    memory_by_rank: tuple[tuple[int, int], ...] = ()
+    """Bytes that every rank has reserved, and its predicted peak; empty on CPUs and without a prediction."""
 
     @property
     def figures(self) -> dict[str, float | int | None]:
@@ -62,11 +64,21 @@ class TrainingStep:
         parts = [
             f"step {self.number}/{self.num_steps}", f"loss {self.loss:.4f}", f"gradient norm {self.gradient_norm:.3f}",
             f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} {self.unit}/s", f"MFU {self.mfu:.1%}",
-            f"{self.memory_kind} {format_bytes(self.memory_bytes)}",
+            self._memory(),
         ]  # fmt: skip
         if self.number < self.num_steps:
             parts.append(f"{format_seconds(self.seconds_left)} left")
         return "  ".join(parts)
+
+    def _memory(self) -> str:
+        """Return the memory of every rank next to its prediction, if they are few; else of the one that has most."""
+        if not 0 < len(self.memory_by_rank) <= _FEW_RANKS:
+            return f"{self.memory_kind} {format_bytes(self.memory_bytes)}"
+        pairs = (f"{reserved / GIB:.1f}/{peak / GIB:.1f}" for reserved, peak in self.memory_by_rank)
+        return f"{self.memory_kind}/predicted {' '.join(pairs)} GiB"
+
+
+_FEW_RANKS = 8
 
 
 def perplexity(loss: float) -> float:

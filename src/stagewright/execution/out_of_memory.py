@@ -15,26 +15,36 @@ from stagewright.execution.weights import Weights
 from stagewright.planning.plan import Plan
 from stagewright.units import format_bytes
 
+_LEAST = 0.01
+"""Fraction of the predicted peak below which the memory of other programs is not worth a word."""
 _LESS = 0.9
 """Fraction of the predicted peak that is recommended as the limit of a new plan."""
 
 
 def explained(
-    error: BaseException, position: str, alive: Mapping[str, int], plan: Plan, pipeline_rank: int, length: int
+    error: BaseException,
+    position: str,
+    alive: Mapping[str, int],
+    plan: Plan,
+    rank: int,
+    length: int,
+    bytes_of_others: int = 0,
 ) -> RunError:
-    """Return the error to raise when memory ran out at `position` of a step of samples of `length` tokens, with `alive`
-    bytes by category.
+    """Return the error to raise when memory ran out on the device of global `rank` at `position` of a step of samples of
+    `length` tokens, with `alive` bytes by category, and `bytes_of_others` held by other programs.
 
     Call it when nothing of the failed step is held any more, so that there is memory for its work.
     """
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in alive.items() if size)
     predicted, limit = "", "below the available memory"
     if ranks := plan.at_length(length).predictions.ranks:
-        peak = ranks[pipeline_rank].reserved_peak_bytes
+        peak = ranks[rank // (plan.num_holders * plan.tp)].reserved_peak_bytes
         predicted = f"; the plan predicted a peak of {format_bytes(peak)}"
-        limit = f"{int(_LESS * peak) // 2**20}MiB"
+        if bytes_of_others > _LEAST * peak:
+            predicted += f"; other programs hold {format_bytes(bytes_of_others)} of this device"
+        limit = f"{int(max(_LESS * peak - bytes_of_others, 0)) // 2**20}MiB"
     return RunError(
-        f"out of memory at {position} ({_request(error)}); alive: {listed or 'nothing yet'}, "
+        f"out of memory at {position} on {plan.described_rank(rank)} ({_request(error)}); alive: {listed or 'nothing yet'}, "
         f"{format_bytes(sum(alive.values()))} in all{predicted}. Plan again with --memory-limit {limit}, or for smaller "
         "microbatches, shorter samples or more devices"
     )

@@ -27,7 +27,7 @@ from stagewright.execution import probe_measurements as measuring
 from stagewright.execution.accelerator import accelerator_of, num_devices
 from stagewright.execution.allocation import keep_freed_memory
 from stagewright.execution.machine_use import watch_others
-from stagewright.execution.probe_description import describe
+from stagewright.execution.probe_description import describe_kinds
 from stagewright.execution.probe_measurements import Measurements, Stopwatch
 from stagewright.machine import num_cores
 
@@ -77,7 +77,7 @@ def probe(
     measure_others = watch_others()
     by_rank = run_workers(request, progress or (lambda what, fraction: None), _measure)
     try:
-        cluster = describe(by_rank[: request.processes], request.device_type, request.threads)
+        cluster = describe_kinds(by_rank[: request.processes], request.device_type, request.threads)
     except ValueError as error:  # of figures that no machine has
         raise _impossible(error, measure_others()) from None
     return cluster.model_copy(update={"cores_of_others": measure_others()})

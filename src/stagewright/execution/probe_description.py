@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,58 @@ _RESERVE_FRACTION = 0.04
 _HIGHEST_RATE = 1e18
 
 
+def describe_kinds(by_process: list[Measurements], device_type: str, threads: int) -> Cluster:
+    """Return this machine as one node with a group for each run of equal GPUs, linked as all of them together were measured.
+
+    GPUs of one kind are described by the medians of their own figures alone.
+    """
+    numbers = range(len(by_process))
+    kinds = ["cpu" if device_type == "cpu" else device_name(torch.device(device_type, n)) for n in numbers]
+    if len(set(kinds)) == 1:
+        return describe(by_process, device_type, threads)
+    groups: list[NodeGroup] = []
+    for kind, run in groupby(numbers, key=kinds.__getitem__):
+        ranks = list(run)
+        (group,) = describe([by_process[rank] for rank in ranks], device_type, threads, first=ranks[0]).nodes
+        device = group.device.model_copy(update={"name": _short(kind)})
+        source = group.sources["devices_per_node"]
+        changed = {
+            "device": device, "same_node": bool(groups),
+            "intra_node": _link(by_process, device.memory_bandwidth, source),
+        }  # fmt: skip
+        groups.append(group.model_copy(update=changed))
+    return Cluster(name="local", nodes=tuple(groups))
+
+
+def _short(name: str) -> str:
+    """Return the name of a GPU as the catalog would write it.
+
+    >>> _short("NVIDIA GeForce RTX 3090"), _short("AMD Radeon RX 7900 XTX")
+    ('rtx-3090', 'rx-7900-xtx')
+    """
+    makers = ("nvidia", "geforce", "amd", "radeon", "tesla", "quadro")
+    return "-".join(word for word in name.lower().split() if word not in makers) or "gpu"
+
+
 def describe(
-    by_process: list[Measurements], device_type: str, threads: int, num_devices: int | None = None
+    by_process: list[Measurements],
+    device_type: str,
+    threads: int,
+    num_devices: int | None = None,
+    first: int = 0,
 ) -> Cluster:
     """Return a cluster of one node of equal devices with the median of each figure over the measuring processes.
 
-    `num_devices` is the number of the node's devices, if `by_process` has those of more than one node.
+    `num_devices` is the number of the node's devices, if `by_process` has those of more than one node; `first` the number of
+    the first device on this machine.
     """
     num_devices = num_devices or len(by_process)
-    source = source_text(device_type, num_devices, threads)
+    source = source_text(device_type, num_devices, threads, first)
     figures = {
         **_arithmetic(by_process, device_type),
         **_memory(by_process),
         "memory_bytes": (
-            total_bytes(torch.device(device_type, 0))
+            total_bytes(torch.device(device_type, first))
             if device_type != "cpu"
             else machine_bytes()
             // num_devices  # an equal share of the memory of the machine or its container
@@ -65,7 +104,7 @@ def describe(
     guess = "guess: headroom for fragmentation and communication buffers"
     device = Device(
         name="local",
-        vendor=processor_name(device_type),
+        vendor=processor_name(device_type, first),
         kind="cpu" if device_type == "cpu" else "cuda",
         reserve_fraction=_RESERVE_FRACTION,
         sources={**dict.fromkeys(figures, source), "reserve_fraction": guess},
@@ -181,21 +220,21 @@ def _one_node(device: Device, count: int, link: Link, source: str) -> Cluster:
     return Cluster(name="local", nodes=(group,))
 
 
-def source_text(device_type: str, processes: int, threads: int) -> str:
+def source_text(device_type: str, processes: int, threads: int, first: int = 0) -> str:
     """Return the source of measured figures."""
     load = f"{processes} process{'es' if processes > 1 else ''} at once"
     if device_type == "cpu":
         load += f", {threads} thread{'s' if threads > 1 else ''} each"
     return (
         f"measured by stagewright probe on {date.today().isoformat()}, torch {torch.__version__}, "
-        f"{processor_name(device_type)}, {load}"
+        f"{processor_name(device_type, first)}, {load}"
     )
 
 
-def processor_name(device_type: str) -> str:
-    """Return the name that the processor, or the first GPU, reports."""
+def processor_name(device_type: str, number: int = 0) -> str:
+    """Return the name that the processor, or GPU `number`, reports."""
     if device_type != "cpu":
-        return device_name(torch.device(device_type, 0))
+        return device_name(torch.device(device_type, number))
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -74,8 +74,8 @@ class StepResult:
     """Names of the questions of `Session.votes` that a rank answered with yes; the same on all ranks."""
     slowdowns: tuple[float, ...] = ()
     """Ratio of each rank's computing time to its planned time, the same on all ranks; zero for metered steps."""
-    memory_bytes: int = 0
-    """Peak bytes reserved on its device by the rank that has reserved most so far; on a CPU, of its process."""
+    memory_by_rank: tuple[int, ...] = ()
+    """Peak bytes that each rank has reserved on its device so far; on a CPU, of its process."""
     has_scale: bool = False
 
     @property
@@ -435,7 +435,18 @@ class Session:
                 raise
             alive = alive_bytes(self.runner, self.weights, self.shards, self.optimizer, inputs)
             forget(error, self.runner.drop)
-        raise explained(failed, self.position, alive, self.plan, self.mesh.pipeline_rank, length)
+        raise explained(
+            failed, self.position, alive, self.plan, self.mesh.rank, length, self._bytes_of_others()
+        )
+
+    def _bytes_of_others(self) -> int:
+        """Return the bytes of this rank's device that other programs hold; 0 on a CPU, whose memory is not one process's."""
+        if self.device.type == "cpu":
+            return 0
+        accelerator = accelerator_of(self.device)
+        free, total = accelerator.free_and_total_bytes()
+        context = self.plan.cluster.load().device_of(self.plan.device_of(self.mesh.rank)).context_bytes
+        return max(0, total - free - accelerator.reserved_bytes() - context)
 
     def accumulate(self, step: int) -> float:
         """Accumulate the gradients of a batch, summed over tied copies and replicas, and return the mean loss.
@@ -577,7 +588,7 @@ class Session:
             gradient_norm=math.nan if norm is None else norm_value,
             votes=yes,
             slowdowns=tuple(slowdowns),
-            memory_bytes=int(max(taken)),
+            memory_by_rank=tuple(map(int, taken)),
             has_scale=self.loss_scale is not None,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.plan import Plan
@@ -29,7 +29,9 @@ def slowdown_of(batch: BatchResult, plan: Plan, pipeline_rank: int, length: int)
 class StragglerWatch:
     """A monitor of all ranks' slowdowns that reports when a rank stays slow relative to the others, and when it recovers."""
 
-    def __init__(self) -> None:
+    def __init__(self, described: Callable[[int], str] = "rank {}".format) -> None:
+        """Take the function that names a rank in messages."""
+        self._described = described
         self._streaks: dict[int, tuple[int, float]] = {}
         """Number and seconds of the consecutive steps in which a rank differs from its reported state, by rank."""
         self._slow: set[int] = set()
@@ -51,9 +53,9 @@ class StragglerWatch:
             self._streaks[rank] = 0, 0.0
             self._slow ^= {rank}
             messages.append(
-                f"rank {rank} is as fast as the others again since step {step - count + 2}"
+                f"{self._described(rank)} is as fast as the others again since step {step - count + 2}"
                 if was_slow
-                else f"rank {rank} takes {slowdown / middle:.1f} times as long as the others, relative to the plan, since "
-                f"step {step - count + 2}, and all wait for it: check its device, or plan again with --record"
+                else f"{self._described(rank)} takes {slowdown / middle:.1f} times as long as the others, relative to the "
+                f"plan, since step {step - count + 2}, and all wait for it: check its device, or plan again with --record"
             )
         return messages

@@ -142,7 +142,7 @@ class Trainer:
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()
         self._speed = SpeedWatch(self.device, probed_reference(self.plan, self._place, self.device.type))
-        self._stragglers = StragglerWatch()
+        self._stragglers = StragglerWatch(lambda rank: self.plan.described_rank(rank))
         if (
             self._held_out is not None
         ):  # so that errors of the evaluation come now and not after the last step

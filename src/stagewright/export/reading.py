@@ -75,12 +75,13 @@ _REMEDY = (
 
 
 _OPTIONS = "write its degrees as options of `stagewright estimate`, on the command line or in a TOML"
+_FINETUNE = f"train as it says with `stagewright finetune --from`, or {_OPTIONS}"
 _YAML, _PYTHON = (".yaml", ".yml"), (".py",)
 _NOT_READ = tuple(
     (name, suffixes, re.compile(mark, re.MULTILINE), remedy)
     for name, suffixes, mark, remedy in (
-        ("a configuration of LLaMA-Factory", _YAML, r"^(finetuning_type|stage):", _OPTIONS),
-        ("a configuration of axolotl", _YAML, r"^base_model:", _OPTIONS),
+        ("a configuration of LLaMA-Factory", _YAML, r"^(finetuning_type|stage):", _FINETUNE),
+        ("a configuration of axolotl", _YAML, r"^base_model:", _FINETUNE),
         ("a recipe of NeMo Automodel", _YAML, r"nemo_automodel|NeMoAuto|^distributed:", _OPTIONS),
         ("a configuration of Megatron-Bridge", _YAML, r"^(model|train|ddp|optimizer):", _OPTIONS),
         (

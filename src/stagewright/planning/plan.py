@@ -503,6 +503,19 @@ class Plan(StrictModel):
         """Return the global rank: tensor parallel ranks are neighbours, then replicas of one stage."""
         return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
 
+    def device_of(self, rank: int) -> int:
+        """Return the device of a global rank, as the cluster numbers them."""
+        return self.devices[rank] if self.devices else rank
+
+    def described_rank(self, rank: int) -> str:
+        """Return the name of a global rank with its device, for messages."""
+        device = self.device_of(rank)
+        try:
+            name = self.cluster.load().device_of(device).name
+        except InputError:  # a plan of another program, which does not describe its devices
+            return f"rank {rank}"
+        return f"rank {rank} (device {device}, {name})"
+
     @property
     def graph_key(self) -> Configuration:
         """The fields that the graph of one rank depends on, as `Configuration.traced`."""

@@ -39,6 +39,11 @@ def marks(plan: Plan) -> str:
     return "".join(mark for mark in MARKS if applies[mark])
 
 
+def marks_legend(plan: Plan) -> str:
+    """Return what the marks of a plan mean, empty if it has none."""
+    return "; ".join(f"+{mark} {MARKS[mark]}" for mark in marks(plan))
+
+
 def described_schedule(plan: Plan) -> str:
     """Return the schedule, with the number of stages per rank if there are several, and its marks."""
     of_rank = f" x{count}" if (count := chunks(plan)) > 1 else ""

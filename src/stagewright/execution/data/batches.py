@@ -11,7 +11,7 @@ import torch
 from stagewright.errors import InputError
 from stagewright.execution.data.order import OnceThrough, SampleOrder, number_of
 from stagewright.execution.data.prepared import PreparedData, PreparedSource
-from stagewright.execution.data.samples import Packs, Sample, Samples, Windows
+from stagewright.execution.data.samples import Sample, Samples, Windows, samples_of
 from stagewright.execution.data.store import open_store
 from stagewright.execution.data.user_dataset import UserSample, user_samples
 from stagewright.execution.data_identity import tokens_of
@@ -107,13 +107,11 @@ def open_batches(data: PreparedData, job: Job, is_once: bool = False) -> Batches
 
 
 def _samples_of(source: PreparedSource, is_apart: bool, seed: int) -> Callable[[int], Samples]:
-    """Return a function from length to samples. Documents with prompts are kept whole; others are cut where samples end."""
+    """Return a function from length to samples."""
     if source.kind == "factory":
         return lambda length: user_samples(source.path, length, seed)
     if source.kind == "tokens":
         tokens = tokens_of(Path(source.path))
         return lambda length: Windows(tokens, length)
     store = open_store(Path(source.path))
-    if store.manifest.is_masked:
-        return lambda length: Packs(store, length, seed)
-    return lambda length: Windows(store.tokens, length, store.ends if is_apart else None)
+    return lambda length: samples_of(store, length, seed, is_apart)

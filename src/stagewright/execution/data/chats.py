@@ -76,9 +76,13 @@ class ChatTemplate:
         with _limited(f"{_place(chat)}the chat template of {self.name}"):
             messages = self._accepted(chat)
             whole = self.text(chat, messages)
-            if _MARKERS.search(self.tokenizer.get_chat_template(tools=chat.tools)):
-                return Rendered(whole, self._marked(chat, messages))
-            return Rendered(whole, tuple(self._turns(chat, messages, whole)))
+            is_marked = _MARKERS.search(self.tokenizer.get_chat_template(tools=chat.tools)) is not None
+            # Turns that a template merges with others would have no span of their own; nothing needs it if all are learnt.
+            turns = [] if is_marked and not chat.given else list(self._turns(chat, messages, whole))
+            shift = len(chat.messages) - len(messages)  # 1 where a system's turn became part of the next
+            given = [span for turn, span in turns if turn + shift in chat.given]
+            spans = self._marked(chat, messages) if is_marked else (span for _, span in turns)
+            return Rendered(whole, tuple(span for span in spans if not _is_within(span, given)))
 
     def text(self, chat: Chat, messages: Messages, is_prompt: bool = False) -> str:
         """Render `messages` of a chat; if they are a prompt, with the opening of the assistant's next turn."""
@@ -101,6 +105,8 @@ class ChatTemplate:
             messages = _in_texts(chat.messages) if self.contents == "texts" else list(chat.messages)
         forms = [messages, _with_contents(messages)]
         forms += [_with_argument_texts(form) for form in forms]
+        if messages[0].get("role") == "system":  # which some templates refuse
+            forms += [joined for form in forms if (joined := _without_system(form)) is not None]
         refusal: InputError | None = None
         for form in forms:
             try:
@@ -129,8 +135,8 @@ class ChatTemplate:
         pairs = zip(encoding["offset_mapping"], encoding["assistant_masks"], strict=True)
         return tuple((start, end) for (start, end), is_marked in pairs if is_marked)
 
-    def _turns(self, chat: Chat, messages: Messages, whole: str) -> Iterator[tuple[int, int]]:
-        """Yield the span in `whole` of each turn of the assistant."""
+    def _turns(self, chat: Chat, messages: Messages, whole: str) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield the number of each turn of the assistant, and its span in `whole`."""
         place, before = 0, ""
         for turn, message in enumerate(messages):
             if message.get("role") != _SPEAKER:
@@ -152,7 +158,7 @@ class ChatTemplate:
                     f"{turn + 1} is rendered differently once others follow): use a template that marks it with "
                     "{% generation %}, or that renders turns one after another"
                 )
-            yield span
+            yield turn, span
             place, before = span[1], until
 
 
@@ -199,6 +205,21 @@ def _in_parts(messages: Messages) -> list[dict[str, Any]]:
         {key: parts(item) if key == "content" else item for key, item in message.items()}
         for message in messages
     ]
+
+
+def _without_system(messages: Messages) -> list[dict[str, Any]] | None:
+    """Return messages whose first, of the system, is empty and part of the next, of the user; None for other messages."""
+    system, *others = messages
+    if not others or others[0].get("role") != "user":
+        return None
+    contents = [message.get("content", "") for message in (system, others[0])]
+    if not all(isinstance(content, str) for content in contents):
+        return None
+    return [{**others[0], "content": "\n\n".join(contents)}, *map(dict, others[1:])]
+
+
+def _is_within(span: tuple[int, int], others: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= span[0] and span[1] <= end for start, end in others)
 
 
 def _with_contents(messages: Messages) -> list[dict[str, Any]]:

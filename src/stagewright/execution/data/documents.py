@@ -1,4 +1,4 @@
-"""Documents from files: texts, records of a prompt and its completion, and chats.
+"""Documents from files: texts, records of a prompt and its completion, and chats, which other shapes of records become.
 
 Supported are text, JSON and JSON Lines, Parquet, folders that `datasets` has saved, and folders of such files. Nothing here
 imports torch.
@@ -17,7 +17,8 @@ from typing import Any
 
 from stagewright.documents import half_character, read_json
 from stagewright.errors import InputError, nearest
-from stagewright.execution.data.messages import Chat, read_chat
+from stagewright.execution.data.messages import Chat
+from stagewright.execution.data.shapes import chat_of, refuse_preferences
 from stagewright.files import check_regular, inside
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -173,8 +174,9 @@ def _document(record: Any, place: str, field: str | None) -> Document:
                 f"{place} has no '{field}'{hint}: it has {_keys(record)}; name one with --text-field"
             )
         return Text(_text(record[field], f"'{field}' of {place}"), place=place)
-    if "messages" in record:
-        return read_chat(record, place)
+    refuse_preferences(record, place)
+    if (chat := chat_of(record, place)) is not None:
+        return chat
     if "prompt" in record and "completion" in record:
         prompt, completion = record["prompt"], record["completion"]
         return Completion(
@@ -183,8 +185,8 @@ def _document(record: Any, place: str, field: str | None) -> Document:
     if "text" in record:
         return Text(_text(record["text"], f"'text' of {place}"), place=place)
     raise InputError(
-        f"{place} has {_keys(record)}, but neither text, nor prompt and completion, nor messages: name the field of the "
-        "text with --text-field, or rename the field of a chat to messages, with roles and contents"
+        f"{place} has {_keys(record)}, but neither text, nor prompt and completion, nor messages or conversations, nor "
+        "instruction and output: name the field of the text with --text-field, or rename the fields"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from stagewright.errors import InputError
 from stagewright.execution.data.documents import Completion, Document, Text
+from stagewright.execution.data.messages import Chat
 from stagewright.execution.data.tokenizers import Encoding, Tokenizer
 
 _AT_ONCE = 256
@@ -28,7 +29,7 @@ class Encoded:
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Encode every document in order, ended by the tokenizer's end of text, except chats, whose template ends turns."""
     waiting = iter(documents)
-    while group := list(islice(waiting, _AT_ONCE)):
+    while group := [_in_words(document, tokenizer) for document in islice(waiting, _AT_ONCE)]:
         written = [_written(document, tokenizer) for document in group]
         whole = [at for at, item in enumerate(group) if isinstance(item, Completion) or _is_whole(item)]
         pieces = sorted({*range(len(group))} - {*whole})
@@ -40,6 +41,13 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Enc
             )
         for at, document in enumerate(group):
             yield _closed(document, encodings[at], *written[at], tokenizer.end)
+
+
+def _in_words(document: Document, tokenizer: Tokenizer) -> Document:
+    """Return an instruction as a prompt and its completion if the tokenizer has no template for chats."""
+    if isinstance(document, Chat) and document.plain is not None and not tokenizer.has_chat_template:
+        return Completion(*document.plain, document.place)
+    return document
 
 
 def _encodings(

@@ -25,16 +25,32 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     place: str = field(default="", compare=False)
+    given: frozenset[int] = frozenset()
+    """Turns of the assistant that do not count in the loss, by their index in `messages`."""
+    plain: tuple[str, str] | None = None
+    """Prompt and completion for a tokenizer without a chat template; None where a template is needed."""
 
 
-def read_chat(record: Mapping[str, Any], place: str) -> Chat:
-    """Return the chat of a record with `messages` and perhaps `tools`. Raises `InputError` where it is not a chat; names its
-    `place` and turn."""
+def read_chat(
+    record: Mapping[str, Any], place: str, num_given: int = 0, plain: tuple[str, str] | None = None
+) -> Chat:
+    """Return the chat of a record with `messages` and perhaps `tools`, whose first `num_given` messages are a prompt. Raises
+    `InputError` where it is not a chat; names its `place` and turn."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise InputError(_no_messages(place))
     turns = [_message(message, f"message {turn} of {place}") for turn, message in enumerate(messages, 1)]
-    return Chat(turns, _tools(record.get("tools"), place), place)
+    given = {turn for turn, message in enumerate(turns) if turn < num_given or not _counts(message)}
+    turns = [{key: value for key, value in message.items() if key not in _LEARNT} for message in turns]
+    return Chat(turns, _tools(record.get("tools"), place), place, frozenset(given), plain)
+
+
+_LEARNT = ("weight", "train")
+"""Keys of a message that say whether it counts in the loss, as OpenAI and axolotl write them."""
+
+
+def _counts(message: Mapping[str, Any]) -> bool:
+    return all(bool(message.get(key, True)) for key in _LEARNT)
 
 
 def _no_messages(place: str) -> str:

@@ -39,7 +39,7 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import factory_source, split_factory
 
 LABELS = "labels"
-_RULES = 2
+_RULES = 3
 """Version of the rules by which documents become tokens."""
 _BYTES_WORTH = 1024
 """Vocabulary size above which a model is not one of bytes and a few special tokens."""

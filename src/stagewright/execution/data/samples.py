@@ -117,3 +117,10 @@ def _packed(documents: list[int], sizes: np.ndarray, length: int) -> list[list[i
             if len(free) > _OPEN:
                 free.pop(0)
     return packs
+
+
+def samples_of(store: TokenStore, length: int, seed: int, is_apart: bool) -> Samples:
+    """Return the samples of a store. Documents with prompts are kept whole; others are cut where samples end."""
+    if store.manifest.is_masked:
+        return Packs(store, length, seed)
+    return Windows(store.tokens, length, store.ends if is_apart else None)

@@ -10,11 +10,11 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -23,8 +23,9 @@ from stagewright.cluster.schema import StrictModel, validated
 from stagewright.documents import read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.execution.data.encoding import Encoded
+from stagewright.execution.data.order import Permutation
 from stagewright.execution.data.tokenizers import Tokenizer
-from stagewright.files import cache_folder, digest_of
+from stagewright.files import cache_folder, digest_of, whole_folder
 from stagewright.text import say
 from stagewright.units import format_bytes
 
@@ -56,6 +57,14 @@ class StoreManifest(StrictModel):
     """Digest of all tokens, of the mask of those that count in the loss, and of the ends of documents."""
 
 
+class Ids(NamedTuple):
+    """The facts of a tokenizer that a store records: its name, a number above every id, and the id that pads samples."""
+
+    name: str
+    vocabulary: int
+    pad: int
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """A complete store; its arrays are mapped into memory at first use."""
@@ -74,6 +83,10 @@ class TokenStore:
     @cached_property
     def ends(self) -> np.ndarray:
         return self._array(_ENDS, np.dtype("<i8"))
+
+    def num_longer(self, length: int) -> int:
+        """Return the number of documents of more than `length` tokens."""
+        return int((np.diff(self.ends, prepend=0) > length).sum())
 
     def _array(self, name: str, dtype: np.dtype) -> np.ndarray:
         path = self.path / name
@@ -146,7 +159,7 @@ def _digest(dtype: str, *parts: str) -> str:
     return hashlib.sha256(" ".join([str(np.dtype(dtype).itemsize), *parts]).encode()).hexdigest()
 
 
-def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenStore:
+def write_store(folder: Path, documents: Iterable[Encoded], ids: Ids | Tokenizer, source: str) -> TokenStore:
     """Write all documents to a new `folder`, which gets its name when it is complete.
 
     Raises:
@@ -158,7 +171,7 @@ def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
-        manifest = _write(scratch, documents, tokenizer, source)
+        manifest = _write(scratch, documents, ids, source)
         (scratch / MANIFEST).write_text(sealed(manifest.model_dump_json(indent=1)) + "\n")
         os.rename(scratch, folder)
     except OSError as error:
@@ -170,24 +183,24 @@ def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer
     return TokenStore(folder, manifest)
 
 
-def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> StoreManifest:
-    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
+def _write(folder: Path, documents: Iterable[Encoded], ids: Ids | Tokenizer, source: str) -> StoreManifest:
+    dtype = np.dtype("<u2" if ids.vocabulary <= 2**16 else "<u4")
     tokens_digest, learnt_digest = hashlib.sha256(), hashlib.sha256()
     ends: list[int] = []
     total = num_learnt = longest = largest = start = 0
     is_masked = False
     with (folder / _TOKENS).open("wb") as tokens, (folder / _LEARNT).open("wb") as learnt:
         for document in documents:
-            ids = document.ids.astype(dtype).tobytes()
+            numbers = document.ids.astype(dtype).tobytes()
             marks = (
                 np.ones(len(document.ids), np.bool_)
                 if document.learnt is None
                 else document.learnt.astype(np.bool_)
             )
             is_masked = is_masked or document.learnt is not None
-            tokens.write(ids)
+            tokens.write(numbers)
             learnt.write(marks.tobytes())
-            tokens_digest.update(ids)
+            tokens_digest.update(numbers)
             learnt_digest.update(marks.tobytes())
             total += len(document.ids)
             num_learnt += int(marks.sum())
@@ -205,14 +218,66 @@ def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, sou
     ends_sha256 = hashlib.sha256(places).hexdigest()
     return StoreManifest(
         source=source,
-        tokenizer=tokenizer.name,
+        tokenizer=ids.name,
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         num_tokens=total,
         num_documents=len(ends),
         num_learnt=num_learnt,
         longest=longest,
         largest=largest,
-        pad=tokenizer.pad,
+        pad=ids.pad,
         is_masked=is_masked,
         sha256=_digest(dtype.name, tokens_digest.hexdigest(), learnt_sha256, ends_sha256),
     )
+
+
+TRAIN, HELD_OUT = "train", "held-out"
+"""Folders of the two parts of a store that was divided."""
+
+
+def divide(store: TokenStore, folder: Path, share: float, seed: int = 0) -> tuple[TokenStore, TokenStore]:
+    """Write the documents of a store to the new stores `folder`/train and `folder`/held-out, the latter with about `share`
+    of them, drawn by `seed`; of a single document, its end. Both are written or neither.
+
+    Raises:
+        InputError: there is too little to divide, or the folder exists or cannot be written.
+    """
+    parts = _divided(store, share, seed)
+    if os.path.lexists(folder):
+        raise InputError(f"'{folder}' exists already: name a new folder for the tokens, or remove it")
+    manifest = store.manifest
+    ids = Ids(manifest.tokenizer, 2 ** (8 * np.dtype(manifest.dtype).itemsize), manifest.pad)
+    try:
+        with whole_folder(folder) as scratch:
+            for name, spans in zip((TRAIN, HELD_OUT), parts, strict=True):
+                write_store(scratch / name, _documents(store, spans), ids, manifest.source)
+    except OSError as error:
+        raise InputError(
+            f"the tokens cannot be written to '{folder}' ({error.strerror or error}): make room there, or name another"
+        ) from None
+    return open_store(folder / TRAIN), open_store(folder / HELD_OUT)
+
+
+def _divided(store: TokenStore, share: float, seed: int) -> tuple[list[range], list[range]]:
+    """Return the spans of tokens of the documents to train on, and of those that are held out, each in the store's order."""
+    ends = [int(end) for end in store.ends]
+    if len(ends) == 1:
+        cut = ends[0] - max(1, round(share * ends[0]))
+        if cut < 1:
+            raise InputError(f"'{store.manifest.source}' has one token: give more data, or hold out nothing")
+        return [range(cut)], [range(cut, ends[0])]
+    count = min(max(1, round(share * len(ends))), len(ends) - 1)
+    order = Permutation(len(ends), seed)
+    chosen = {order[place] for place in range(count)}
+    spans = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return (
+        [span for number, span in enumerate(spans) if number not in chosen],
+        [span for number, span in enumerate(spans) if number in chosen],
+    )
+
+
+def _documents(store: TokenStore, spans: Iterable[range]) -> Iterator[Encoded]:
+    for span in spans:
+        place = slice(span.start, span.stop)
+        learnt = None if store.learnt is None else np.asarray(store.learnt[place])
+        yield Encoded(np.asarray(store.tokens[place]), learnt)

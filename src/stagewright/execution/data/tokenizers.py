@@ -50,6 +50,7 @@ class Tokenizer(ABC):
     vocabulary: int
     end: int | None
     pad: int
+    has_chat_template = False
 
     @abstractmethod
     def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
@@ -154,6 +155,7 @@ class HuggingFace(Tokenizer):
             )
         self.name = f"tokenizer '{folder}'"
         self._template = ChatTemplate(self._inner, self.name)
+        self.has_chat_template = bool(self._inner.chat_template)
         files = [
             *(folder / name for name in (*TOKENIZER_FILES, CONFIG)),
             *sorted((folder / "additional_chat_templates").glob("*")),
@@ -182,7 +184,7 @@ class HuggingFace(Tokenizer):
         return [_encoding(ids, offsets) for ids, offsets in pairs]
 
     def render(self, chat: Chat) -> Rendered:
-        if not self._inner.chat_template:
+        if not self.has_chat_template:
             return super().render(chat)
         return self._template.render(chat)
 

@@ -1,0 +1,305 @@
+"""What `stagewright finetune` prepares before it trains: the machine, the tokens and the plan."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cli.finetune_options import BASES, Request
+from stagewright.cli.options import warn
+from stagewright.cli.progress import Progress
+from stagewright.errors import InputError, PlanError
+from stagewright.files import make_writable, write_whole
+from stagewright.text import plural, say
+from stagewright.units import format_bytes
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+    from stagewright.execution.data.store import TokenStore
+    from stagewright.planning.job import Job
+    from stagewright.planning.plan import Plan
+    from stagewright.report.finetuning import DataSummary
+
+_GLOBAL_BATCH, _LENGTH = 16, 2048
+_MULTIPLE = 64
+"""Sequence lengths that are not given are multiples of this."""
+
+
+class Preparation:
+    """What comes before training, machine, data and plan, each made once and kept in the folder of the fine-tuning."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.folder = request.folder
+        self.verbs: list[str] = []
+        """Commands that ran, in order."""
+
+    def continue_or_begin(self) -> None:
+        """Take the files of an earlier start of the same fine-tuning, without its plan if options of machine or parallelism
+        changed; say so.
+
+        Raises:
+            InputError: the folder has another fine-tuning.
+        """
+        from stagewright.documents import read_json
+        from stagewright.execution.checkpoint_folder import differences
+        from stagewright.execution.data.documents import data_files
+        from stagewright.execution.data_identity import contents_digest
+
+        make_writable(self.folder, "--out")
+        path, data = self.folder / "finetune.json", self.request.data.data
+        digests = [] if data is None else [contents_digest(file) for file in data_files(Path(data))]
+        now = {"what": self.request.identity(" ".join(digests)), "way": self.request.way}
+        now = json.loads(json.dumps(now, default=str))
+        if path.exists():
+            was = read_json(path, "description of a fine-tuning", "remove its folder")
+            if changed := list(differences(was["what"], now["what"])):
+                raise InputError(
+                    f"'{self.folder}' has another fine-tuning ({'; '.join(changed)}): name a new folder with --out, or "
+                    "remove it"
+                )
+            if changed := list(differences(was["way"], now["way"])):
+                say(f"planning again: {'; '.join(changed)}")
+                for name in ("plan.json", "machine.toml"):
+                    (self.folder / name).unlink(missing_ok=True)
+            elif (self.folder / "plan.json").exists():
+                say(f"continuing in '{self.folder}'")
+        write_whole(path, json.dumps(now, indent=1) + "\n")
+
+    def ran(self, *words: object) -> None:
+        """Say and keep the command that does the same as the next step."""
+        command = "stagewright " + " ".join(shlex.quote(str(word)) for word in words if word is not None)
+        self.verbs.append(command)
+        say(f"{len(self.verbs)}. {command}")
+
+    # -- machine ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster to plan for, as measured at the first start."""
+        from stagewright.cluster import load_cluster, save_cluster
+        from stagewright.execution.accelerator import num_devices
+        from stagewright.execution.kept_probe import this_machine
+
+        machine, path = self.request.machine, self.folder / "machine.toml"
+        if machine.cluster is not None:
+            return load_cluster(machine.cluster)
+        if path.exists():
+            return load_cluster(path)
+        device = machine.device
+        if device == "auto":
+            device = "cuda" if num_devices("cuda") else "cpu"
+        processes = machine.processes or (num_devices("cuda") if device == "cuda" else 1)
+        self.ran("probe", "--device", device, "--processes", processes, "-o", path)
+        with Progress("looking at this machine") as progress:
+            cluster, is_new = this_machine(device, processes, lambda what, done: progress(what, done))
+        say("   measured" if is_new else "   measured before: the hardware is the same")
+        warn(cluster.cautions)
+        save_cluster(cluster, path, "This machine, as measured by `stagewright probe`.")
+        return cluster
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stores(self) -> tuple[TokenStore, TokenStore | None]:
+        """Tokens to train on, and held-out tokens if there are any."""
+        from stagewright.execution.data.prepared import tokenised
+        from stagewright.execution.data.store import HELD_OUT, TRAIN, divide, open_store
+        from stagewright.execution.data.tokenizers import load_tokenizer
+
+        data, folder = self.request.data, self.folder / "data"
+        assert data.data is not None, "there is data"
+        share = data.held_out or None
+        if not folder.exists():
+            tokenizer = self.request.tokenizer
+            given = {"--tokenizer": tokenizer, "--text-field": data.text_field, "--held-out": share}
+            options = (word for name, value in given.items() if value is not None for word in (name, value))
+            self.ran("tokenize", data.data, *options, "-o", folder)
+            with Progress(f"tokenising {data.data}") as progress:
+                loaded = load_tokenizer(None if tokenizer is None else str(tokenizer))
+                path = Path(data.data)
+                whole = tokenised(path, loaded, data.text_field, folder if share is None else None, progress)
+                if share is None:
+                    return whole, None
+                return divide(whole, folder, share)
+        if share is None:
+            return open_store(folder), None
+        return open_store(folder / TRAIN), open_store(folder / HELD_OUT)
+
+    @cached_property
+    def sequence_length(self) -> int:
+        """Tokens per sample: as given, or those of the longest document within limits."""
+        from stagewright.tracing.models.overrides import of_text
+
+        if self.request.data.sequence_length is not None:
+            return self.request.data.sequence_length
+        config = of_text(self.request.model.config or {})
+        context = next(
+            (config[key] for key in ("max_position_embeddings", "n_positions") if key in config), _LENGTH
+        )
+        most = min(_LENGTH, context)
+        if self.request.data.data is None:
+            return most
+        longest = max(store.manifest.longest for store in self.stores if store is not None)
+        return min(most, -(-longest // _MULTIPLE) * _MULTIPLE)
+
+    @cached_property
+    def summary(self) -> DataSummary | None:
+        """The data in samples; None without data."""
+        from stagewright.execution.data.samples import samples_of
+        from stagewright.report.finetuning import DataSummary
+
+        data = self.request.data
+        if data.data is None:
+            return None
+        store, held_out = self.stores
+        training = self.request.training
+        num_samples = samples_of(
+            store, self.sequence_length, training.seed, is_apart=data.documents_apart
+        ).size
+        if not num_samples:
+            raise InputError(
+                f"'{data.data}' has {store.manifest.num_tokens} tokens to train on, fewer than one sample of "
+                f"{self.sequence_length}: give more data or a smaller --sequence-length"
+            )
+        return DataSummary(
+            name=Path(data.data).name,
+            num_documents=store.manifest.num_documents,
+            num_held_out=0 if held_out is None else held_out.manifest.num_documents,
+            num_samples=num_samples,
+            num_tokens=store.manifest.num_tokens,
+            num_learnt=store.manifest.num_learnt,
+            num_cut=store.num_longer(self.sequence_length) if store.manifest.is_masked else 0,
+        )
+
+    # -- plan ---------------------------------------------------------------------------------------------------------
+
+    def job(self, dtype: str) -> Job:
+        """Return the job with the model in `dtype`."""
+        from stagewright.planning.job import load_job
+
+        data, training = self.request.data, self.request.training
+        num_samples = None if self.summary is None else self.summary.num_samples
+        batch = training.global_batch or min(_GLOBAL_BATCH, num_samples or _GLOBAL_BATCH)
+        steps = data.steps or max(1, round(data.epochs * (num_samples or batch) / batch))
+        warmup = (
+            round(training.warmup_ratio * steps) if training.warmup_steps is None else training.warmup_steps
+        )
+        keys = {
+            **self.request.job,
+            "global_batch": batch, "sequence_length": self.sequence_length, "dtype": dtype,
+            "documents_apart": data.documents_apart, "num_steps": steps, "warmup_steps": warmup,
+            "memory_limit": self.request.machine.memory_limit,
+            **{name: getattr(training, name) for name in ("learning_rate", "lr_schedule", "weight_decay", "seed")},
+        }  # fmt: skip
+        return load_job(None, {key: value for key, value in keys.items() if value is not None})
+
+    def plan(self) -> Plan:
+        """Return the plan of the first start, or the best one in the most exact precision that fits; written with its job.
+
+        Raises:
+            PlanError: the model fits in none.
+        """
+        from stagewright.planning.plan import load_plan
+
+        path = self.folder / "plan.json"
+        if path.exists():
+            return load_plan(path)
+        refusals: list[str] = []
+        for base in self._bases(self.cluster):
+            try:
+                plan = self._planned(base)
+            except PlanError as error:
+                refusals.append(f"in {base}{self._sizes(base)}: {error}")
+                continue
+            plan.save(path)
+            return plan
+        raise PlanError(
+            f"{self.request.model.name} does not fit {self.cluster.name}: {'; '.join(refusals)}. "
+            f"The frozen model cannot be held in fewer bits than those of {BASES[-1]} yet"
+        )
+
+    def _bases(self, cluster: Cluster) -> Iterator[str]:
+        """Yield the precisions to try, from the most exact to the smallest."""
+        asked = self.request.training.base
+        if asked != "auto":
+            yield asked
+            return
+        devices = [group.device for group in cluster.nodes]
+        if cluster.kind == "cpu":
+            yield "fp32"
+        elif all(device.peak_flops.bf16 is not None for device in devices):
+            yield from BASES
+        else:
+            yield "fp16"
+
+    def _sizes(self, base: str) -> str:
+        """Return the bytes of the weights in a precision, and what all devices can hold together."""
+        from stagewright.tracing.cache import trace
+
+        job, cluster = self.job(base), self.cluster
+        graph = trace(self.request.model, 1, **job.traced(cluster.kind))  # as the search has traced it
+        weights = sum(graph.values[value].meta.storage_bytes for value in graph.parameter_values)
+        usable = sum(job.usable_bytes(cluster.device_of(rank)) for rank in range(cluster.num_devices))
+        return (
+            f" ({format_bytes(weights)} of weights; {plural(cluster.num_devices, 'device')} with {format_bytes(usable)} "
+            "usable)"
+        )
+
+    def _planned(self, base: str) -> Plan:
+        from stagewright.cluster.load import write_toml
+        from stagewright.planning.search import plan as search
+
+        job, path = self.job(base), self.folder / "job.toml"
+        document = job.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        write_toml(path, document, "The job of `stagewright finetune`.")
+        model = self.request.model
+        cluster, lora = self.cluster, model.lora
+        name = self.request.machine.cluster or self.folder / "machine.toml"
+        assert lora is not None, "adapters are trained"
+        targets = (
+            lora.targets if isinstance(lora.targets, str) or lora.targets is None else ",".join(lora.targets)
+        )
+        adapters = (
+            ("--lora-from", lora.folder)
+            if lora.folder is not None
+            else ("--lora", lora.rank, "--lora-alpha", f"{lora.alpha:g}")
+            + (("--lora-targets", targets) if targets else ())
+            + (("--lora-dropout", lora.dropout) if lora.dropout else ())
+        )
+        settings = [
+            word for key, value in model.overrides.items() for word in ("--set", f"{key}={json.dumps(value)}")
+        ]
+        self.ran(
+            "plan", model.text, *settings, *adapters, "--cluster", name, "--job", path, *self.request.space_words,
+            "--within", f"{self.request.machine.within:g}",
+            "-o", self.folder / "plan.json",
+        )  # fmt: skip
+        patience_s = self.request.machine.within
+        with Progress(f"planning {model.name}") as progress:
+            result = search(model, cluster, job, self.request.space, report=progress, patience_s=patience_s)
+        warn(result.warnings)
+        return result.plans[0]
+
+    def plan_lines(self, plan: Plan) -> Iterator[Any]:
+        """Yield the plan in about ten lines."""
+        from stagewright.report import finetuning
+
+        yield finetuning.model_line(plan, self._why(plan))
+        if self.summary is not None:
+            yield from finetuning.data_lines(self.summary, plan)
+        yield finetuning.device_table(plan)
+        yield from finetuning.speed_lines(plan, self.summary is not None)
+
+    def _why(self, plan: Plan) -> str:
+        """Return why the model is held in the plan's precision."""
+        if self.request.training.base != "auto":
+            return "as asked"
+        return {
+            "bf16": "which fits, so nothing is rounded further", "fp16": "as not all devices compute in bf16",
+            "fp32": "as on CPUs nothing else is faster",
+        }[plan.job.dtype]  # fmt: skip
