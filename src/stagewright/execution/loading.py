@@ -32,6 +32,9 @@ from stagewright.tracing.models.quantised import (
     parts_of,
     scheme,
 )
+from stagewright.tracing.models.quantised_base import packed_weights
+
+CPU = torch.device("cpu")
 
 
 class StartingTensors(Mapping[str, torch.Tensor]):
@@ -44,6 +47,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
     Args:
         part: ``part(name, whole)`` is the part of a parameter that this rank keeps.
         copied: names whose checksums are kept.
+        device: that packs the weights of a quantised base.
 
     Raises:
         InputError: at access, if a parameter is in none of the files or cannot be read.
@@ -57,7 +61,9 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
         adapters: StoredAdapters | None = None,
         copied: Collection[str] = (),
+        device: torch.device = CPU,
     ) -> None:
+        self._packed, self._device = packed_weights(model.module), device
         self._model, self._stored, self._part, self._adapters = model, stored, part, adapters
         self._copied = copied
         self._parameters = dict.fromkeys(
@@ -79,6 +85,8 @@ class StartingTensors(Mapping[str, torch.Tensor]):
     def _parameter(self, name: str) -> torch.Tensor:
         source = self._adapters if is_adapter(name) else self._stored
         whole = self._model.tensors((name,))[name] if source is None else source.read(name)
+        if source is not None and name in self._packed:
+            whole = self._packed[name].pack(whole.to(self._device))
         return self._part(name, whole)
 
     def __contains__(self, name: object) -> bool:
@@ -93,7 +101,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def unused_tensors(
@@ -141,7 +149,8 @@ class StoredWeights:
         self._method = method_of(config)
         self._scheme = scheme(config)
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+        packed = {name: how.layout for name, how in packed_weights(module).items()}
+        self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers, **packed}
         self._tied: dict[int, list[str]] = {}  # parameter -> names of its tensor
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tied.setdefault(id(parameter), []).append(_key(name))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +150,22 @@ def _check(net: nn.Module) -> None:
             )
 
 
+@contextlib.contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Silence the warning of bitsandbytes, when it is imported, that a kernel is missing which nothing here uses."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _peft() -> Any:
     try:
-        import peft
+        with quiet_bitsandbytes():
+            import peft
     except ImportError as error:
         raise InputError(
             f"--lora needs peft, which cannot be imported ({error}): pip install peft, or 'stagewright[lora]'"
