@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import tempfile
@@ -43,6 +44,9 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
             f"peft cannot add adapters to '{name}' ({' '.join(str(error).split())}): name linear layers of this model with "
             "--lora-targets, or all of them as all-linear"
         ) from error
+    for path, layer in net.named_modules():
+        if _is_adapted(layer):  # without its path, layers are alike and traced once
+            layer.kwargs["target_name"] = path.rpartition(".")[2]  # type: ignore[index]
     _check(net)
 
 
@@ -162,6 +166,7 @@ def quiet_bitsandbytes() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@functools.cache
 def _peft() -> Any:
     try:
         with quiet_bitsandbytes():

@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,7 @@ _HALF_RANGE = 127.5
 """Half the difference between the smallest and the largest 8-bit number."""
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """How a frozen weight is packed: the `method`, and `shape` and `dtype` of the dequantised weight; the module uses its
     transpose if it `is_transposed`."""
 
