@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from cells import SMALL_GPT2, SMALL_LLAMA, Cell
+from peft import LoraConfig, PeftModel, get_peft_model
 from plans import make_plan
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_finetuning import run_alone, saved
 from test_matrix import check
+from transformers import AutoModelForCausalLM
 
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import run
@@ -47,7 +49,7 @@ def test_adapters_of_a_quantised_base_are_trained_as_by_autograd_in_the_memory_t
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma3_text", "mixtral", "qwen2 in 4 bits"])
 def test_two_stages_train_as_bitsandbytes_and_peft_do(kind: str, tmp_path: Path) -> None:
     """Losses of every step, the norms of the adapters' gradients, and the adapters at the end."""
     net = reference(kind, tmp_path)
@@ -76,9 +78,9 @@ def reference(kind: str, folder: Path) -> Any:
     """A small model of this kind in 4 bits with adapters, as peft loads it; published and adapters are in `folder`."""
     import bitsandbytes as bnb
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
+    kind, _, is_stored_in_4_bits = kind.partition(" in ")
     published = saved(kind, folder / "published")
     config = LoraConfig(
         r=4, lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2",
@@ -95,6 +97,8 @@ def reference(kind: str, folder: Path) -> Any:
         folder / "published", quantization_config=quantised, device_map={"": "cpu"}, dtype=torch.float32
     )
     assert any(isinstance(module, bnb.nn.Linear4bit) for module in net.modules())
+    if is_stored_in_4_bits:
+        net.save_pretrained(folder / "published")
     for module in list(net.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() == 3:  # experts, which transformers leaves as they are
@@ -133,8 +137,6 @@ def trained_plainly(net: Any, plan: Plan) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 def test_what_is_merged_is_what_was_trained(base: str, tmp_path: Path) -> None:
     """The base is in no checkpoint, and comes back as it was; with its adapters merged it is the model of the run."""
-    from transformers import AutoModelForCausalLM
-
     published = saved("llama", tmp_path / "published")
     lora = Lora.of(4, targets="all-linear", base=base)
     plan = make_plan(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from stagewright.graph.graph import Node, OperatorGraph, Part, Value, made_by
+from stagewright.graph.graph import UNPACKING, Node, OperatorGraph, Part, Value, made_by
 from stagewright.graph.simplify import renumbered_graph
 
-DEQUANTISING = frozenset({
-    "stagewright.block_scales.default", "stagewright.dequantise_4bit.default", "stagewright.dequantise_rows.default",
-})  # fmt: skip
+DEQUANTISING = UNPACKING | {"stagewright.block_scales.default"}
 
 
 def dequantised_again(graph: OperatorGraph) -> OperatorGraph:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,25 @@ class Packed(NamedTuple):
     def pack(self, weight: Tensor) -> Tensor:
         """Return `weight`, as the module uses it, in packed form."""
         return torch.ops.stagewright.quantise(weight.t() if self.is_transposed else weight, self.method)
+
+    def of_stored(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """Return a weight in packed form from the tensors that bitsandbytes stores it as; None if that is another form.
+
+        Raises `InputError` where it has another shape."""
+        state = _state_of(parts)
+        if (
+            self.method != NF4
+            or state.blocksize != _BLOCK
+            or not state.nested
+            or state.state2.blocksize != _SCALES_PER_BLOCK
+        ):
+            return None
+        if tuple(state.shape) != self.shape:
+            raise InputError(
+                f"tensor '{next(iter(parts))}' stands for a weight of shape {list(state.shape)}, expected "
+                f"{list(self.shape)}: the files belong to another model"
+            )
+        return _joined(next(iter(parts.values())), state)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the weight as the module uses it."""
@@ -156,14 +175,30 @@ def _quantise_4bit(weight: Tensor) -> Tensor:
     numbers, state = functional.quantize_4bit(
         weight.contiguous(), blocksize=_BLOCK, quant_type=NF4, compress_statistics=True
     )
-    num_scales, num_blocks, scales_at, numbers_at, size = _parts_4bit(weight.numel())
-    packed = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+    return _joined(numbers, state)
+
+
+def _joined(numbers: Tensor, state: Any) -> Tensor:
+    num_scales, num_blocks, scales_at, numbers_at, size = _parts_4bit(math.prod(state.shape))
+    packed = torch.zeros(size, dtype=torch.uint8, device=numbers.device)
     packed[: 4 * (1 + num_blocks)] = torch.cat((state.offset.reshape(1), state.state2.absmax)).view(
         torch.uint8
     )
     packed[scales_at : scales_at + num_scales] = state.absmax
     packed[numbers_at:] = numbers.reshape(-1)
     return packed
+
+
+def _state_of(parts: Mapping[str, Tensor]) -> Any:
+    """Return the `QuantState` in the tensors that bitsandbytes stores a weight as, itself first."""
+    (key, weight), *others = parts.items()
+    stored = {name.removeprefix(f"{key}."): tensor for name, tensor in others}
+    return bitsandbytes().functional.QuantState.from_dict(stored, device=weight.device)
+
+
+def stored_weight(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return a weight from the tensors that bitsandbytes stores it as, itself first."""
+    return bitsandbytes().functional.dequantize_4bit(next(iter(parts.values())), _state_of(parts))
 
 
 def _block_scales(packed: Tensor, num_elements: int) -> Tensor:
