@@ -219,7 +219,7 @@ def test_other_methods_are_refused_by_name(method: str, folder: Path) -> None:
     plan_of(folder, plan)
     change(folder, to_int8, quantization_config=QUANTISED[method])
     with pytest.raises(
-        InputError, match=f"quantised by the method '{method}' .*only fp8 and mxfp4"
+        InputError, match=f"quantised by the method '{method}' .*only fp8, mxfp4 and nf4 of"
     ) as refusal:
         resolve(str(folder))
     planning = [str(folder), "--cluster", "1x-t4", "--global-batch", "1", "--sequence-length", "8"]

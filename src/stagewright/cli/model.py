@@ -38,6 +38,9 @@ class ModelOptions:
             help="Linear layers that get adapters, e.g. q_proj,v_proj; default: peft's for this kind of model.")] = None
     lora_dropout: Annotated[
         float, typer.Option("--lora-dropout", metavar="P", help="Dropout on the adapters' input.")] = 0.0
+    lora_base: Annotated[
+        str | None, typer.Option("--lora-base", metavar="nf4|int8",
+            help="Store the frozen linear layers in 4 or 8 bits (QLoRA); default: in the job's precision.")] = None
 # fmt: on
 
     def reference(self, text: str | None, reading: Reading | None = None) -> ModelReference:
@@ -71,8 +74,10 @@ class ModelOptions:
 
             refuse(["lora", *adapter_options], "the folder of --lora-from sets its adapters", "start new ones")
             check_adapter_contents(self.lora_from)
-            return reference.adapted(Lora.stored_in(self.lora_from))
+            return reference.adapted(Lora.stored_in(self.lora_from, self.lora_base))
         if self.lora is None:
+            adapter_options.append("lora_base")
             refuse(adapter_options, "without adapters the whole model is trained", "give their rank with --lora")
             return reference
-        return reference.adapted(Lora.of(self.lora, self.lora_alpha, self.lora_targets, self.lora_dropout))
+        given = self.lora_alpha, self.lora_targets, self.lora_dropout, self.lora_base
+        return reference.adapted(Lora.of(self.lora, *given))

@@ -92,7 +92,7 @@ nll_loss_forward ones ones_like pow prod reciprocal relu remainder repeat roll r
 scatter_add select_backward select_scatter sgn sigmoid sigmoid_backward sign silu silu_backward sin slice_backward
 slice_scatter softplus softplus_backward sqrt stack sub sum tan tanh tanh_backward threshold_backward tril
 tril_indices triu unfold_backward unpermute_rows upsample_bilinear2d upsample_nearest2d upsample_nearest2d_backward
-var var_mean where zeros zeros_like
+var var_mean where zeros zeros_like block_scales dequantise_4bit dequantise_rows
 """
 _STREAMING = frozenset(_STREAMING_NAMES.split())
 """Operators whose time is that of reading and writing each tensor once."""

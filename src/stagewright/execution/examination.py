@@ -33,7 +33,7 @@ _SHARED = Path("/dev/shm")
 _LEAST_SHARED, _LEAST_FREE, _LEAST_DISK = GIB, 2 * GIB, GIB
 _ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_SOCKET_IFNAME", "LOCAL_RANK")
 """Variables that decide how ranks find their GPUs and each other."""
-_OPTIONAL = {"pyarrow": "data", "peft": "lora"}
+_OPTIONAL = {"pyarrow": "data", "peft": "lora", "bitsandbytes": "qlora"}
 """Packages that some data and models need, each with the extra of Stagewright that installs it."""
 
 

@@ -25,6 +25,7 @@ from stagewright.tracing.arguments import from_contents
 from stagewright.tracing.models.adapter_names import base_name, is_adapter, peft_name
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.quantised import (
+    BITSANDBYTES,
     FIX,
     is_of_activations,
     leftovers_of,
@@ -32,6 +33,9 @@ from stagewright.tracing.models.quantised import (
     parts_of,
     scheme,
 )
+from stagewright.tracing.models.quantised_base import Packed, packed_weights, stored_weight
+
+CPU = torch.device("cpu")
 
 
 class StartingTensors(Mapping[str, torch.Tensor]):
@@ -44,6 +48,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
     Args:
         part: ``part(name, whole)`` is the part of a parameter that this rank keeps.
         copied: names whose checksums are kept.
+        device: that packs the weights of a quantised base.
 
     Raises:
         InputError: at access, if a parameter is in none of the files or cannot be read.
@@ -57,7 +62,9 @@ class StartingTensors(Mapping[str, torch.Tensor]):
         part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
         adapters: StoredAdapters | None = None,
         copied: Collection[str] = (),
+        device: torch.device = CPU,
     ) -> None:
+        self._packed, self._device = packed_weights(model.module), device
         self._model, self._stored, self._part, self._adapters = model, stored, part, adapters
         self._copied = copied
         self._parameters = dict.fromkeys(
@@ -78,6 +85,9 @@ class StartingTensors(Mapping[str, torch.Tensor]):
 
     def _parameter(self, name: str) -> torch.Tensor:
         source = self._adapters if is_adapter(name) else self._stored
+        if isinstance(source, StoredWeights) and name in self._packed:
+            stored = source.read_packed(name, self._packed[name])
+            return self._packed[name].pack(source.read(name).to(self._device)) if stored is None else stored
         whole = self._model.tensors((name,))[name] if source is None else source.read(name)
         return self._part(name, whole)
 
@@ -93,7 +103,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def unused_tensors(
@@ -141,7 +151,8 @@ class StoredWeights:
         self._method = method_of(config)
         self._scheme = scheme(config)
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+        packed = {name: how.layout for name, how in packed_weights(module).items()}
+        self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers, **packed}
         self._tied: dict[int, list[str]] = {}  # parameter -> names of its tensor
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tied.setdefault(id(parameter), []).append(_key(name))
@@ -224,13 +235,24 @@ class StoredWeights:
                 f"'{self._files.folder}' has '{leftovers[0]}' next to '{key}', which is therefore quantised, in a way that "
                 f"its config.json does not name: {FIX}"
             )
-        whole = dequantised(key, [self._get(part) for part in parts], self._scheme, dtype)
+        tensors = [self._get(part) for part in parts]
+        if self._method == BITSANDBYTES and len(parts) > 1:
+            whole = stored_weight(dict(zip(parts, tensors, strict=True)))
+        else:
+            whole = dequantised(key, tensors, self._scheme, dtype)
         if _kind(whole) != _kind(torch.empty((), dtype=dtype)):
             raise InputError(
                 f"tensor '{key}' in {self._file(key)} is stored as {whole.dtype}, but the model has {dtype} there, so that "
                 f"its numbers are not those of the model: {FIX}"
             )
         return whole.to(dtype, copy=len(parts) == 1)  # a single part is memory of the file
+
+    def read_packed(self, name: str, packed: Packed) -> torch.Tensor | None:
+        """Read tensor `name` as stored in 4 bits; None if it is not, or `packed` is another form. Raises as `read`."""
+        parts = parts_of(_key(name), self._files.where, self._method)
+        if self._method != BITSANDBYTES or len(parts) == 1:
+            return None
+        return packed.of_stored({part: self._get(part) for part in parts})
 
     def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read the buffers among `names` that belong to the model's state, by name; a warning names those in no file."""

@@ -248,8 +248,8 @@ def _rolled(inputs: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
 
 def _all_names(module: nn.Module, name: str) -> list[str]:
     """Return all names of a parameter."""
-    parameter = module.get_parameter(name)
-    return [other for other, p in module.named_parameters(remove_duplicate=False) if p is parameter]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [other for other, parameter in parameters.items() if parameter is parameters[name]]
 
 
 def _gradient(name: str) -> str:

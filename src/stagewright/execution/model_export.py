@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from stagewright.tracing.models.adapter_names import (
 )
 from stagewright.tracing.models.adapters import is_transposed
 from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.quantised_base import Packed, packed_weights
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 BESIDE = "adapter"
@@ -191,8 +192,12 @@ def _whole(
     checkpoint: Checkpoint, reference: ModelReference, is_drawn: bool, adapters: Path | None = None
 ) -> _Whole:
     job = validated(Job, checkpoint.manifest.plan["job"], f"'{checkpoint.path / MANIFEST}'")
-    model = DeferredModel(reference, 1, job.sequence_length, job.torch_name, seed=job.seed)
-    return _Whole(reference, model, None if is_drawn else reference.weights, adapters)
+    sizes = 1, job.sequence_length, job.torch_name
+    packed: dict[str, Packed] = {}
+    if adapters is not None and reference.lora is not None and reference.lora.base is not None:
+        packed = packed_weights(DeferredModel(reference, *sizes).module)
+    model = DeferredModel(reference.on_plain_base(), *sizes, seed=job.seed)
+    return _Whole(reference, model, None if is_drawn else reference.weights, adapters, packed)
 
 
 def _write_adapted(
@@ -241,15 +246,22 @@ class _Whole:
     """The tensors of a model without adapters, or with adapters added to its weights.
 
     Args:
-        model: the model as it was built for training, with adapters if it has any.
+        model: the model as it was built for training, with adapters if it has any, before its base is quantised.
         folder: folder of its weights; None where it was drawn from a seed.
         adapters: folder of the adapters to add, or None.
+        packed: how the weights were packed that the adapters were trained with; adapters are added to what these stand for.
     """
 
     def __init__(
-        self, reference: ModelReference, model: DeferredModel, folder: Path | None, adapters: Path | None
+        self,
+        reference: ModelReference,
+        model: DeferredModel,
+        folder: Path | None,
+        adapters: Path | None,
+        packed: Mapping[str, Packed],
     ) -> None:
         self.folder = folder
+        self._packed = packed
         self._reference, self._model = reference, model
         self._net: Any = model.module.net
         self._stored = None if folder is None else StoredWeights(folder, model.module, reference.config or {})
@@ -273,6 +285,8 @@ class _Whole:
     def _read(self, name: str) -> torch.Tensor:
         is_stored = self._stored is not None and self._stored.has(name)
         whole = self._stored.read(name) if self._stored and is_stored else self._model.tensors((name,))[name]
+        if name in self._packed:
+            whole = self._packed[name].unpack(self._packed[name].pack(whole))
         lora, names = self._reference.lora, adapter_names_of(name)
         if self._adapters is None or lora is None or names is None:
             return whole

@@ -184,7 +184,7 @@ class Session:
         if reference.lora is not None and reference.lora.folder is not None and not random_weights:
             adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        starting = StartingTensors(model, own_stages, stored, self.part, adapters, self._copied())
+        starting = StartingTensors(model, own_stages, stored, self.part, adapters, self._copied(), device)
         self.weights = Weights(own_stages, starting, device, accumulate, mine)
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]

@@ -149,6 +149,10 @@ def makers_of(nodes: Iterable[Node]) -> dict[int, Node]:
     return {value: node for node in nodes for value in node.outputs if value is not None}
 
 
+UNPACKING = frozenset({"stagewright.dequantise_4bit.default", "stagewright.dequantise_rows.default"})
+"""Operators from a packed weight, their first argument, to the weight."""
+
+
 class Spans(NamedTuple):
     """Values with the places in `OperatorGraph.forward_ids` where they are made and used; a gradient's are those of the
     forward operators it belongs to."""
@@ -263,7 +267,16 @@ class OperatorGraph:
 
     @property
     def num_parameters(self) -> int:
-        return sum(self.values[value].meta.num_elements for value in self.parameter_values)
+        """Numbers that the parameters stand for: of a packed weight, those that it is dequantised to."""
+        stands_for = {
+            node.inputs[0]: output
+            for node in self.nodes
+            if node.op in UNPACKING
+            for output in node.outputs
+            if output is not None
+        }
+        values = (stands_for.get(value, value) for value in self.parameter_values)
+        return sum(self.values[value].meta.num_elements for value in values)
 
     def describe(self, node: Node) -> str:
         """Return a description of a node for error messages."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value, renumbered
+from stagewright.graph.dequantise import dequantised_again
 from stagewright.graph.repeat import REPEATS
 from stagewright.graph.simplify import compact
 from stagewright.tracing.arguments import contents, draws, operator, references
@@ -70,7 +71,7 @@ def build_joint(name: str, captured: Captured, rules: OperatorRules, facts: dict
         constants={name: contents(tensor) for name, tensor in captured.constants.items()},
         facts=facts | ({REPEATS: captured.repeats} if captured.repeats else {}),
     )
-    return compact(graph)
+    return dequantised_again(compact(graph))
 
 
 _VIEW = "aten.view.default"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-import stagewright.tracing.attention  # noqa: F401 it defines an operator, which a graph out of the cache names
+import stagewright.tracing.attention
+import stagewright.tracing.models.quantised_base  # noqa: F401 so does this
 from stagewright.graph import Node, Ref, Symbol
 from stagewright.graph.added_nodes import ACCUMULATE, FETCHED, HOST_COPIES
 from stagewright.graph.stage import Function

@@ -74,6 +74,11 @@ def _trace_reference(
         raise InputError(
             f"'{reference.text}' makes its own inputs, and how to split their sequence is unknown: leave out --cp"
         )
+    if reference.lora is not None and reference.lora.base is not None and tp * ep > 1:
+        raise InputError(
+            f"a base of {reference.lora.base} is packed weight by weight, so no weight can be split over ranks: leave out "
+            f"--{'tp' if tp > 1 else 'ep'}, or --lora-base"
+        )
     sizes = (settings.microbatch_size, settings.sequence_length // cp, settings.dtype)
     built = build(reference, *sizes, fake=True, further_inputs=settings.further_inputs)
     if settings.device != "cpu":

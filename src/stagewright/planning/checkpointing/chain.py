@@ -73,11 +73,11 @@ class Chain:
         return tuple(map(tuple, by_operator))
 
     @cached_property
-    def shape(self) -> tuple[object, ...]:
-        """A key that is equal for chains that differ only in the numbers of operators and values."""
+    def shape(self) -> str:
+        """A key that is equal for chains that differ only in the numbers of operators and values; a text is hashed once."""
         number = {root: index for index, root in enumerate(self.storages)}
         uses = tuple(tuple(map(number.__getitem__, roots)) for roots in self.uses)
-        return self.seconds, tuple(self.storages.values()), uses, self.boundaries, self.results.tobytes()
+        return repr((self.seconds, [*self.storages.values()], uses, self.boundaries, self.results.tobytes()))
 
     @cached_property
     def needed_before(self) -> Floats:

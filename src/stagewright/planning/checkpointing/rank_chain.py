@@ -80,7 +80,7 @@ class PieceCache:
     stage, and equal pieces share their points."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[object, ...], int] = {}
+        self._numbers: dict[str, int] = {}
         self._of_chain: dict[tuple[int, float], _Pieces] = {}
         self._at: dict[tuple[int, float, int, int], tuple[Point, ...]] = {}
         self._points: dict[tuple[object, ...], tuple[Point, ...]] = {}

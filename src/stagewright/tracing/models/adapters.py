@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,9 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
             f"peft cannot add adapters to '{name}' ({' '.join(str(error).split())}): name linear layers of this model with "
             "--lora-targets, or all of them as all-linear"
         ) from error
+    for path, layer in net.named_modules():
+        if _is_adapted(layer):  # without its path, layers are alike and traced once
+            layer.kwargs["target_name"] = path.rpartition(".")[2]  # type: ignore[index]
     _check(net)
 
 
@@ -147,9 +154,23 @@ def _check(net: nn.Module) -> None:
             )
 
 
+@contextlib.contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Silence the warning of bitsandbytes, when it is imported, that a kernel is missing which nothing here uses."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@functools.cache
 def _peft() -> Any:
     try:
-        import peft
+        with quiet_bitsandbytes():
+            import peft
     except ImportError as error:
         raise InputError(
             f"--lora needs peft, which cannot be imported ({error}): pip install peft, or 'stagewright[lora]'"

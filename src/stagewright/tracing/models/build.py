@@ -159,6 +159,7 @@ class DeferredModel:
 
 def _add_adapters(module: nn.Module, reference: ModelReference, microbatch: MicrobatchShape) -> None:
     from stagewright.tracing.models.adapters import add_adapters
+    from stagewright.tracing.models.quantised_base import quantise_base
 
     assert reference.lora is not None and isinstance(module.net, nn.Module)
     default = torch.get_default_dtype()
@@ -167,6 +168,8 @@ def _add_adapters(module: nn.Module, reference: ModelReference, microbatch: Micr
         add_adapters(module.net, reference.lora, reference.name)
     finally:
         torch.set_default_dtype(default)
+    if reference.lora.base is not None:
+        quantise_base(module.net, reference.lora.base)
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:

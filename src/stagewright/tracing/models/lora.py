@@ -13,6 +13,8 @@ from stagewright.errors import InputError
 from stagewright.limits import MOST_SIZE
 from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG
 
+NF4, INT8 = "nf4", "int8"
+"""Numbers that a frozen base may be stored in: of 4 bits, spaced as a normal distribution, and of 8 bits."""
 ALL_LINEAR = "all-linear"
 """Targets: every linear layer but the head."""
 _MOST_CONFIG_BYTES = 2**20
@@ -42,13 +44,16 @@ class Lora(StrictModel):
     """Dropout probability on the adapters' input."""
     is_drawn: bool = False
     """Whether B is drawn too instead of zeros, so that no gradient is zero: for verification."""
+    base: Literal["nf4", "int8"] | None = None
+    """Numbers that the weights of frozen linear layers and experts are stored in (QLoRA); None: in the job's type."""
     folder: str | None = None
     """Folder of adapters, written by peft, that a run starts from; None draws new ones."""
 
     @property
     def structure(self) -> dict[str, Any]:
         """All but where the adapters lie."""
-        return self.model_dump(mode="json", exclude={"folder"})
+        absent = {"base"} if self.base is None else set()
+        return self.model_dump(mode="json", exclude={"folder", *absent})
 
     @field_validator("targets")
     @classmethod
@@ -61,7 +66,12 @@ class Lora(StrictModel):
 
     @classmethod
     def of(
-        cls, rank: int, alpha: float | None = None, targets: str | None = None, dropout: float = 0.0
+        cls,
+        rank: int,
+        alpha: float | None = None,
+        targets: str | None = None,
+        dropout: float = 0.0,
+        base: str | None = None,
     ) -> Lora:
         """Return adapters from the options of the command line: `alpha` defaults to twice the rank, `targets` has commas.
 
@@ -69,7 +79,7 @@ class Lora(StrictModel):
             InputError: a number is out of range, or a target has no name.
 
         >>> Lora.of(8, targets="v_proj,q_proj")
-        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0, is_drawn=False, folder=None)
+        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0, is_drawn=False, base=None, folder=None)
         """
         names = ALL_LINEAR if targets == ALL_LINEAR else None if targets is None else targets.split(",")
         given = {
@@ -77,12 +87,13 @@ class Lora(StrictModel):
             "alpha": 2 * rank if alpha is None else alpha,
             "targets": tuple(name.strip() for name in names) if isinstance(names, list) else names,
             "dropout": dropout,
+            "base": base,
         }
         return validated(cls, given, "--lora")
 
     @classmethod
-    def stored_in(cls, folder: Path) -> Lora:
-        """Return the adapters in `folder`, written by peft, to continue from.
+    def stored_in(cls, folder: Path, base: str | None = None) -> Lora:
+        """Return the adapters in `folder`, written by peft, to continue from, on a base of this type.
 
         Raises:
             InputError: there are none, or their kind or form is not supported.
@@ -97,6 +108,7 @@ class Lora(StrictModel):
             "alpha": config.get("lora_alpha"),
             "targets": config.get("target_modules"),
             "dropout": config.get("lora_dropout", 0.0),
+            "base": base,
             "folder": str(folder.resolve()),
         }
         return validated(cls, given, f"'{path}'")

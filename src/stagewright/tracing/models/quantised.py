@@ -1,9 +1,9 @@
 """Quantised weights, stored in fewer bits than they are trained in: supported methods, and rejection of all others.
 
-Supported are ``fp8``, with a scale for each block of a weight, as DeepSeek-V3 and Qwen3 are published, and ``mxfp4``, as
-GPT-OSS is. Nothing here imports torch.
+Supported are ``fp8``, with a scale for each block of a weight, as DeepSeek-V3 and Qwen3 are published, ``mxfp4``, as GPT-OSS
+is, and the 4-bit numbers ``nf4`` of bitsandbytes. Nothing here imports torch.
 
-Source: ``integrations/finegrained_fp8.py`` and ``integrations/mxfp4.py`` of transformers.
+Source: ``integrations/finegrained_fp8.py`` and ``integrations/mxfp4.py`` of transformers; `QuantState` of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 from stagewright.errors import InputError
 
-FP8, MXFP4 = "fp8", "mxfp4"
+FP8, MXFP4, BITSANDBYTES = "fp8", "mxfp4", "bitsandbytes"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
+STATE = ".quant_state.bitsandbytes__nf4"
+_OF_4_BITS = (STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _OF_ACTIVATIONS = re.compile(r"\.(activation|input)_scale(_inv)?$")
 # Companions of quantised weights: names that no other tensor has, suffixes of the weight's name, and names in its module.
 _LEFTOVER = re.compile(
@@ -57,18 +59,19 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     """
     settings = scheme(config)
     is_of_bitsandbytes = any(settings.get(key) for key in ("load_in_4bit", "load_in_8bit"))
-    return settings.get("quant_method") or ("bitsandbytes" if is_of_bitsandbytes else None)
+    return settings.get("quant_method") or (BITSANDBYTES if is_of_bitsandbytes else None)
 
 
 def refuse_method(config: Mapping[str, Any], model: str) -> None:
     """Raise `InputError` if `config` says that the weights of `model` are quantised by a method that is not supported."""
     settings, method = scheme(config), method_of(config)
-    if settings and method not in (FP8, MXFP4):
+    is_nf4 = settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4"
+    if settings and method not in (FP8, MXFP4) and not (method == BITSANDBYTES and is_nf4):
         how = f"by the method '{method}'" if method else "by a method it does not name"
         raise InputError(
-            f"the weights of '{model}' are quantised {how} (quantization_config in its config.json), and only {FP8} and "
-            f"{MXFP4} are supported, which are read as numbers of the job's dtype: {_DEQUANTISE}, or plan for weights from "
-            "the seed with --set quantization_config=null"
+            f"the weights of '{model}' are quantised {how} (quantization_config in its config.json), and only {FP8}, "
+            f"{MXFP4} and nf4 of {BITSANDBYTES} are supported: {_DEQUANTISE} and quantise them again with --lora-base, or "
+            "plan for weights from the seed with --set quantization_config=null"
         )
 
 
@@ -95,6 +98,8 @@ def parts_of(key: str, stored: Collection[str], method: str | None) -> tuple[str
     >>> parts_of("a.weight", {"a.weight", "a.weight_scale_inv"}, "fp8")
     ('a.weight', 'a.weight_scale_inv')
     """
+    if method == BITSANDBYTES and f"{key}{STATE}" in stored:
+        return (key, *(f"{key}{part}" for part in _OF_4_BITS if f"{key}{part}" in stored))
     if key in stored:
         return (key, f"{key}{SCALE}") if method == FP8 and f"{key}{SCALE}" in stored else (key,)
     packed = (f"{key}{BLOCKS}", f"{key}{SCALES}")
@@ -130,6 +135,9 @@ def _belongs(name: str, stored: Collection[str], method: str | None) -> bool:
     if method == FP8:
         whole = name.removesuffix(SCALE)
         return (f"{whole}{SCALE}" in stored and whole in stored) or is_of_activations(name)
+    if method == BITSANDBYTES:
+        whole = next((name.removesuffix(part) for part in _OF_4_BITS if name.endswith(part)), name)
+        return f"{whole}{STATE}" in stored and whole in stored
     if method == MXFP4:
         whole = name.removesuffix(BLOCKS).removesuffix(SCALES)
         return whole != name and all(f"{whole}{part}" in stored for part in (BLOCKS, SCALES))

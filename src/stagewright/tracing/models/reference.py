@@ -80,6 +80,10 @@ class ModelReference:
             )
         return replace(self, lora=lora, digest=_digest([self.digest, lora.structure]))
 
+    def on_plain_base(self) -> ModelReference:
+        """Return this model with adapters, if it has any, on weights in the job's type."""
+        return self if self.lora is None else replace(self, lora=self.lora.model_copy(update={"base": None}))
+
 
 def bundled_names() -> list[str]:
     """Return the names of the configs that ship with Stagewright, sorted.
