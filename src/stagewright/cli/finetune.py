@@ -16,8 +16,8 @@ import typer
 
 from stagewright.cli import finetune_options as options
 from stagewright.cli.finetune_options import (
-    BASES,
-    FURTHER_BASES,
+    DTYPES,
+    QUANTISED,
     RANK,
     TARGETS,
     FinetuneDataOptions,
@@ -85,9 +85,16 @@ def finetune(
     space = space_of(degrees, tensor_degree(degrees.tp or "auto"), scheduling)
     words = given_words({*vars(degrees), *vars(scheduling)})
     job = {} if reading is None else reading.job
-    request = Request(
-        model_options.reference(model), data, training, machine, result, space, tuple(words), job
-    )
+    if (base := model_options.lora_base) is not None:
+        if training.base not in ("auto", base):
+            raise InputError(
+                f"--lora-base {base} and --base {training.base} contradict each other: give one of them"
+            )
+        training = replace(training, base=base)
+    models = {
+        stored: replace(model_options, lora_base=stored).reference(model) for stored in (None, *QUANTISED)
+    }
+    request = Request(models, data, training, machine, result, space, tuple(words), job)
     _check(request)
     work = Work(request)
     work.continue_or_begin()
@@ -119,9 +126,6 @@ def _read_and_report(path: Path) -> FinetuneReading:
     say(f"{path}: {reading.summary()}")
     for note in reading.notes:
         say(f"note: {note}")
-    if (base := reading.options.get("base")) not in (None, "auto", *BASES, *FURTHER_BASES):
-        say(f"note: the model is not held in {base} yet: --base auto is taken")
-        return replace(reading, options={**reading.options, "base": "auto"})
     return reading
 
 
@@ -141,7 +145,7 @@ def _check(request: Request) -> None:
         raise InputError(
             f"'{request.model.text}' is a factory, which says itself what is trained: use `stagewright plan` and `run`"
         )
-    bases = ("auto", *BASES, *FURTHER_BASES)
+    bases = ("auto", *DTYPES, *QUANTISED)
     if training.base not in bases:
         raise InputError(
             f"--base {training.base}{nearest(training.base, bases)}: give one of {', '.join(bases)}"
@@ -306,6 +310,7 @@ class Work(Preparation):
 
     def document(self, plan: Plan, record: Record | None = None) -> dict[str, Any]:
         """Return the document of `--json`."""
+        from stagewright.report.finetuning import held_in
         from stagewright.report.plans import estimate_document
 
         held_out = self.held_out_loss()
@@ -313,7 +318,7 @@ class Work(Preparation):
         return {
             "folder": str(self.folder),
             "commands": self.verbs,
-            "base": plan.job.dtype,
+            "base": held_in(plan),
             "num_steps": plan.job.num_steps,
             "data": None if self.summary is None else vars(self.summary),
             "plan": estimate_document(plan),

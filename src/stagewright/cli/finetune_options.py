@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from stagewright.tracing.models.reference import ModelReference
 
 RANK, TARGETS = 16, "all-linear"
-BASES = ("bf16",)
-"""Precisions of the frozen model, from the most exact to the smallest; by default the first in which it fits."""
-FURTHER_BASES = ("fp16", "fp32")
-"""Precisions that are taken only if asked for, or where devices need them."""
+DTYPES = ("bf16", "fp16", "fp32")
+"""Types that the frozen model may be held in as it is computed in."""
+QUANTISED = ("int8", "nf4")
+"""Smaller numbers that its linear layers may be stored in, from the most exact to the smallest."""
 
 
 # fmt: off
@@ -71,7 +71,7 @@ class TrainingOptions:
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the adapters and of the order of samples.")] = 0
     base: Annotated[
         str, typer.Option("--base", metavar="PRECISION",
-            help="Precision of the frozen model: bf16, fp16, fp32, or auto, the most exact that fits.")] = "auto"
+            help="Hold the frozen model in bf16, fp16, fp32, int8, nf4, or auto, the most exact that fits.")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class FinetuneResultOptions:
 class Request:
     """All that a fine-tuning is asked to do."""
 
-    model: ModelReference
+    models: Mapping[str | None, ModelReference]
+    """The model with adapters, by what its linear layers are stored in; None: the type that it is computed in."""
     data: FinetuneDataOptions
     training: TrainingOptions
     machine: MachineOptions
@@ -122,6 +123,11 @@ class Request:
     """The options of the space, as words of a command."""
     job: Mapping[str, Any]
     """Fields of the job that have no option here, as a file of another program says them."""
+
+    @property
+    def model(self) -> ModelReference:
+        """The model with adapters, not quantised."""
+        return self.models[None]
 
     @property
     def folder(self) -> Path:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.cli.finetune_options import BASES, Request
+from stagewright.cli.finetune_options import DTYPES, QUANTISED, Request
 from stagewright.cli.options import warn
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, PlanError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
     from stagewright.report.finetuning import DataSummary
+    from stagewright.tracing.models.reference import ModelReference
 
 _GLOBAL_BATCH, _LENGTH = 16, 2048
 _MULTIPLE = 64
@@ -210,78 +211,80 @@ class Preparation:
         if path.exists():
             return load_plan(path)
         refusals: list[str] = []
-        for base in self._bases(self.cluster):
+        for base in self._bases():
+            weights = self._weight_bytes(base)
+            what = f"in {base} ({format_bytes(weights)} of weights)"
+            if weights >= self._usable_bytes:
+                refusals.append(what)
+                continue
             try:
                 plan = self._planned(base)
             except PlanError as error:
-                refusals.append(f"in {base}{self._sizes(base)}: {error}")
+                refusals.append(f"{what}: {error}")
                 continue
             plan.save(path)
             return plan
+        devices, usable = plural(self.cluster.num_devices, "device"), format_bytes(self._usable_bytes)
         raise PlanError(
-            f"{self.request.model.name} does not fit {self.cluster.name}: {'; '.join(refusals)}. "
-            f"The frozen model cannot be held in fewer bits than those of {BASES[-1]} yet"
+            f"{self.request.model.name} does not fit {self.cluster.name}, whose {devices} have {usable} usable: "
+            f"{'; '.join(refusals)}. Give a smaller --sequence-length, more devices or a smaller model"
         )
 
-    def _bases(self, cluster: Cluster) -> Iterator[str]:
-        """Yield the precisions to try, from the most exact to the smallest."""
-        asked = self.request.training.base
-        if asked != "auto":
-            yield asked
-            return
-        devices = [group.device for group in cluster.nodes]
-        if cluster.kind == "cpu":
-            yield "fp32"
-        elif all(device.peak_flops.bf16 is not None for device in devices):
-            yield from BASES
+    def _bases(self) -> Iterator[str]:
+        """Yield what the frozen model may be held in, from the most exact to the smallest."""
+        if self.request.training.base == "auto":
+            yield from (self._dtype, *QUANTISED)
         else:
-            yield "fp16"
+            yield self.request.training.base
 
-    def _sizes(self, base: str) -> str:
-        """Return the bytes of the weights in a precision, and what all devices can hold together."""
+    @property
+    def _dtype(self) -> str:
+        """The type that the model is computed in unless another one was asked for."""
+        devices = [group.device for group in self.cluster.nodes]
+        if self.request.training.base in DTYPES:
+            return self.request.training.base
+        if self.cluster.kind == "cpu":
+            return "fp32"
+        return "bf16" if all(device.peak_flops.bf16 is not None for device in devices) else "fp16"
+
+    def _weight_bytes(self, base: str) -> int:
+        """Return the bytes of the weights as they are stored."""
         from stagewright.tracing.cache import trace
 
-        job, cluster = self.job(base), self.cluster
-        graph = trace(self.request.model, 1, **job.traced(cluster.kind))  # as the search has traced it
-        weights = sum(graph.values[value].meta.storage_bytes for value in graph.parameter_values)
-        usable = sum(job.usable_bytes(cluster.device_of(rank)) for rank in range(cluster.num_devices))
-        return (
-            f" ({format_bytes(weights)} of weights; {plural(cluster.num_devices, 'device')} with {format_bytes(usable)} "
-            "usable)"
-        )
+        traced = self.job(self._dtype).traced(self.cluster.kind)
+        graph = trace(self._model(base), 1, **traced)  # as the search traces it
+        return sum(graph.values[value].meta.storage_bytes for value in graph.parameter_values)
+
+    @cached_property
+    def _usable_bytes(self) -> int:
+        """Bytes that a plan may use on all devices together."""
+        job, cluster = self.job(self._dtype), self.cluster
+        return sum(job.usable_bytes(cluster.device_of(rank)) for rank in range(cluster.num_devices))
+
+    def _model(self, base: str) -> ModelReference:
+        """Return the model with its linear layers stored in `base`."""
+        return self.request.models[base if base in QUANTISED else None]
 
     def _planned(self, base: str) -> Plan:
         from stagewright.cluster.load import write_toml
         from stagewright.planning.search import plan as search
 
-        job, path = self.job(base), self.folder / "job.toml"
+        job, path, model = self.job(self._dtype), self.folder / "job.toml", self._model(base)
         document = job.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         write_toml(path, document, "The job of `stagewright finetune`.")
-        model = self.request.model
-        cluster, lora = self.cluster, model.lora
-        name = self.request.machine.cluster or self.folder / "machine.toml"
-        assert lora is not None, "adapters are trained"
-        targets = (
-            lora.targets if isinstance(lora.targets, str) or lora.targets is None else ",".join(lora.targets)
-        )
-        adapters = (
-            ("--lora-from", lora.folder)
-            if lora.folder is not None
-            else ("--lora", lora.rank, "--lora-alpha", f"{lora.alpha:g}")
-            + (("--lora-targets", targets) if targets else ())
-            + (("--lora-dropout", lora.dropout) if lora.dropout else ())
-        )
+        machine = self.request.machine
         settings = [
             word for key, value in model.overrides.items() for word in ("--set", f"{key}={json.dumps(value)}")
         ]
         self.ran(
-            "plan", model.text, *settings, *adapters, "--cluster", name, "--job", path, *self.request.space_words,
-            "--within", f"{self.request.machine.within:g}",
-            "-o", self.folder / "plan.json",
+            "plan", model.text, *settings, *_adapter_words(model),
+            "--cluster", machine.cluster or self.folder / "machine.toml", "--job", path, *self.request.space_words,
+            "--within", f"{machine.within:g}", "-o", self.folder / "plan.json",
         )  # fmt: skip
-        patience_s = self.request.machine.within
         with Progress(f"planning {model.name}") as progress:
-            result = search(model, cluster, job, self.request.space, report=progress, patience_s=patience_s)
+            result = search(
+                model, self.cluster, job, self.request.space, report=progress, patience_s=machine.within
+            )
         warn(result.warnings)
         return result.plans[0]
 
@@ -297,9 +300,30 @@ class Preparation:
 
     def _why(self, plan: Plan) -> str:
         """Return why the model is held in the plan's precision."""
+        from stagewright.report.finetuning import held_in
+
         if self.request.training.base != "auto":
             return "as asked"
+        base = held_in(plan)
+        if base in QUANTISED:
+            larger = (plan.job.dtype, *QUANTISED[: QUANTISED.index(base)])
+            return f"as it does not fit in {' or '.join(larger)}"
         return {
             "bf16": "which fits, so nothing is rounded further", "fp16": "as not all devices compute in bf16",
             "fp32": "as on CPUs nothing else is faster",
-        }[plan.job.dtype]  # fmt: skip
+        }[base]  # fmt: skip
+
+
+def _adapter_words(model: ModelReference) -> list[object]:
+    """Return the options that give a model its adapters."""
+    lora = model.lora
+    assert lora is not None, "adapters are trained"
+    base: list[object] = [] if lora.base is None else ["--lora-base", lora.base]
+    if lora.folder is not None:
+        return ["--lora-from", lora.folder, *base]
+    words: list[object] = ["--lora", lora.rank, "--lora-alpha", f"{lora.alpha:g}"]
+    if lora.targets:
+        words += ["--lora-targets", lora.targets if isinstance(lora.targets, str) else ",".join(lora.targets)]
+    if lora.dropout:
+        words += ["--lora-dropout", lora.dropout]
+    return words + base

@@ -41,8 +41,14 @@ def model_line(plan: Plan, why: str) -> str:
     )
     return (
         f"{plan.model.name} on {plan.cluster.name}: LoRA of rank {lora.rank} on {targets}, the model frozen in "
-        f"{plan.job.dtype}, {why}"
+        f"{held_in(plan)}, {why}"
     )
+
+
+def held_in(plan: Plan) -> str:
+    """Return the precision that the frozen model of a plan is held in."""
+    lora = plan.model.lora
+    return plan.job.dtype if lora is None or lora.base is None else lora.base
 
 
 def data_lines(data: DataSummary, plan: Plan) -> Iterator[str]:
