@@ -1,0 +1,78 @@
+"""`stagewright finetune --dry-run`: what the frozen model is held in is the most exact that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from stagewright.cli.app import app
+
+MODEL = (
+    "tiny-llama",
+    "--set",
+    "hidden_size=1024",
+    "--set",
+    "intermediate_size=4096",
+    "--set",
+    "num_attention_heads=8",
+)
+PLAN = (
+    "--cluster",
+    "1x-rtx3090",
+    "--dry-run",
+    "--microbatch",
+    "1",
+    "--schedule",
+    "1f1b",
+    "--recompute",
+    "none",
+)
+BASES = ("bf16", "int8", "nf4")
+
+
+def finetune(folder: Path, *more: object) -> Result:
+    words = ("finetune", *MODEL, *PLAN, "--sequence-length", 64, "--loss-pieces", 1, "--out", folder, *more)
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def documents(done: Result) -> Any:
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def peak(document: Any) -> int:
+    return document["plan"]["ranks"][0]["reserved_peak_bytes"]
+
+
+def test_the_most_exact_base_that_fits_is_taken_and_explained(tmp_path: Path) -> None:
+    peaks = {base: peak(documents(finetune(tmp_path / base, "--base", base, "--json"))) for base in BASES}
+    assert peaks["bf16"] > 1.3 * peaks["int8"] and peaks["int8"] > 1.2 * peaks["nf4"]
+    for base, limit in (("bf16", peaks["bf16"]), ("int8", peaks["int8"]), ("nf4", peaks["nf4"])):
+        options = ("--memory-limit", limit, "--host-optimizer", "never")
+        done = finetune(tmp_path / f"auto-{base}", *options)
+        assert done.exit_code == 0, done.stderr
+        reason = {
+            "bf16": "which fits",
+            "int8": "as it does not fit in bf16",
+            "nf4": "as it does not fit in bf16 or int8",
+        }
+        assert f"the model frozen in {base}, {reason[base]}" in done.stdout
+        assert (f"--lora-base {base}" in done.stderr) == (base != "bf16")
+
+
+def test_a_model_that_fits_in_no_base_is_refused_with_its_sizes(tmp_path: Path) -> None:
+    done = finetune(tmp_path / "none", "--memory-limit", "30MiB")
+    assert done.exit_code == 2
+    assert all(f"in {base} (" in done.stderr for base in BASES) and "30.0 MiB usable" in done.stderr
+
+
+@pytest.mark.parametrize("base", ["fp8", "int8"])
+def test_bases_that_contradict_or_do_not_exist_are_refused(base: str, tmp_path: Path) -> None:
+    done = finetune(tmp_path, "--base", base, "--lora-base", "nf4")
+    assert done.exit_code == 2
+    assert f"--lora-base nf4 and --base {base} contradict each other" in done.stderr
