@@ -285,11 +285,12 @@ class Device(SourcedModel):
         *,
         alone: bool = False,
         grouped: bool = False,
+        aligned: bool = True,
     ) -> float:
         """Return the seconds of matmuls of known shapes, one after the other, that read and write `num_bytes` together.
 
         A device that was idle (`alone`) has higher clocks than one in training. Matmuls of many experts may be `grouped`,
-        one kernel for each shape.
+        one kernel for each shape. `aligned`: whether all rows begin at multiples of 16 bytes.
 
         Source and ignores: `stagewright.cluster.matmul`, `stagewright.cluster.kernel_choice`; launch.
         """
@@ -298,6 +299,8 @@ class Device(SourcedModel):
         precision = precision_name(dtype)
         item = 4.0 if precision in ("fp32", "tf32") else 2.0
         chosen = precision in ("bf16", "fp16") and not grouped
+        if chosen and not aligned:
+            flops *= parameters.unaligned_share
         return sum(
             shaped_matmul_seconds(
                 parameters, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped

@@ -49,6 +49,11 @@ _MOST_GROWN = 256
 Library = Literal["a100", "h100", "b200"]
 """Kernel library, named by the device whose matmuls were measured."""
 
+_UNALIGNED_SHARE: dict[Library, float] = {"h100": 0.17}
+"""Fraction of their rate at which a library computes matmuls in half precision with rows that begin at no multiple of 16
+bytes, as logits of an odd vocabulary: Hopper's kernels take none of them, and those of two generations before do. Fit of the
+output stages of nanotron's runs on H100. Ignores: that rows at multiples of 4 or 8 bytes lose less."""
+
 
 class MatmulShape(NamedTuple):
     """`batch` matmuls of rows x inner times inner x columns."""
@@ -92,6 +97,12 @@ class MatmulParameters(StrictModel):
         return kernel_choice.kernel_factor(
             self.kernels, shape.rows, shape.columns, shape.inner, self.num_multiprocessors
         )
+
+    @property
+    def unaligned_share(self) -> float:
+        """Fraction of its arithmetic rate at which a matmul in half precision runs whose rows begin at no multiple of 16
+        bytes."""
+        return 1.0 if self.kernels is None else _UNALIGNED_SHARE.get(self.kernels, 1.0)
 
     def least_kernel_factor(self, shape: MatmulShape, *, of_weights: bool) -> float:
         """Return the minimum of `kernel_factor` (at most 1) for this number of samples and up to `_MOST_GROWN` times as

@@ -260,8 +260,6 @@ def _product(first: int) -> Callable[[_OperatorCall], Work]:
         *batch_of, rows, inner = call.shape(first)
         batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
         matmul = call.adding(call.matmul(MatmulShape(batch, rows, columns, inner)), batch * rows * columns)
-        if not batch_of:
-            return matmul
         factors = (call.meta(first), call.meta(first + 1), *call.results())
         return replace(matmul, is_aligned=all(map(_is_aligned, factors)))
 

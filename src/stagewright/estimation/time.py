@@ -100,7 +100,11 @@ def kernel_seconds(operator: Work, device: Device) -> float:
     if operator.kernel is Kernel.MATMUL and operator.shapes and device.products is not None:
         precision = _precision(operator, device)
         return device.shaped_matmul_seconds(
-            operator.shapes, precision, operator.bytes_moved, grouped=operator.grouped
+            operator.shapes,
+            precision,
+            operator.bytes_moved,
+            grouped=operator.grouped,
+            aligned=operator.is_aligned,
         )
     if operator.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         arithmetic = device.matmul_seconds(operator.arithmetic, _precision(operator, device))
@@ -272,8 +276,8 @@ class Costing:
         operator = work(node, value)
         if not operator.has_rule:
             self.without_rule.add(short_name(node.op))
-        if not operator.is_aligned and self.runtime.unaligned_products == "other cores":
-            operator = replace(operator, dtype="float32")
+        if not operator.is_aligned:
+            operator = self._unaligned(operator)
         result = self._in_products(operator, node, value)
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
@@ -288,6 +292,21 @@ class Costing:
         if node.signature >= 0:
             self._by_signature[kind] = result
         return result
+
+    def _unaligned(self, operator: Work) -> Work:
+        """Return a matmul whose rows begin at no multiple of 16 bytes as it runs: compilers pad it, old libraries compute
+        batches of such without tensor cores.
+
+        Source for compilers: torch/_inductor/config.py, `shape_padding`.
+        """
+        if self._given[1]:
+            return replace(operator, is_aligned=True)
+        is_batch = any(shape.batch > 1 for shape in operator.shapes)
+        return (
+            replace(operator, dtype="float32")
+            if is_batch and self.runtime.unaligned_products == "other cores"
+            else operator
+        )
 
     def _in_turn(self, plain: Cost) -> Cost:
         """Add host time to device time if the runtime's host waits for every kernel."""
