@@ -19,6 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from cards import CARDS, cards
+
 from stagewright.cluster import load_cluster
 from stagewright.cluster.catalog import device_names
 from stagewright.cluster.schema import SourcedModel
@@ -36,6 +38,8 @@ SCRIPTS = {
     "h100_eager": "Eager training steps on one H100",
     "footprints": "Memory of Megatron and of tuned stages",
     "runtimes": "Training steps under other runtimes",
+    "other_pipelines": "Pipelines that others than NVIDIA published",
+    "schedule_reference": "Schedules and layers of RoundPipe's authors",
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
 
@@ -185,6 +189,12 @@ def newest(name: str) -> str | None:
     return max(found, key=lambda file: dated.findall(file), default=None)
 
 
+def _revision() -> str:
+    """The commit that the page is written from."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no repository"
+
+
 def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
     """The lines of the page."""
     versions = {"version": metadata.version("stagewright"), "torch": metadata.version("torch")}
@@ -195,6 +205,10 @@ def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
             yield f"{NOTES[name]}\n"
         if not found:
             yield f"Not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})."
+            continue
+        if name in CARDS:
+            revision = f"Stagewright {versions['version']}, {_revision()}"
+            yield from cards(name, found, revision, date.today().isoformat())
             continue
         yield "| figure | half | rows | mean | median | bias | worst |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |"
         for figure, document in judged(found):

@@ -626,12 +626,13 @@ def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
 @dataclass(frozen=True)
 class Source:
     """A table of runs: where it is, how a row is asked, every so many of which constants were fitted on (0:
-    none), and the bars."""
+    none), the bars, and what is judged of several rows together."""
 
     folder: str
     reader: Callable[[Record], tuple[Asked, list[Judged]] | str]
     fitted: int
     bars: dict[str, float]
+    compared: Callable[[list[tuple[Record, Predictions]]], Iterator[tuple[str, Row]]] | None = None
 
 
 SOURCES = {
@@ -680,13 +681,17 @@ def rows(
     left_out.update(made for _, made in asked if isinstance(made, str))
     wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
     answers = pool.map(answer, [made for _, (made, _) in wanted], chunksize=4)
+    predicted: list[tuple[Record, Predictions]] = []
     for (index, (question, figures)), prediction in zip(wanted, answers, strict=True):
         if isinstance(prediction, str):
             left_out[prediction] += 1
             continue
+        predicted.append((records[index], prediction))
         half = "fit" if source.fitted and index % source.fitted == 0 else "other"
         for one in figures:
             yield one.unit, Row(question.label, one.figure, one.take(prediction), one.measured, half)
+    if source.compared is not None:
+        yield from source.compared(predicted)
 
 
 SAFETY = "memory safety"

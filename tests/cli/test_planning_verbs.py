@@ -41,9 +41,13 @@ def planned(folder: Path) -> dict:
 def test_a_host_that_falls_behind_is_told_with_what_would_help() -> None:
     words = ("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2")
     found = document(*words)
-    told = f"Host-bound: for {found['host_bound_fraction']:.0%} of the step devices wait"
+    told = f"Host-bound: for {found['host_bound_fraction']:.0%} of the step devices wait for the host"
     lines = call(*words).stdout
     assert 0.02 < found["host_bound_fraction"] < 1 and told in lines and "--compiled" in lines
+    fused = call(
+        *words, "--dtype", "bf16", "--runtime", "megatron-core+te"
+    ).stdout  # which refuses --compiled
+    assert "Host-bound" in fused and "CUDA graphs" in fused and "--compiled" not in fused
     slow = call(
         "estimate", "llama-3-8b", "--cluster", "8x-h100", "--sequence-length", "8192", "--global-batch", "8"
     )

@@ -10,6 +10,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.dispatch import dispatch_seconds
+from stagewright.cluster.matmul import MatmulShape
 from stagewright.errors import InputError
 from stagewright.estimation.collectives import collective_seconds, distinct, met
 from stagewright.estimation.runtime import load_runtime
@@ -180,6 +181,50 @@ def test_heads_of_odd_widths_leave_the_tensor_cores(tmp_path: Path) -> None:
             short_name(node.op) for node in graph.nodes if device_s(odd, node) > device_s(usual, node) * 1.001
         }
         assert slower == ({"bmm"} if is_slower else set())
+
+
+def odd_heads(vocabulary: int) -> OperatorGraph:
+    return trace(
+        resolve("tiny-llama", {"vocab_size": vocabulary}), 2, 64, "bfloat16", target="cuda", attention="fused"
+    )
+
+
+@pytest.mark.parametrize(("cluster", "slower"), [("1x-h100", 1 / 0.17), ("1x-a100-80", 1.0)])
+def test_logits_of_an_odd_vocabulary_take_the_arithmetic_of_old_kernels_on_hopper(
+    cluster: str, slower: float
+) -> None:
+    device = load_cluster(cluster).device
+    shapes = [MatmulShape(1, 16_384, 50_304, 2_048)]
+    even, odd = (
+        device.shaped_matmul_seconds(shapes, "bf16", 1e9, aligned=aligned) for aligned in (True, False)
+    )
+    assert odd / even == pytest.approx(slower, rel=0.1)
+
+
+def test_a_compiler_pads_an_odd_vocabulary() -> None:
+    of_head = {}
+    for vocabulary in (50_256, 50_257):
+        graph = odd_heads(vocabulary)
+        head = [node for node in products(graph) if not layer_of(node.module)]
+        for compiled in (False, True):
+            costs = Costing(graph, CLUSTER.device, CLUSTER, compiled=compiled)
+            of_head[vocabulary, compiled] = sum(device_s(costs, node) for node in head)
+    assert of_head[50_257, False] > 1.5 * of_head[50_256, False]
+    assert of_head[50_257, True] == pytest.approx(of_head[50_256, True], rel=0.02)
+
+
+def test_messages_that_a_rank_waits_for_add_their_shapes(tmp_path: Path) -> None:
+    text = 'based_on = "torch-fsdp"\ntransfers = "sends and receives"\n[waits]\nmessage_s = '
+    steps, bound = {}, {}
+    for seconds in ("0.0", "1e-3"):
+        runtime = written(tmp_path, f"waits-{seconds}", text + seconds)
+        job = Job(global_batch=16, sequence_length=64, runtime=runtime)
+        plan = estimate("tiny-llama", load_cluster("2x-h100"), job, pp=2)
+        steps[seconds] = plan.predictions.step_seconds
+        bound[seconds] = plan.host_bound
+    # A rank of two sends and receives once in either direction of each of 16 microbatches.
+    assert steps["1e-3"] - steps["0.0"] == pytest.approx(2e-3 * 16, rel=0.15)
+    assert bound["1e-3"] > bound["0.0"]
 
 
 def test_a_host_that_waits_for_kernels_adds_its_time(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import accuracy
+import cards
+import other_pipelines
 import pytest
 from verdict import Row, document
 
@@ -48,3 +50,17 @@ def test_a_script_that_is_not_asked_names_its_last_results(tmp_path: Path) -> No
 def test_every_script_is_there() -> None:
     folder = Path(accuracy.__file__).parent
     assert all((folder / f"{name}.py").exists() for name in accuracy.SCRIPTS)
+
+
+def test_a_set_with_a_card_says_what_was_claimed_measured_and_not_checked(found: dict) -> None:
+    name = "nanotron_bench_cluster.csv"
+    lines = list(cards.cards("other_pipelines", {name: found["set.csv"]}, "abc1234", "2026-11-28"))
+    (measured,) = (line for line in lines if line.startswith("| measured |"))
+    assert "time: mean 10.0%, bias -3.3%, worst -20% of 3 (bar 10%)" in measured
+    assert f"| command | `python validation/other_pipelines.py --only {name}` |" in lines
+    assert "| rows left out | 3 for 'no such device' |" in lines
+    assert [line.split(" | ")[0] for line in lines[1:]].count("| not checked") == 1
+
+
+def test_every_judged_table_of_pipelines_has_a_card() -> None:
+    assert set(cards.CARDS["other_pipelines"]) == set(other_pipelines.SOURCES)

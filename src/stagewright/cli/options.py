@@ -61,7 +61,8 @@ DocumentsApart = Annotated[
 RuntimeName = Annotated[
     str | None, typer.Option("--runtime", metavar="NAME",
         help="The runtime to predict: stagewright (the default), megatron-core+te, megatron-core+te-bf16-gradients, "
-        "megatron-lm, megatron-deepspeed, deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
+        "megatron-lm, megatron-deepspeed, deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, torchtitan-pipeline, "
+        "nanotron, or a runtime.toml.")]
 Profile = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE",
         help="Operator times measured by `stagewright profile`, used where they match.")]

@@ -103,6 +103,8 @@ class Waits(StrictModel):
 
     * `product_s`: around a matmul, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
+    * `message_s`: on a boundary value or gradient that a rank waits to send or receive, in addition to the transfer: shapes
+      that go ahead of it, and the host that reads them before it issues more.
     * `scattered_s`: to send parts, one per rank of a group, to another node, in addition to the transfer.
     * `routing_s`: in a layer of sharded experts, in either direction, for the host to read how many tokens go where.
     * `beside_share`: fraction of a GPU's multiprocessors that collectives of sharded parameters and gradients, hidden
@@ -111,6 +113,7 @@ class Waits(StrictModel):
 
     product_s: Seconds = 0.0
     collective_s: Seconds = 0.0
+    message_s: Seconds = 0.0
     scattered_s: Seconds = 0.0
     routing_s: Seconds = 0.0
     beside_share: Annotated[float, Field(ge=0, lt=1)] = 0.0

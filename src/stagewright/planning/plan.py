@@ -434,11 +434,15 @@ class Plan(StrictModel):
 
     @property
     def host_bound(self) -> float:
-        """Fraction of the step in which devices wait for the host to issue operators, on the pipeline rank that waits
-        longest."""
-        waiting_s = [0.0] * self.pp
-        for rank, stage in zip(self.placement, self.predictions.stages, strict=True):
-            waiting_s[rank] += stage.behind_seconds * self.num_microbatches
+        """Fraction of the step in which devices wait for the host, on the pipeline rank that waits longest: for operators to
+        be issued, and for what the runtime's host spends on every microbatch and message."""
+        waiting_s, runtime = [0.0] * self.pp, self.job.profile
+        num_stages = len(self.predictions.stages)
+        ways = 2 if runtime.transfers == "sends and receives" else 1
+        for index, (rank, stage) in enumerate(zip(self.placement, self.predictions.stages, strict=True)):
+            num_messages = ways * ((index > 0) + (index < num_stages - 1))
+            host_s = 2 * runtime.host.pass_s + num_messages * runtime.waits.message_s
+            waiting_s[rank] += (stage.behind_seconds + host_s) * self.num_microbatches
         return max(waiting_s) / self.predictions.step_seconds
 
     @property

@@ -218,12 +218,13 @@ def host_line(plan: Plan) -> str | None:
     """Return for how long devices wait for the host, and what would help; None if they hardly do."""
     if plan.host_bound < _LEAST_SHARE:
         return None
-    ways = ["larger microbatches"] if plan.num_microbatches > 1 else []
-    ways += [] if plan.job.compiled else ["--compiled (fewer kernels)"]
+    ways = ["fewer, larger microbatches"] if plan.num_microbatches > 1 else []
+    if plan.job.profile.kernels:  # it fuses operators itself
+        ways.append("CUDA graphs")
+    elif not plan.job.compiled:
+        ways.append("--compiled (fewer kernels)")
     remedy = f": {' or '.join(ways)} would help" if ways else ""
-    return (
-        f"Host-bound: for {plan.host_bound:.0%} of the step devices wait for operators to be issued{remedy}."
-    )
+    return f"Host-bound: for {plan.host_bound:.0%} of the step devices wait for the host{remedy}."
 
 
 def profile_line(plan: Plan) -> str | None:

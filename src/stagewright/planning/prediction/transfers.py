@@ -134,14 +134,15 @@ def _blocking_seconds(staged: StagedModel, source: int, target: int, num_bytes: 
     Source: Megatron-LM's scatter-gather optimisation, Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
     """
     profile = staged.job.profile
+    begins_s = profile.host.member_s + profile.waits.message_s
     if not profile.scatters_boundaries or staged.tp == 1 or staged.sequence_parallel:
-        return message_seconds(staged, source, target, num_bytes) + profile.host.member_s
+        return message_seconds(staged, source, target, num_bytes) + begins_s
     placed = staged.program.placement.rank_of_stage
     here, there = staged.first_rank(placed[source]), staged.first_rank(placed[target])
     gathered_s = all_gather_seconds(staged.cluster, num_bytes, range(there, there + staged.tp))
     sent_s = message_seconds(staged, source, target, num_bytes / staged.tp)
     between_nodes = staged.cluster.node_of(here) != staged.cluster.node_of(there)
-    return sent_s + gathered_s + profile.host.member_s + between_nodes * profile.waits.scattered_s
+    return sent_s + gathered_s + begins_s + between_nodes * profile.waits.scattered_s
 
 
 def message_seconds(staged: StagedModel, source: int, target: int, num_bytes: float) -> float:
