@@ -36,6 +36,7 @@ SCRIPTS = {
     "h100_eager": "Eager training steps on one H100",
     "footprints": "Memory of Megatron and of tuned stages",
     "runtimes": "Training steps under other runtimes",
+    "pipelines": "Pipelines of Megatron-LM, NeMo and MLPerf",
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
 
