@@ -40,6 +40,7 @@ SCRIPTS = {
     "runtimes": "Training steps under other runtimes",
     "other_pipelines": "Pipelines that others than NVIDIA published",
     "schedule_reference": "Schedules and layers of RoundPipe's authors",
+    "pipelines": "Pipelines of Megatron-LM, NeMo and MLPerf",
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
 

@@ -38,7 +38,7 @@ class Change:
 
     @property
     def source(self) -> Source:
-        return (runtimes.SOURCES | pipelines.SOURCES)[self.table]
+        return (runtimes.SOURCES | pipelines.SOURCES | pipelines.COMPARED)[self.table]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ CHANGES = (
         "recomputation, compilation", "torchtitan_benchmarks.csv",
         ("table", "model", "n_gpus", "seq_len", "local_batch", "tp", "pp", "cp"), ("technique", "ac"),
     ),
+    Change("tensor parallelism", "megatron_bridge_skills.csv", ("model", "task", "gpus", "recompute"), ("tp",)),
     Change(
-        "degrees, recomputation, compilation", "kempnerforge_h200.csv",
-        ("layers", "hidden", "n_gpus", "seq_len", "global_batch_seqs"),
-        ("tp", "pp", "fsdp_shard", "act_ckpt", "compile", "micro_batch_per_rank"),
+        "dispatch during another microbatch", "megatron_bridge_skills.csv",
+        ("model", "task", "gpus", "tp", "ep", "global_batch"), ("variant",),
     ),
 )  # fmt: skip
 

@@ -127,6 +127,41 @@ def mlperf(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", float(record["step_s_median"]), step_seconds)]
 
 
+_OVERLAPS = {"HybridEP, no overlap": "-once", "HybridEP, EP overlap": "-once-beside"}
+_LLAMA_TFLOP = 6 * 70.6e9 / 1e12
+"""Of a token, without its attention, from which only ratios of steps are taken."""
+
+
+def skill(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run that Megatron-Bridge's guides compare with another; only their differences are judged."""
+    way = _OVERLAPS.get(record["variant"])
+    if record["model"] == "Qwen3-30B-A3B" and way and record["global_batch"]:
+        model, runtime, dtype = "qwen3-30b-a3b", NEMO.with_stem(f"{NEMO.stem}{way}"), "bf16"
+        seconds = float(record["step_ms"]) / 1e3
+    elif record["model"] == "Llama-3-70B" and record["variant"] in ("expandable_segments", "more TP"):
+        model, runtime, dtype = "llama-3-70b", NEMO, "fp8"
+        tokens = int(record["global_batch"]) * int(record["sequence_length"])
+        seconds = tokens * _LLAMA_TFLOP / int(record["gpus"]) / float(record["model_tflops_per_gpu"])
+    else:
+        return "a change that no configuration describes, or runs without a batch"
+    tp, pp, num = (int(record[key]) for key in ("tp", "pp", "gpus"))
+    asked = Asked(
+        model, {}, nodes("h100", num),
+        {
+            "global_batch": int(record["global_batch"]), "sequence_length": int(record["sequence_length"]), "dtype": dtype,
+            "runtime": str(runtime),
+        },
+        {
+            "tp": tp, "pp": pp, "dp": num // (tp * pp), "ep": int(record["ep"] or 1), "zero": 1,
+            "sequence_parallel": tp > 1, **interleaved(int(record["vpp"] or 1)),
+        },
+    )  # fmt: skip
+    return asked, [Judged("time", "s", seconds, step_seconds)]
+
+
+COMPARED = {"megatron_bridge_skills.csv": Source("pipelines", skill, 0, {})}
+"""Tables whose rows are judged by their differences alone."""
+
 SOURCES = {
     "megatron_functional_tests.csv": Source("pipelines", golden, 0, {"allocated": 0.02, "time": 0.12}),
     "mlperf_training.csv": Source("pipelines", mlperf, 1, {"time": 0.05}),
