@@ -16,6 +16,8 @@ from test_finetuning import run_alone, saved
 from test_matrix import check
 from transformers import AutoModelForCausalLM
 
+from stagewright.errors import InputError
+from stagewright.execution import weight_files
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import run
 from stagewright.execution.model_export import export
@@ -23,6 +25,7 @@ from stagewright.planning.plan import Plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.lora import Lora
+from stagewright.tracing.models.reference import resolve
 
 NF4 = Lora(rank=4, alpha=8, is_drawn=True, base="nf4")
 INT8 = NF4.model_copy(update={"base": "int8"})
@@ -161,3 +164,33 @@ def test_what_is_merged_is_what_was_trained(base: str, tmp_path: Path) -> None:
     wanted = trained(input_ids=tokens).logits
     assert torch.allclose(merged(input_ids=tokens).logits, wanted, atol=1e-5)
     assert not torch.allclose(whole(input_ids=tokens).logits, wanted, atol=1e-3)
+
+
+def test_what_a_quantised_base_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="no weight can be split over ranks: leave out --tp, or --lora-base"):
+        trace(resolve("tiny-llama", {"num_hidden_layers": 1}).adapted(NF4), 1, 16, tp=2)
+    with pytest.raises(InputError, match="at most 32 bits: plan with --dtype fp32 or bf16"):
+        trace(resolve("tiny-llama", {"num_hidden_layers": 1}).adapted(NF4), 1, 16, "float64")
+    make_plan(tmp_path / "plan.json", lora=NF4)
+    monkeypatch.setattr(weight_files, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="need bitsandbytes, which is not installed: pip install"):
+        run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_are_those_that_packed_weights_stand_for() -> None:
+    plain, packed = (
+        trace(resolve("tiny-llama", {"num_hidden_layers": 1}).adapted(lora), 1, 16)
+        for lora in (NF4.model_copy(update={"base": None}), NF4)
+    )
+    assert packed.num_parameters == plain.num_parameters
+    in_bytes = [
+        sum(graph.values[v].meta.storage_bytes for v in graph.parameter_values) for graph in (plain, packed)
+    ]
+    linear = 4 * sum(
+        graph.values[value].meta.num_elements
+        for graph in [plain]
+        for name, value in graph.parameters.items()
+        if name.endswith(("_proj.weight", "base_layer.weight"))
+    )
+    assert in_bytes[0] - in_bytes[1] == pytest.approx(linear * (1 - 4.13 / 32), rel=0.01)

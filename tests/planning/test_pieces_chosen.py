@@ -24,17 +24,22 @@ MODEL = resolve("tiny-llama", {"vocab_size": 32768})
 """Its logits of 4,096 tokens take 512 MiB in float32, everything else of a stage less."""
 
 
-def job(limit: int) -> Job:
-    return Job(global_batch=8, sequence_length=4096, dtype="fp32", memory_limit=limit * MIB)
+def job(limit: int, sequence_length: int = 4096) -> Job:
+    return Job(global_batch=8, sequence_length=sequence_length, dtype="fp32", memory_limit=limit * MIB)
 
 
 @cache
 def found(
-    limit: int, loss_pieces: LossPieces, schedule: str = "gpipe", pp: int = 2, **more: Any
+    limit: int,
+    loss_pieces: LossPieces,
+    schedule: str = "gpipe",
+    pp: int = 2,
+    sequence_length: int = 4096,
+    **more: Any,
 ) -> SearchResult:
     return search.plan(
-        MODEL, CLUSTER, job(limit), schedules=(schedule,), pp=pp, dp=4 // pp, microbatch=1, loss_pieces=loss_pieces,
-        host_optimizer="never", zero=(None,), **more,
+        MODEL, CLUSTER, job(limit, sequence_length), schedules=(schedule,), pp=pp, dp=4 // pp, microbatch=1,
+        loss_pieces=loss_pieces, host_optimizer="never", zero=(None,), **more,
     )  # fmt: skip
 
 
@@ -47,6 +52,14 @@ def test_pieces_that_make_a_plan_faster_are_taken() -> None:
     assert described_schedule(chosen) == "gpipe +L"
     (line,) = loss_lines(chosen)
     assert "in 2 slices" in line and "512.0 MiB" in line and "256.0 MiB are in memory at a time" in line
+
+
+def test_microbatches_of_few_tokens_are_divided_too() -> None:
+    """Where the larger pieces would be the whole microbatch."""
+    whole, chosen = (found(1200, pieces, sequence_length=2048).plans[0] for pieces in (1, "auto"))
+    assert whole.memory_policy[-1] != "keep" and chosen.memory_policy[-1] == "keep"
+    assert chosen.loss_pieces == 4
+    assert chosen.predictions.step_seconds < whole.predictions.step_seconds
 
 
 def test_pieces_that_would_only_cost_time_are_not_taken() -> None:

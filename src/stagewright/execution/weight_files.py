@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -22,7 +23,8 @@ from stagewright.files import inside
 from stagewright.planning.plan import Plan
 from stagewright.text import say
 from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG
-from stagewright.tracing.models.quantised import method_of, refuse_quantised
+from stagewright.tracing.models.lora import NF4
+from stagewright.tracing.models.quantised import BITSANDBYTES, NEEDS_BITSANDBYTES, method_of, refuse_quantised
 from stagewright.tracing.models.reference import OTHER_FORMATS, ModelReference, bundled_names
 
 INDEX = "model.safetensors.index.json"
@@ -108,9 +110,14 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     """Check, before any process is started, that a run can start from the weights of its model, if there are any.
 
     If there are none and random weights were not requested, the first rank or launcher prints on stderr that they are drawn.
-    Raises `InputError` where the model has changed, or files are missing, damaged, outside the folder, or in an unsupported
-    format."""
+    Raises `InputError` where the model has changed, files are missing, damaged, outside the folder, or in an unsupported
+    format, or a package to read them is missing."""
     reference = plan.model.resolved()
+    is_nf4 = reference.lora is not None and reference.lora.base == NF4
+    if not random_weights and reference.config is not None:
+        is_nf4 |= method_of(reference.config) == BITSANDBYTES
+    if is_nf4 and find_spec("bitsandbytes") is None:
+        raise InputError(NEEDS_BITSANDBYTES)
     if random_weights or reference.kind == "factory":
         return
     if reference.lora is not None and reference.lora.folder is not None and not is_resumed:

@@ -49,9 +49,12 @@ def improve(search: Search) -> None:
     if not search.fits:
         search.report("recomputing and offloading more")
         last = fitter.last_resort()
-        if last is not None:
-            search.fits.append(last)
-        return
+        if last is None:
+            return
+        search.fits.append(last)
+        _try_pieces(search)
+        if len(search.fits) == 1:
+            return
     for fit in _to_refine(search):
         _refine(search, fitter, fit)
     if JOINT in (search.space.schedules or ()):
@@ -62,8 +65,9 @@ def improve(search: Search) -> None:
 
 def _try_pieces(search: Search) -> None:
     """Try what is short of the memory that logits take once more with the loss in pieces."""
+    is_divided = False
     for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
-        if search.piece_tokens and search.fits:
+        if is_divided and search.fits:
             break
         plans = [fit.plan for fit in search.fits]
         shapes = short_of_memory(plans, search.fitter.excluded, search.logits_bytes, search.usable_bytes)
@@ -74,6 +78,7 @@ def _try_pieces(search: Search) -> None:
                 for key in search.coarse.graphs
                 if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
             ]
+            is_divided |= any(search.with_pieces(key).loss_pieces > 1 for key in same)
             _try_degrees(search, same, set(shape.degrees))
 
 

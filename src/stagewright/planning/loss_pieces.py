@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from stagewright.planning.search_result import Excluded
 
 PIECE_TOKENS = (2048, 512)
-"""Tokens of the pieces tried where memory is short; the smaller ones if nothing fits with the larger."""
+"""Tokens of the pieces tried where memory is short; the smaller ones if nothing fits with the larger, or if a microbatch has
+no more tokens than those."""
 _LARGE_SHARE = 1 / 4
 """Fraction of a device above which logits in float32 are always in pieces: they are alive three times."""
 _PIECE_SHARE = 1 / 16

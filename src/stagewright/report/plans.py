@@ -170,6 +170,7 @@ def job_text(plan: Plan) -> str:
     job, lora = plan.job, plan.model.lora
     of_tokens = "" if job.unit == "samples" else f" of {', '.join(map(str, job.shares))} tokens"
     adapters = "" if lora is None else f", LoRA of rank {lora.rank}"
+    adapters += f" on {lora.base}" if lora is not None and lora.base is not None else ""
     samples = plural(job.global_batch, "sample")
     return f"{samples}{of_tokens} per step, {job.dtype}, {job.optimizer}{adapters}, runtime {job.runtime}"
 

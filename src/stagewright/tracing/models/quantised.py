@@ -40,6 +40,9 @@ _DEQUANTISE = (
     "dequantise them once with transformers (from_pretrained with dequantize=True in its quantization config, or "
     "model.dequantize(), then save_pretrained)"
 )
+NEEDS_BITSANDBYTES = (
+    "weights in nf4 need bitsandbytes, which is not installed: pip install 'stagewright[qlora]'"
+)
 FIX = f"{_DEQUANTISE}, or run with --random-weights to start from the seed"
 
 

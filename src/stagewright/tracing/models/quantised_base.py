@@ -22,6 +22,7 @@ from stagewright.errors import InputError
 from stagewright.tracing.models.adapter_names import is_adapter
 from stagewright.tracing.models.adapters import is_transposed, quiet_bitsandbytes
 from stagewright.tracing.models.lora import NF4
+from stagewright.tracing.models.quantised import NEEDS_BITSANDBYTES
 from stagewright.tracing.tensor_parallel.operators import define
 
 _BLOCK, _SCALES_PER_BLOCK = 64, 256
@@ -97,7 +98,7 @@ def quantise_base(net: nn.Module, method: str) -> None:
                 continue
             if weight.dtype == torch.float64:
                 raise InputError(
-                    f"weights of {method} are dequantised to at most 32 bits: plan with --precision fp32 or bf16"
+                    f"weights of {method} are dequantised to at most 32 bits: plan with --dtype fp32 or bf16"
                 )
             layouts[name] = Packed.of(weight, method, is_transposed(module))
             packed = layouts[name].pack(weight.detach())
@@ -275,11 +276,8 @@ def bitsandbytes() -> Any:
     try:
         with quiet_bitsandbytes():
             import bitsandbytes
-    except ImportError as error:
-        raise InputError(
-            f"--lora-base {NF4} needs bitsandbytes, which cannot be imported ({error}): pip install bitsandbytes, or "
-            "'stagewright[qlora]'"
-        ) from None
+    except ImportError:
+        raise InputError(NEEDS_BITSANDBYTES) from None
     return bitsandbytes
 
 
