@@ -57,7 +57,7 @@ def test_it_has_every_file_and_what_fine_tuning_needs(wheel: Path, tmp_path: Pat
     required = metadata.get_all("Requires-Dist") or []
     assert "finetune" in (metadata.get_all("Provides-Extra") or [])
     needed = {re.split(r"\W", line)[0] for line in required if "extra == 'finetune'" in line}
-    assert needed == {"peft", "pyarrow"}
+    assert needed == {"bitsandbytes", "peft", "pyarrow"}
 
     done(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "site", wheel)
     code = "import stagewright; from stagewright.cli import main; print(stagewright.__file__, flush=True); main()"
