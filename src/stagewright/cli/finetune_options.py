@@ -88,7 +88,7 @@ class MachineOptions:
     memory_limit: options.MemoryLimit = None
     within: Annotated[
         float, typer.Option("--within", metavar="SECONDS", min=0,
-            help="End the search for a plan then with the best so far, or as soon as it has one.")] = 30.0
+            help="End the search for a plan then with the best so far, or as soon as it has one.")] = 120.0
 
 
 @dataclass(frozen=True)

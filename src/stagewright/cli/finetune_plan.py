@@ -38,6 +38,8 @@ class Preparation:
         self.folder = request.folder
         self.verbs: list[str] = []
         """Commands that ran, in order."""
+        self._alternative: str | None = None
+        """A line about another kind of plan, where one was made now."""
 
     def continue_or_begin(self) -> None:
         """Take the files of an earlier start of the same fine-tuning, without its plan if options of machine or parallelism
@@ -268,6 +270,8 @@ class Preparation:
     def _planned(self, base: str) -> Plan:
         from stagewright.cluster.load import write_toml
         from stagewright.planning.search import plan as search
+        from stagewright.report.finetuning import alternative_line
+        from stagewright.report.plans import tight_warnings
 
         job, path, model = self.job(self._dtype), self.folder / "job.toml", self._model(base)
         document = job.model_dump(mode="json", exclude_unset=True, exclude_none=True)
@@ -285,7 +289,8 @@ class Preparation:
             result = search(
                 model, self.cluster, job, self.request.space, report=progress, patience_s=machine.within
             )
-        warn(result.warnings)
+        warn([*result.warnings, *tight_warnings(result.plans[0])])
+        self._alternative = alternative_line(result.plans)
         return result.plans[0]
 
     def plan_lines(self, plan: Plan) -> Iterator[Any]:
@@ -297,6 +302,8 @@ class Preparation:
             yield from finetuning.data_lines(self.summary, plan)
         yield finetuning.device_table(plan)
         yield from finetuning.speed_lines(plan, self.summary is not None)
+        if self._alternative is not None:
+            yield self._alternative
 
     def _why(self, plan: Plan) -> str:
         """Return why the model is held in the plan's precision."""

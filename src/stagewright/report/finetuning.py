@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
-from stagewright.report.plans import described_schedule, marks_legend
+from stagewright.report.plans import described_schedule, marks_legend, spare_bytes
 from stagewright.report.tables import Table, table
 from stagewright.text import plural
 from stagewright.units import format_bytes, format_seconds
@@ -99,20 +100,20 @@ def device_table(plan: Plan) -> Table:
 def _layers(plan: Plan) -> list[str]:
     """Return the layers of every pipeline rank, as ranges."""
     counts = layers_per_stage(plan)
-    if counts is None:
-        spans = [(stage.start, stage.stop - 1) for stage in plan.predictions.stages]
-        unit = "operators "
-    else:
-        starts = [sum(counts[:stage]) for stage in range(len(counts))]
-        spans = [(start, start + count - 1) for start, count in zip(starts, counts, strict=True)]
-        unit = ""
-    last = len(spans) - 1
+    sizes = counts or [stage.stop - stage.start for stage in plan.predictions.stages]
     by_rank: list[list[str]] = [[] for _ in range(plan.pp)]
-    for stage, (first, end) in enumerate(spans):
-        parts = ["embedding"] if stage == 0 and counts else []
-        parts += [f"{unit}{first}-{end}" if end > first else f"{unit}{first}"] if end >= first else []
-        parts += ["head"] if stage == last and counts else []
-        by_rank[plan.placement[stage]].append(" ".join(parts))
+    number = 0
+    runs = [
+        (rank, list(run)) for rank, run in groupby(range(plan.num_stages), key=plan.placement.__getitem__)
+    ]
+    for place, (rank, run) in enumerate(runs):
+        count = sum(sizes[stage] for stage in run)
+        last = number + count - 1
+        parts = ["embedding"] if place == 0 and counts else []
+        parts += [f"{number}-{last}" if last > number else f"{number}"] if count else []
+        parts += ["head"] if place == len(runs) - 1 and counts else []
+        by_rank[rank].append(("" if counts else "operators ") + " ".join(parts))
+        number += count
     return [", ".join(parts) for parts in by_rank]
 
 
@@ -121,6 +122,7 @@ def speed_lines(plan: Plan, has_data: bool) -> Iterator[str]:
     predictions, job = plan.predictions, plan.job
     shape = {"replicas": plan.dp, "tensor parallel": plan.tp, "pipeline ranks": plan.pp}
     degrees = " x ".join(f"{count} {name}" for name, count in shape.items() if count > 1) or "one device"
+    degrees += f" (ZeRO {level})" if (level := max(plan.sharding)) else ""
     microbatches = plural(plan.num_microbatches, "microbatch", "microbatches")
     legend = marks_legend(plan)
     yield (
@@ -134,6 +136,19 @@ def speed_lines(plan: Plan, has_data: bool) -> Iterator[str]:
         yield f"{speed}; {plural(job.num_steps, 'step')}: {duration(seconds)}"
     else:
         yield f"{speed}; a million tokens: {duration(1e6 / predictions.tokens_per_second)}"
+
+
+def alternative_line(plans: Sequence[Plan]) -> str | None:
+    """Return how much slower the best of `plans` would be without a pipeline if the first has one, or with one if it has
+    none; None where no such plan was looked at to the end."""
+    best, *others = plans
+    other = next((plan for plan in others if (plan.pp == 1) != (best.pp == 1)), None)
+    if other is None:
+        return None
+    kind = "Without a pipeline" if other.pp == 1 else f"As a pipeline of {other.pp}"
+    slower = 1 - best.mean_step_seconds / other.mean_step_seconds
+    spare, _ = spare_bytes(other)
+    return f"{kind} it would be {slower:.0%} slower, with {format_bytes(spare)} to spare."
 
 
 def duration(seconds: float) -> str:
