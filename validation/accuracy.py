@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cards import CARDS, cards
+from cards import CARDS, UNCHECKED, WHOLE, cards, table
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.catalog import device_names
@@ -28,35 +28,13 @@ from stagewright.estimation.runtime import load_runtime, runtime_names
 from stagewright.files import write_whole
 
 SCRIPTS = {
-    "products": "Matmuls by shape",
-    "square_matmuls": "Large square matmuls on cards of many kinds",
-    "attention": "Fused attention by shape",
-    "experts": "Matmuls of experts",
-    "operators": "Operators of Megatron's GPT on four GPUs",
-    "collectives": "Collectives",
-    "dispatch": "Tokens to experts and back",
-    "h100_eager": "Eager training steps on one H100",
-    "footprints": "Memory of Megatron and of tuned stages",
-    "runtimes": "Training steps under other runtimes",
+    **{name: card.title for name, card in WHOLE.items()},
     "other_pipelines": "Pipelines that others than NVIDIA published",
     "schedule_reference": "Schedules and layers of RoundPipe's authors",
     "pipelines": "Pipelines of Megatron-LM, NeMo and MLPerf",
+    "differences": "Differences between runs",
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
-
-NOTES = {
-    "square_matmuls": "Users submitted them; repeats on one kind of card differ by a few per cent, on Jetson Thor and RTX "
-    "PRO 6000 by a quarter. Six kinds were fitted, on every second of their rows; RTX 3080, 5080, 5070 Ti and 5060 Ti have "
-    "the figures of the RTX 3090 and 5090, and saw no row.",
-    "attention": "Each kernel has a rate beside those that devices are described with, as a runtime's `attention_rate`; "
-    "without these rates errors are those of the second set. Three passes over keys and values stand for the cache that "
-    "serving systems write.",
-    "experts": "Layers of TensorRT-LLM have three constants of the script for what surrounds their matmuls.",
-    "collectives": "Messages around a ring are those of one communicator of many ranks, which no plan of ours asks for: "
-    "stages that send to each other have one of two ranks.",
-    "dispatch": "Constants were fitted on another draw of halves; a short fit on this one finds nearly the same.",
-}
-"""What a script assumes beyond what a user's command gives."""
 
 _FITTED = "fit"
 """What sources of fitted figures begin with."""
@@ -73,6 +51,10 @@ gives, and nothing is overridden but where a section says so. Errors are relativ
 size, the bias with its sign, and the worst. Rows of the half *fit* were seen by some constant, those of the half *other* by
 none. Written by `python validation/accuracy.py` on {today}, Stagewright {version}, torch {torch}; `python
 validation/NAME.py` prints one set, row by row where rows are few.
+
+## Never checked
+
+{unchecked}
 """
 
 
@@ -199,18 +181,19 @@ def _revision() -> str:
 def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
     """The lines of the page."""
     versions = {"version": metadata.version("stagewright"), "torch": metadata.version("torch")}
-    yield _HEAD.format(today=date.today().isoformat(), **versions)
+    today, revision = date.today().isoformat(), f"Stagewright {versions['version']}, {_revision()}"
+    unchecked = "\n".join(f"* {sentence}" for sentence in UNCHECKED)
+    yield _HEAD.format(today=today, unchecked=unchecked, **versions)
     for name, found in documents(folder, leave):
-        yield f"\n## {SCRIPTS[name]}\n\n`python validation/{name}.py`\n"
-        if name in NOTES:
-            yield f"{NOTES[name]}\n"
+        yield f"\n## {SCRIPTS[name]}\n"
         if not found:
             yield f"Not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})."
             continue
         if name in CARDS:
-            revision = f"Stagewright {versions['version']}, {_revision()}"
-            yield from cards(name, found, revision, date.today().isoformat())
+            yield from cards(name, found, revision, today)
             continue
+        yield from table(WHOLE[name], f"python validation/{name}.py", revision, today)
+        yield ""
         yield "| figure | half | rows | mean | median | bias | worst |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |"
         for figure, document in judged(found):
             figure = figure or name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import accuracy
@@ -47,9 +48,20 @@ def test_a_script_that_is_not_asked_names_its_last_results(tmp_path: Path) -> No
     assert f"({Path('../validation/results') / str(accuracy.newest('runtimes'))})" in page
 
 
-def test_every_script_is_there() -> None:
+def test_every_script_is_there_and_has_a_card() -> None:
     folder = Path(accuracy.__file__).parent
     assert all((folder / f"{name}.py").exists() for name in accuracy.SCRIPTS)
+    assert set(accuracy.SCRIPTS) == {*cards.WHOLE, *cards.CARDS}
+
+
+def test_the_page_begins_with_what_was_never_checked(found: dict, tmp_path: Path) -> None:
+    for name in accuracy.SCRIPTS:
+        (tmp_path / f"{name}.json").write_text(json.dumps(found if name == "runtimes" else {}))
+    page = "\n".join(accuracy.page(tmp_path))
+    sections = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert sections[0] == "Never checked" and f"* {cards.UNCHECKED[0]}" in page
+    assert "| command | `python validation/runtimes.py` |" in page
+    assert f"| claim | {cards.WHOLE['runtimes'].claim} |" in page
 
 
 def test_a_set_with_a_card_says_what_was_claimed_measured_and_not_checked(found: dict) -> None:
