@@ -23,7 +23,7 @@ from stagewright.cli.finetune_options import (
     FinetuneDataOptions,
     FinetuneResultOptions,
     MachineOptions,
-    Request,
+    FinetuneRequest,
     TrainingOptions,
 )
 from stagewright.cli.finetune_plan import Preparation
@@ -94,9 +94,9 @@ def finetune(
     models = {
         stored: replace(model_options, lora_base=stored).reference(model) for stored in (None, *QUANTISED)
     }
-    request = Request(models, data, training, machine, result, space, tuple(words), job)
+    request = FinetuneRequest(models, data, training, machine, result, space, tuple(words), job)
     _check(request)
-    work = Work(request)
+    work = FineTuning(request)
     work.continue_or_begin()
     plan = work.plan()
     if not result.as_json:
@@ -138,7 +138,7 @@ def _with_read(group: Group, reading: FinetuneReading) -> Group:
     )
 
 
-def _check(request: Request) -> None:
+def _check(request: FinetuneRequest) -> None:
     """Raise `InputError` for options that contradict each other or the model."""
     training, data, result = request.training, request.data, request.result
     if request.model.kind == "factory":
@@ -165,7 +165,7 @@ def _check(request: Request) -> None:
         )
 
 
-class Work(Preparation):
+class FineTuning(Preparation):
     """A fine-tuning: the preparation, the training and what comes of it."""
 
     def _run_words(self, plan: Plan) -> list[object]:

@@ -109,7 +109,7 @@ class FinetuneResultOptions:
 
 
 @dataclass(frozen=True)
-class Request:
+class FinetuneRequest:
     """All that a fine-tuning is asked to do."""
 
     models: Mapping[str | None, ModelReference]

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.cli.finetune_options import DTYPES, QUANTISED, Request
+from stagewright.cli.finetune_options import DTYPES, QUANTISED, FinetuneRequest
 from stagewright.cli.options import warn
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, PlanError
@@ -33,7 +33,7 @@ _MULTIPLE = 64
 class Preparation:
     """What comes before training, machine, data and plan, each made once and kept in the folder of the fine-tuning."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: FinetuneRequest) -> None:
         self.request = request
         self.folder = request.folder
         self.verbs: list[str] = []

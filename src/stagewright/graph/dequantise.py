@@ -14,7 +14,7 @@ DEQUANTISING = UNPACKING | {"stagewright.block_scales.default"}
 def dequantised_again(graph: OperatorGraph) -> OperatorGraph:
     """Return `graph` with a copy, in the backward of each forward operator, of the operators that dequantise the weights it
     uses, casts and views of them included; unchanged if nothing is quantised."""
-    again = _Again(graph.values, len(graph.nodes))
+    again = _Dequantisers(graph.values, len(graph.nodes))
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.part is Part.FORWARD and again.is_of_weights(node):
@@ -29,7 +29,7 @@ def dequantised_again(graph: OperatorGraph) -> OperatorGraph:
 
 
 @dataclass
-class _Again:
+class _Dequantisers:
     """The operators that dequantise, and their copies: `makers` by value, `copies` of a value by the operator and the part
     of the backward that uses it."""
 

@@ -164,7 +164,7 @@ class _Nodes:
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Recomputation:
     """Recomputation of a stage: what F saves, the whole `backward` with the `nodes` of the forward that it runs again, and
     the part of the forward that I and W each run again `once`."""
 
@@ -333,7 +333,7 @@ class _StageBuilder:
         at_hand: set[int],
         resident: set[int],
         here: _Storages,
-    ) -> _Again:
+    ) -> _Recomputation:
         """Return what runs again for `backward`, which needs the values `needed`; `at_hand` are those that F could keep."""
         forward, late = self.nodes.forward, self.nodes.late
         if not self.policy.reruns:
@@ -344,7 +344,7 @@ class _StageBuilder:
             once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
             recomputed = made_by(once.nodes)
             saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in recomputed)
-            return _Again(
+            return _Recomputation(
                 saved, interleaved(backward, _in_order(once.nodes, late), late_loss), once.nodes, once
             )
         returned = _values(self.grad_sends), (value for _, value in self.weights.gradients), [self.graph.loss]
@@ -357,7 +357,9 @@ class _StageBuilder:
         kept = {*rerun.taken} & at_hand
         once = self._recomputed(forward, needed, kept, resident)
         once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
-        return _Again(tuple(v for v in rerun.taken if v in kept), rerun.nodes, tuple(rerun.again), once)
+        return _Recomputation(
+            tuple(v for v in rerun.taken if v in kept), rerun.nodes, tuple(rerun.again), once
+        )
 
     def _another(self, value: int, storage: int | None, here: _Storages) -> int:
         """Add a copy of a value, in a new storage unless one is given."""
