@@ -186,14 +186,23 @@ def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
     yield _HEAD.format(today=today, unchecked=unchecked, **versions)
     for name, found in documents(folder, leave):
         yield f"\n## {SCRIPTS[name]}\n"
-        if not found:
-            yield f"Not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})."
-            continue
-        if name in CARDS:
+        if name in CARDS and found:
             yield from cards(name, found, revision, today)
             continue
-        yield from table(WHOLE[name], f"python validation/{name}.py", revision, today)
+        for card in [WHOLE[name]] if name in WHOLE else CARDS[name].values():
+            if name not in WHOLE:
+                yield f"\n### {card.title}\n"
+            day = (
+                today
+                if found
+                else f"not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})"
+            )
+            yield from table(
+                card, f"python validation/{name}.py", revision if found else "as the results say", day
+            )
         yield ""
+        if not found:
+            continue
         yield "| figure | half | rows | mean | median | bias | worst |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |"
         for figure, document in judged(found):
             figure = figure or name

@@ -21,9 +21,9 @@ from stagewright.cli.finetune_options import (
     RANK,
     TARGETS,
     FinetuneDataOptions,
+    FinetuneRequest,
     FinetuneResultOptions,
     MachineOptions,
-    FinetuneRequest,
     TrainingOptions,
 )
 from stagewright.cli.finetune_plan import Preparation
