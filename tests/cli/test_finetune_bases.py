@@ -76,3 +76,22 @@ def test_bases_that_contradict_or_do_not_exist_are_refused(base: str, tmp_path: 
     done = finetune(tmp_path, "--base", base, "--lora-base", "nf4")
     assert done.exit_code == 2
     assert f"--lora-base nf4 and --base {base} contradict each other" in done.stderr
+
+
+def test_faults_in_the_data_are_said_before_the_machine_is_measured(tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"chosen": "yes", "rejected": "no", "prompt": "so?"}) + "\n")
+    words = (
+        "finetune",
+        "tiny-llama",
+        "--random-weights",
+        "--data",
+        data,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "out",
+    )
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 2 and "chosen" in done.stderr
+    assert not (tmp_path / "out" / "machine.toml").exists()

@@ -98,6 +98,7 @@ def finetune(
     _check(request)
     work = FineTuning(request)
     work.continue_or_begin()
+    work.tokenise()
     plan = work.plan()
     if not result.as_json:
         show(*work.plan_lines(plan))

@@ -133,6 +133,11 @@ class Preparation:
             return open_store(folder), None
         return open_store(folder / TRAIN), open_store(folder / HELD_OUT)
 
+    def tokenise(self) -> None:
+        """Tokenise the data now, so that its faults are found before the machine is measured."""
+        if self.request.data.data is not None:
+            _ = self.stores
+
     @cached_property
     def sequence_length(self) -> int:
         """Tokens per sample: as given, or those of the longest document within limits."""
