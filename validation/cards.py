@@ -172,7 +172,8 @@ WHOLE: dict[str, Card] = {
     ),
     "h100_eager": Card(
         "Eager training steps on one H100",
-        "Steps of plain PyTorch are predicted within 8 %, allocated peaks within 3 % on average.",
+        "Steps of plain PyTorch are predicted within 8 %, allocated peaks within 1 % and reserved ones within 3 % on "
+        "average.",
         "Scratch memory of convolution libraries, with which reserved peaks of vision models come out low.",
     ),
     "footprints": Card(
