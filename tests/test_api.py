@@ -162,6 +162,8 @@ def test_measured_memory_is_drawn_action_by_action(plan: Plan) -> None:
         for rank, memory in zip(record.ranks, held, strict=True)
     ]
     timeline = stagewright.compare(plan, record).measured
+    others = [rank.model_copy(update={"memory": rank.memory[::-1]}) for rank in ranks]
+    assert measured_curves(others, timeline) is None, "of a step in another order"
     for rank, curve in enumerate(measured_curves(ranks, timeline) or ()):
         computed = [event for event in timeline.events(rank) if event.action.kind.name in "FBIW"]
         assert curve.peak == 99

@@ -95,3 +95,12 @@ def test_faults_in_the_data_are_said_before_the_machine_is_measured(tmp_path: Pa
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 2 and "chosen" in done.stderr
     assert not (tmp_path / "out" / "machine.toml").exists()
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"what": 1, "way": 2}', "{"])
+def test_a_damaged_description_is_named_with_the_remedy(text: str, tmp_path: Path) -> None:
+    (tmp_path / "finetune.json").write_text(text)
+    done = finetune(tmp_path)
+    assert done.exit_code == 2
+    assert "finetune.json" in done.stderr and "remove its folder" in done.stderr
+    assert (tmp_path / "finetune.json").read_text() == text

@@ -27,6 +27,7 @@ from stagewright.cli.finetune_options import (
     TrainingOptions,
 )
 from stagewright.cli.finetune_plan import Preparation
+from stagewright.cli.from_file import reported
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.model import ModelOptions
 from stagewright.cli.output import print_document, show
@@ -71,7 +72,7 @@ def finetune(
             "finetune starts its processes itself: for several machines give --cluster, and it shows the command for "
             "torchrun"
         )
-    reading = None if from_file is None else _read_and_report(from_file)
+    reading = None if from_file is None else _read(from_file)
     if reading is not None:
         data, training = _with_read(data, reading), _with_read(training, reading)
         model_options = _with_read(model_options, reading)
@@ -119,15 +120,11 @@ def finetune(
 Group = TypeVar("Group", FinetuneDataOptions, ModelOptions, TrainingOptions)
 
 
-def _read_and_report(path: Path) -> FinetuneReading:
+def _read(path: Path) -> FinetuneReading:
     """Return the fine-tuning in another program's file; print on stderr what of it is left out."""
     from stagewright.export.read_finetuning import read_finetuning
 
-    reading = read_finetuning(path)
-    say(f"{path}: {reading.summary()}")
-    for note in reading.notes:
-        say(f"note: {note}")
-    return reading
+    return reported(path, read_finetuning(path), "note")
 
 
 def _with_read(group: Group, reading: FinetuneReading) -> Group:
@@ -171,20 +168,12 @@ class FineTuning(Preparation):
 
     def _run_words(self, plan: Plan) -> list[object]:
         """Return the words of the command that trains."""
-        from stagewright.execution.data.store import HELD_OUT, TRAIN
-
-        data, result = self.folder / "data", self.request.result
-        is_divided = self.request.data.held_out > 0
-        words: list[object] = [
-            "run",
-            self.folder / "plan.json",
-            "--data",
-            data / TRAIN if is_divided else data,
-        ]
-        words += ["--held-out", data / HELD_OUT] if is_divided else []
+        data, held_out = self.data_folders
+        words: list[object] = ["run", self.folder / "plan.json", "--data", data]
+        words += ["--held-out", held_out] if held_out is not None else []
         words += ["--out", self.folder / "run", "--checkpoint", self.checkpoints]
         words += ["--checkpoint-every", self._checkpoint_every(plan), "--keep-last", 2]
-        return words + (["--random-weights"] if result.random_weights else [])
+        return words + (["--random-weights"] if self.request.result.random_weights else [])
 
     def _checkpoint_every(self, plan: Plan) -> int:
         seconds = max(plan.predictions.step_seconds, 1e-9)
@@ -210,7 +199,6 @@ class FineTuning(Preparation):
         """
         from stagewright.execution import launch
         from stagewright.execution.data.request import DataRequest
-        from stagewright.execution.data.store import HELD_OUT, TRAIN
         from stagewright.execution.record import load_record
 
         done, request = self._done, self.request
@@ -221,11 +209,11 @@ class FineTuning(Preparation):
         self.ran(*self._run_words(plan), "--resume" if done else None)
         if done:
             say(f"   from step {done} of {plan.job.num_steps}")
-        data, is_divided = self.folder / "data", request.data.held_out > 0
+        data, held_out = self.data_folders
         with self._said_on_failure():
             record = launch.run(
-                self.folder / "plan.json", data=DataRequest.of(data / TRAIN if is_divided else data),
-                held_out=DataRequest.of(data / HELD_OUT) if is_divided else None, out=out, device=request.machine.device,
+                self.folder / "plan.json", data=DataRequest.of(data),
+                held_out=None if held_out is None else DataRequest.of(held_out), out=out, device=request.machine.device,
                 checkpoint=self.checkpoints, checkpoint_every=self._checkpoint_every(plan), keep_last=2, resume=done > 0,
                 random_weights=request.result.random_weights,
             )  # fmt: skip

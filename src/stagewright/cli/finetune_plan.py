@@ -46,7 +46,7 @@ class Preparation:
         changed; say so.
 
         Raises:
-            InputError: the folder has another fine-tuning.
+            InputError: the folder has another fine-tuning, or its description is damaged.
         """
         from stagewright.documents import read_json
         from stagewright.execution.checkpoint_folder import differences
@@ -60,6 +60,10 @@ class Preparation:
         now = json.loads(json.dumps(now, default=str))
         if path.exists():
             was = read_json(path, "description of a fine-tuning", "remove its folder")
+            if not isinstance(was, dict) or not all(isinstance(was.get(key), dict) for key in now):
+                raise InputError(
+                    f"'{path}' does not describe a fine-tuning: remove its folder, or name a new one with --out"
+                )
             if changed := list(differences(was["what"], now["what"])):
                 raise InputError(
                     f"'{self.folder}' has another fine-tuning ({'; '.join(changed)}): name a new folder with --out, or "
@@ -107,12 +111,19 @@ class Preparation:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def data_folders(self) -> tuple[Path, Path | None]:
+        """Folders of the tokens to train on, and of held-out tokens if there are any."""
+        from stagewright.execution.data.store import HELD_OUT, TRAIN
+
+        folder = self.folder / "data"
+        return (folder / TRAIN, folder / HELD_OUT) if self.request.data.held_out else (folder, None)
+
     @cached_property
     def stores(self) -> tuple[TokenStore, TokenStore | None]:
         """Tokens to train on, and held-out tokens if there are any."""
-        from stagewright.execution.data.prepared import tokenised
-        from stagewright.execution.data.store import HELD_OUT, TRAIN, divide, open_store
-        from stagewright.execution.data.tokenizers import load_tokenizer
+        from stagewright.execution.data.prepared import tokenised_in_parts
+        from stagewright.execution.data.store import open_store
 
         data, folder = self.request.data, self.folder / "data"
         assert data.data is not None, "there is data"
@@ -123,15 +134,11 @@ class Preparation:
             options = (word for name, value in given.items() if value is not None for word in (name, value))
             self.ran("tokenize", data.data, *options, "-o", folder)
             with Progress(f"tokenising {data.data}") as progress:
-                loaded = load_tokenizer(None if tokenizer is None else str(tokenizer))
-                path = Path(data.data)
-                whole = tokenised(path, loaded, data.text_field, folder if share is None else None, progress)
-                if share is None:
-                    return whole, None
-                return divide(whole, folder, share)
-        if share is None:
-            return open_store(folder), None
-        return open_store(folder / TRAIN), open_store(folder / HELD_OUT)
+                return tokenised_in_parts(
+                    Path(data.data), tokenizer, data.text_field, folder, share, progress
+                )
+        training, held_out = self.data_folders
+        return open_store(training), None if held_out is None else open_store(held_out)
 
     def tokenise(self) -> None:
         """Tokenise the data now, so that its faults are found before the machine is measured."""

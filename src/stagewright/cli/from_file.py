@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,8 +12,11 @@ from stagewright.cli.refuse import is_given
 from stagewright.text import say
 
 if TYPE_CHECKING:
+    from stagewright.export.read_finetuning import FinetuneReading
     from stagewright.export.reading import Reading
     from stagewright.planning.configuration import Configuration
+
+AnyReading = TypeVar("AnyReading", "Reading", "FinetuneReading")
 
 FromFile = Annotated[
     Path | None,
@@ -30,10 +33,14 @@ def read_and_report(path: Path) -> Reading:
     """Return what a configuration file says; print on stderr what of it is ignored."""
     from stagewright.export.reading import read_configuration
 
-    reading = read_configuration(path)
+    return reported(path, read_configuration(path), "not taken")
+
+
+def reported(path: Path, reading: AnyReading, label: str) -> AnyReading:
+    """Return what a file says; print on stderr how much of it was read, and its notes after `label`."""
     say(f"{path}: {reading.summary()}")
     for note in reading.notes:
-        say(f"not taken: {note}")
+        say(f"{label}: {note}")
     return reading
 
 

@@ -34,16 +34,13 @@ def tokenize(
     Example:
         stagewright tokenize texts.jsonl --tokenizer tokenizer.json -o tokens
     """
-    from stagewright.execution.data.prepared import tokenised
-    from stagewright.execution.data.store import divide
-    from stagewright.execution.data.tokenizers import load_tokenizer
+    from stagewright.execution.data.prepared import tokenised_in_parts
 
     if held_out is not None and not 0 < held_out < 1:
         raise InputError(f"--held-out {held_out:g}: give a share between 0 and 1, e.g. 0.05")
     with Progress(f"tokenising {data}") as progress:
-        loaded = load_tokenizer(None if tokenizer is None else str(tokenizer))
-        whole = tokenised(data, loaded, text_field, output if held_out is None else None, progress)
-        stores = [whole] if held_out is None else [*divide(whole, output, held_out)]
+        parts = tokenised_in_parts(data, tokenizer, text_field, output, held_out, progress)
+    stores = [store for store in parts if store is not None]
     documents = [{"path": str(store.path), **store.manifest.model_dump()} for store in stores]
     if as_json:
         print_document(

@@ -122,9 +122,8 @@ def work(node: Node, value: Lookup) -> Work:
     dtype = _dtype(node, value)
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0])
-        if not value(
-            gradient.storage
-        ).meta.num_elements:  # the matmul has accumulated it, or what this is a view of
+        # Empty where the matmul has accumulated it, or what it is a view of.
+        if not value(gradient.storage).meta.num_elements:
             return Work(Kernel.VIEW, dtype)
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.meta.payload_bytes * 3.0)
     if is_kernel(node.op):

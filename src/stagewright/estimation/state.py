@@ -64,8 +64,8 @@ def resident_bytes(
 
     `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
     None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
-    type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of
-    a thread, of which the device counts one.
+    type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of one thread; the device has that
+    of the first.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
     `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a

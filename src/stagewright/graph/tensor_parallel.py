@@ -130,9 +130,8 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
         return frozenset()
     shares = _own_parameters(graph, parallel)
     local = {value for name, value in graph.parameters.items() if name in shares}
-    gradients_of: dict[
-        int, list[int]
-    ] = {}  # one value may be added to several: that of a sum to those of its terms
+    # One value may be added to several gradients: that of a sum to those of its terms.
+    gradients_of: dict[int, list[int]] = {}
     for gradient, results in graph.contributions.items():
         for _, value in results:
             gradients_of.setdefault(value, []).append(gradient)

@@ -26,7 +26,15 @@ from stagewright.execution.data.documents import (
 )
 from stagewright.execution.data.encoding import Encoded, encoded
 from stagewright.execution.data.request import DataRequest, SourceRequest
-from stagewright.execution.data.store import VERSION, TokenStore, is_store, open_store, verified, write_store
+from stagewright.execution.data.store import (
+    VERSION,
+    TokenStore,
+    divide,
+    is_store,
+    open_store,
+    verified,
+    write_store,
+)
 from stagewright.execution.data.tokenizers import Tokenizer, load_tokenizer
 from stagewright.execution.data_identity import DataIdentity, contents_digest, identity_of, tokens_of
 from stagewright.files import cache_folder
@@ -197,6 +205,22 @@ def tokenised(
                 say(f"tokenising again: {damage}")
                 shutil.rmtree(target, ignore_errors=True)
         return write(target)
+
+
+def tokenised_in_parts(
+    path: Path,
+    tokenizer_path: Path | None,
+    field: str | None,
+    folder: Path,
+    held_out: float | None,
+    report: Callable[[str], None],
+) -> tuple[TokenStore, TokenStore | None]:
+    """Write the tokens of a file or folder to `folder`, divided as `divide` does if a share is to be `held_out`; return the
+    stores to train on and of held-out documents. Raises as `tokenised` and `divide`."""
+    tokenizer = load_tokenizer(None if tokenizer_path is None else str(tokenizer_path))
+    if held_out is None:
+        return tokenised(path, tokenizer, field, folder, report), None
+    return divide(tokenised(path, tokenizer, field, None, report), folder, held_out)
 
 
 def _whole(path: Path) -> TokenStore:

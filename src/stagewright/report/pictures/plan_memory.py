@@ -42,14 +42,16 @@ def plan_curves(staged: StagedModel, timeline: Timeline) -> list[Curve]:
 
 def measured_curves(ranks: Sequence[RankRecord], timeline: Timeline) -> list[Curve] | None:
     """Return per rank the peak inside each of its computations and the bytes after it, at the times of the `timeline` of the
-    same run; None where the records have peaks alone. Changes by transfers count with the previous computation."""
-    if not all(rank.memory for rank in ranks):
-        return None
+    same run; None where the records have peaks alone, or are of a step with another order of computations, which an adapted
+    run had. Changes by transfers count with the previous computation."""
     curves = []
     for number, rank in enumerate(ranks):
         events = [event for event in timeline.events(number) if event.action.kind in COMPUTE]
-        place = {position: index for index, (position, _, _) in enumerate(rank.memory)}
-        places = [place[str(event.action)] for event in events]
+        wanted = [str(event.action) for event in events]
+        texts = set(wanted)
+        places = [index for index, (position, _, _) in enumerate(rank.memory) if position in texts]
+        if [rank.memory[index][0] for index in places] != wanted:
+            return None
         times, held = [0.0], [float(rank.memory[max(places[0] - 1, 0)][2])]
         for event, index, following in zip(events, places, [*places[1:], places[-1] + 1], strict=True):
             times += [event.start_s, event.end_s]
