@@ -52,11 +52,15 @@ class Cell:
     host_optimizer: tuple[int, ...] = ()
     num_units: int = 1
     lora: Lora | None = None
+    streamed: bool = False
 
     def __str__(self) -> str:
         model = self.model.rpartition(":")[2]
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks else ""
-        return f"{model} {self.schedule} zero {self.sharding} dp {self.dp} pp {self.pp}{chunks} {self.policy}"
+        return (
+            f"{model} {self.schedule} zero {self.sharding} dp {self.dp} pp {self.pp}{chunks} {self.policy}"
+            + " streamed" * self.streamed
+        )
 
     def plan(self, folder: Path) -> Path:
         path = folder / f"{zlib.crc32(repr(self).encode())}.json"
@@ -65,6 +69,7 @@ class Cell:
             overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
             policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype, shard_size=self.shard_size,
             host_optimizer=self.host_optimizer, num_units=self.num_units, lora=self.lora,
+            streamed=self.streamed,
         )  # fmt: skip
         return path
 

@@ -22,7 +22,7 @@ from stagewright.planning.plan import (
 )
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.prediction.predict import rank_memories
-from stagewright.planning.prediction.sharding import sharded_program
+from stagewright.planning.prediction.sharding import sharded_program, streamed_program
 from stagewright.schedule import Program
 from stagewright.schedule.builders import build as build_schedule
 from stagewright.schedule.lower import insert_recomputation
@@ -68,6 +68,7 @@ def make_plan(
     options: Mapping[str, object] | None = None,
     lora: Lora | None = None,
     program: Program | None = None,
+    streamed: bool = False,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -104,7 +105,11 @@ def make_plan(
     if policy != "keep":
         program = insert_recomputation(program, range(stages))
     levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
-    if sharding is not None:
+    if streamed:
+        placed = program.placement.rank_of_stage
+        on_host = [stage for stage, rank in enumerate(placed) if rank in host_optimizer]
+        program = streamed_program(program, split_stages, on_host)
+    elif sharding is not None:
         program = sharded_program(program, split_stages, levels)
     plan = Plan(
         stagewright=__version__,
@@ -127,6 +132,7 @@ def make_plan(
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         shard_size=shard_size,
         host_optimizer=tuple(host_optimizer),
+        streamed=streamed,
         predictions=Predictions(
             step_seconds=1.0,
             lower_bound_seconds=0.5,

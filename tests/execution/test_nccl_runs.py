@@ -28,6 +28,7 @@ from stagewright.execution.accelerator import num_devices
 from stagewright.execution.device import gpus_are_shared
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.schedule import Program
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import DROPOUT
 
 if TYPE_CHECKING:
@@ -104,6 +105,11 @@ def sharded(level: int, dp: int = 2, pp: int = 1, **options: Any) -> Case:
     return Case({"dp": dp, "pp": pp, "sharding": level, "num_microbatches": 2, **options})
 
 
+def streamed(**options: Any) -> Case:
+    looped = {"schedule": "breadth-first", "num_chunks": 4, "streamed": True, "host_optimizer": (0, 1)}
+    return Case(looped | options)
+
+
 def joint_program(num_ranks: int) -> Program:
     """What the joint search returns for layers of random costs."""
     from stagewright.planning.joint.problem import JointProblem, LayerTable
@@ -171,6 +177,11 @@ CASES: dict[str, Case] = {
     "hand-over to replicas": Case(
         {"schedule": "zb-v"}, then={"pp": 1, "dp": 2, "sharding": 3, "num_microbatches": 2}
     ),
+    "streamed": streamed(),
+    "streamed base": streamed(host_optimizer=(), lora=Lora(rank=4, alpha=8)),
+    "evaluation of streamed weights": replace(streamed(), between=evaluation),
+    "checkpoint of streamed weights": replace(streamed(), then={"schedule": "zb-v"}, through_files=True),
+    "hand-over to streamed weights": Case({"schedule": "zb-v"}, then=streamed().options),
     # 3 ranks
     "1f1b on 3": schedule("1f1b", pp=3),
     "interleaved on 3": schedule("interleaved-1f1b", 2, pp=3, num_microbatches=6),

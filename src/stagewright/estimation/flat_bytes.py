@@ -60,6 +60,10 @@ class FlatSizes:
             return flat.num_elements * ITEM_BYTES[self.resident.wire]
         return self.gradient(flat) if flat.level >= GRADIENTS else 0
 
+    def summed_shard(self, flat: FlatLayout) -> int:
+        """Return the bytes of the part of the reduced gradients that stays on the device until the optimizer step."""
+        return 0 if flat.is_streamed else self.gradient(flat) // flat.num_shards
+
     def crossing(self, flat: FlatLayout) -> int:
         """Return the bytes of a reduction over copies, which stay until the end of the batch if it has another type."""
         if self.resident.wire is None or flat.num_copies == 1 or not self.is_cast(flat):
@@ -136,7 +140,7 @@ class FlatBuffers(ABC):
     def _settle(self, flat: FlatLayout) -> None:
         if flat.level >= GRADIENTS and flat not in self._has_shard:
             self._has_shard.add(flat)
-            self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
+            self._make(SHARDS, flat, self.sizes.summed_shard(flat))
         self._drop(SUMMED, flat)
 
 

@@ -160,7 +160,8 @@ class _AllocatorReplay:
         """Allocate `first`, the part of `total` beyond both lists, and `last`."""
         others = total - sum(first) - sum(last)
         for num_bytes in (*first, *([others] if others > 0 else []), *last):
-            self.allocator.allocate(num_bytes)
+            if num_bytes:  # streamed buffers have none
+                self.allocator.allocate(num_bytes)
 
     def _batch(self) -> None:
         """Replay all actions of one batch; free its remaining storages at the end."""

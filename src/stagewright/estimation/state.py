@@ -23,7 +23,7 @@ class ResidentBytes:
 
     `rederived`: additional bytes while the derived values of a step replace those of the last.
     `step_transient`: bytes that exist only during the optimizer step.
-    `host_bytes`: optimizer state on the host, in no category.
+    `host_bytes`: optimizer state and streamed weights on the host, in no category.
     `flats`: flat buffers, some of which exist only during parts of a batch; `derived`: values that stages with gathered
     parameters derive from them each time; `wire`: reduce dtype of gradients, if it differs from theirs.
     `has_slots`: whether transfers use permanent buffers, in no category.
@@ -101,9 +101,10 @@ def resident_bytes(
             for value, meta in trained.items()
             if runtime.precision(meta.dtype).gradient != meta.dtype
         }
-    on_host, there, updated = 0, sizes.pop("host"), sizes.pop("updated")
+    there, updated = sizes.pop("host"), sizes.pop("updated")
+    on_host = sum(flat.num_elements * ITEM_BYTES[flat.dtype] for flat in flats if flat.is_streamed)
     if host_optimizer:
-        on_host = sum(there.values())
+        on_host += sum(there.values())
         sizes |= {"optimizer": {}, "master": {}}
     computed = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
     gathered = {index: derived for index, (_, derived) in computed.items() if is_gathered(flats, index)}
@@ -126,7 +127,10 @@ def resident_bytes(
 
 
 def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
-    """Return the bytes of a sharded buffer's parameters that one replica keeps from step to step, in their own type."""
+    """Return the bytes of a sharded buffer's parameters that one replica keeps on its device from step to step, in their
+    own type."""
+    if flat.is_streamed:
+        return 0
     has_master = flat.is_trained and runtime.precision(flat.dtype).has_master
     if flat.level < PARAMETERS:
         has_shards = runtime.optimizer.keeps_shards and flat.level >= OPTIMIZER and not has_master

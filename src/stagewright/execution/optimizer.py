@@ -88,6 +88,7 @@ class Updater:
         wide: dtype in which gradients are accumulated; None is that of each parameter.
         spans: spans of parameters that have weight decay only in part; others decay by their dimensions.
         names: names of the parameters, for factories.
+        streamed: parameters that are in host memory, where their gradients arrive too.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Updater:
         wide: torch.dtype | None,
         spans: Mapping[int, Sequence[Span]] | None = None,
         names: Mapping[int, str] | None = None,
+        streamed: Container[int] = (),
     ) -> None:
         self.job = job
+        self.streamed = streamed
         self.parameters = parameters
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self.accelerator = accelerator_of(device)
@@ -262,22 +265,27 @@ class HostUpdater(Updater):
 
     def reserve(self, wide: torch.dtype | None) -> None:
         if self.accelerator.is_asynchronous:
-            kept = (
+            kept = [
                 parameter.numel() * (wide or parameter.dtype).itemsize
-                for parameter in self.parameters.values()
-            )
-            self.accelerator.arena.reserve(2 * pinned_bytes(kept))  # masters, and gradients as they arrive
+                for value, parameter in self.parameters.items()
+                for _ in range(1 if value in self.streamed else 2)  # masters, and gradients as they arrive
+            ]
+            self.accelerator.arena.reserve(pinned_bytes(kept), lasts=True)
 
     def prepare(self) -> None:
         self.received = {
             value: self.accelerator.lasting_on_host(master.shape, master.dtype, self)
             for value, master in self.masters.items()
+            if value not in self.streamed
         }
         self.begin()
 
     def receive(self, gradients: Tensors) -> None:
         for value, gradient in gradients.items():
-            self.received[value].copy_(gradient, non_blocking=True)
+            if value in self.streamed:
+                self.received[value] = gradient
+            else:
+                self.received[value].copy_(gradient, non_blocking=True)
 
     def update(self, gradients: Tensors, learning_rate: float) -> None:
         self.accelerator.current_stream().synchronize()
@@ -301,6 +309,9 @@ class HostUpdater(Updater):
         """Round on the host, in the memory of gradients that are no longer needed, so that the device needs none for it."""
         for value, master in self.masters.items():
             parameter = self.parameters[value]
+            if value in self.streamed:
+                parameter.copy_(master)
+                continue
             buffer = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
             rounded = buffer.view(parameter.shape).copy_(master)
             parameter.copy_(rounded, non_blocking=True)
@@ -350,7 +361,8 @@ class Optimizer:
             for value in parts
         }
         kind = HostUpdater if on_host else Updater
-        self.updater = kind(parameters, job, weights.accumulate_dtype, spans, weights.names)
+        streamed = self.shards.streamed
+        self.updater = kind(parameters, job, weights.accumulate_dtype, spans, weights.names, streamed)
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
@@ -376,9 +388,9 @@ class Optimizer:
         if self.clip_norm is not None:
             # `fmin` ignores NaN: the result is the smaller number, or 1 where the norm is NaN.
             clipping = torch.fmin(self.clip_norm / (norm + 1e-6), torch.ones_like(norm))
-            _multiply(gradients.values(), clipping * scale)
-        elif scale != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients.values()), scale)
+            self._scale(gradients, clipping * scale)
+        elif scale != 1.0:
+            self._scale(gradients, scale)
         self.updater.receive(gradients)
         if self.skips and self._is_skipped(norm, num_lost):
             self.shards.drop_gradients()
@@ -389,6 +401,13 @@ class Optimizer:
         self.shards.drop_gradients()
         self.shards.spread()
         return norm, False
+
+    def _scale(self, gradients: Tensors, factor: torch.Tensor | float) -> None:
+        """Multiply gradients in place; for those that are on the host it waits until the device has the factor."""
+        streamed = self.shards.streamed
+        _multiply((gradient for value, gradient in gradients.items() if value not in streamed), factor)
+        if not streamed.isdisjoint(gradients):
+            _multiply((gradients[value] for value in streamed), float(factor))
 
     def _is_skipped(self, norm: torch.Tensor, num_lost: torch.Tensor | None) -> bool:
         """Return whether to skip the present step, and adapt the loss scale."""
@@ -415,13 +434,13 @@ class Optimizer:
         held = list(gradients)
         if not held:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(held)).double().square().sum()
+        return torch.stack(torch._foreach_norm(held)).double().square().sum().to(self.device)
 
 
-def _multiply(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by a number on their device."""
+def _multiply(tensors: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply tensors in place by a number on their device, or by one that the host knows."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, same in by_dtype.items():
-        torch._foreach_mul_(same, factor.to(dtype))
+        torch._foreach_mul_(same, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)

@@ -76,10 +76,10 @@ class PinnedArena:
         """Total bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Pin `num_bytes` and a margin, unless there is a gap of that size."""
+    def reserve(self, num_bytes: int, *, lasts: bool = False) -> None:
+        """Pin `num_bytes`, and a margin unless all of its pieces last, where there is no gap of that size."""
         self._collect()
-        wanted = _aligned(int(num_bytes * (1 + _MARGIN)))
+        wanted = _aligned(num_bytes if lasts else int(num_bytes * (1 + _MARGIN)))
         if num_bytes and all(gap.stop - gap.start < wanted for gap in self._gaps):
             self._grow(wanted)
 

@@ -175,7 +175,9 @@ class Session:
         self._is_weighted = is_masked and reference.kind == "config"
         shards = self.mesh.num_shards
         copies, dims = plan.dp // shards, job.least_decayed_dims
-        every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
+        on_host = plan.updated_on_host if plan.streamed else None
+        has_flats = plan.dp > 1 or plan.streamed
+        every = flats(self.stages, plan.sharding, shards, copies, dims, on_host) if has_flats else ()
         mine = of_stages(every, (stage.index for stage in own_stages))
         stored = None
         if reference.weights is not None and self.is_from_files:
@@ -425,7 +427,7 @@ class Session:
         self._begin_together()
         try:
             counting = self.metering.counting(
-                length, self.device, lambda: self._lasting(inputs), self.optimizer.updater.host_state
+                length, self.device, lambda: self._lasting(inputs), self._on_host
             )
             with counting if metered else nullcontext():
                 return self._step(step, inputs, metered)
@@ -525,6 +527,10 @@ class Session:
             *self.optimizer.updater.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
+
+    def _on_host(self) -> list[torch.Tensor]:
+        """Return the tensors in host memory that a device's memory does not include."""
+        return [*self.shards.host_tensors(), *self.optimizer.updater.host_state()]
 
     def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
         """Return the share of the whole batch's counted tokens in each of this replica's microbatches, or None where all

@@ -1,19 +1,24 @@
 """Shards of parameters, gradients and optimizer state over the replicas of a stage, in flat buffers.
 
-Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
+Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too. Streamed
+buffers, of a single replica, are in host memory.
+
 `stagewright.estimation.flat_operations`, from which bytes are predicted, determines when buffers are created and dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from types import MappingProxyType
 
 import torch
 
 from stagewright.errors import RunError
 from stagewright.estimation.flat_operations import FlatOperations, is_gathered
+from stagewright.execution.accelerator import DeviceEvent, Stream, accelerator_of
 from stagewright.execution.collectives import Pending, ReplicaGroup
+from stagewright.execution.pinned import pinned_bytes
 from stagewright.execution.weights import Weights, starting_tensor
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, BufferEntry, FlatLayout
 from stagewright.tracing.arguments import DTYPES
@@ -31,14 +36,15 @@ class FlatBuffer:
         self,
         flat: FlatLayout,
         weights: Weights,
-        replicas: ReplicaGroup,
+        replicas: ReplicaGroup | None,
         starting: Mapping[str, torch.Tensor],
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.flat = flat
         self.weights = weights
-        self.replicas = replicas
-        self.part = flat.shard(replicas.index)
+        self._replicas = replicas
+        self.index = 0 if replicas is None else replicas.index
+        self.part = flat.shard(self.index)
         self.dtype = DTYPES[flat.dtype]
         self.gradient_dtype = weights.accumulate_dtype or self.dtype
         self.reduce_dtype = reduce_dtype or self.gradient_dtype
@@ -68,6 +74,12 @@ class FlatBuffer:
             self.whole, self.shard = whole, whole[self.part]
         else:
             self.shard = whole[self.part].to(self.weights.device, copy=True)
+
+    @property
+    def replicas(self) -> ReplicaGroup:
+        """The group of the replicas, which all buffers but streamed ones have."""
+        assert self._replicas is not None
+        return self._replicas
 
     def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self.flat.num_elements, dtype=dtype, device=self.weights.device)
@@ -201,16 +213,133 @@ class FlatBuffer:
         return [self.gradient_shard[low - first : high - first] for low, high in spans if low < high]
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the tensors held between batches."""
+        """Return the tensors held between batches on the device."""
         return [t for t in (self.whole, self.shard, self.gradient, self.gradient_shard) if t is not None]
+
+    def host_tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors in host memory."""
+        return ()
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.flat.stages))
         return f"stage {stages}" if len(self.flat.stages) == 1 else f"stages {stages}"
 
 
+class StreamedBuffer(FlatBuffer):
+    """A flat buffer in host memory. Its parameters are copied to the device before use, and its gradients, if it is trained,
+    back after the last backward of a batch.
+
+    On a GPU each direction has the stream of `Accelerator.copy_streams`. A copy begins when the device has computed
+    everything issued before it; memory of the device is allocated, and freed after the wait for the copy, on the stream of
+    the computations.
+    """
+
+    def __init__(self, flat: FlatLayout, weights: Weights, starting: Mapping[str, torch.Tensor]) -> None:
+        self._accelerator = accelerator_of(weights.device)
+        self._on_host: torch.Tensor | None = None
+        """Gradients on the host, from the first batch on."""
+        self._added: torch.Tensor | None = None
+        """Host memory for gradients that are added to these, where a batch copies several times."""
+        self._copied: DeviceEvent | None = None
+        """Of the latest copy to the device."""
+        self._sent: tuple[torch.Tensor, torch.Tensor, DeviceEvent] | None = None
+        """Gradients on the device, where they are copied to, and the event after it."""
+        super().__init__(flat, weights, None, starting, None)
+
+    def _host_empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._accelerator.lasting_on_host((self.flat.num_elements,), dtype, self)
+
+    def _fill(self, starting: Mapping[str, torch.Tensor]) -> None:
+        self.shard = self._host_empty(self.dtype).zero_()
+        for entry in self.flat.entries:
+            _view(self.shard, entry).copy_(starting_tensor(starting, entry.name, entry.meta))
+        if self.flat.is_trained:
+            self._on_host = self._host_empty(self.gradient_dtype)
+
+    def gather(self) -> None:
+        """Start to copy the parameters to the device."""
+        assert self.shard is not None
+        if self.whole is None:
+            self.whole = self._empty()
+        _, stream = self._accelerator.copy_streams
+        self._copied = self._copy(self.whole, self.shard, stream)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> DeviceEvent:
+        stream.wait_stream(self._accelerator.current_stream())
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        if self._copied is not None:
+            self._accelerator.current_stream().wait_event(self._copied)
+            self._copied = None
+        return super().gathered()
+
+    def reduce(self) -> None:
+        """Start to copy the gradients to the host."""
+        assert self.gradient is not None
+        assert self._on_host is not None
+        sent, self.gradient = self.gradient, None
+        self.weights.close(self.flat.values)
+        target = self._on_host
+        if self.gradient_shard is not None:
+            self._added = target = self._host_empty(sent.dtype) if self._added is None else self._added
+        stream, _ = self._accelerator.copy_streams
+        self._sent = sent, target, self._copy(target, sent, stream)
+
+    def settle(self) -> None:
+        if self._sent is None:
+            return
+        (_, target, copied), self._sent = self._sent, None
+        self._accelerator.current_stream().wait_event(copied)
+        if target is self._on_host:
+            self.gradient_shard = target
+        else:
+            assert self.gradient_shard is not None
+            copied.synchronize()
+            self.gradient_shard.add_(target)
+
+    def cross(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        """Wait until the gradients are on the host."""
+        if self.gradient_shard is not None:
+            self._accelerator.current_stream().synchronize()
+
+    def whole_gradients(self) -> dict[int, torch.Tensor]:
+        assert self.gradient_shard is not None
+        return self._values(self.gradient_shard.to(self.weights.device))
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by name, in host memory."""
+        assert self.shard is not None
+        return self._named(self.shard)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [tensor for tensor in (self.whole, self.gradient) if tensor is not None]
+
+    def host_tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors in host memory."""
+        return [tensor for tensor in (self.shard, self._on_host, self._added) if tensor is not None]
+
+
 def _view(buffer: torch.Tensor, entry: BufferEntry) -> torch.Tensor:
     return buffer.as_strided(entry.meta.shape, entry.meta.stride, buffer.storage_offset() + entry.offset)
+
+
+def _reserve(flats: Iterable[FlatLayout], weights: Weights) -> None:
+    """Pin the host memory of streamed parameters and gradients."""
+    accelerator = accelerator_of(weights.device)
+    sizes: list[int] = []
+    for flat in flats:
+        if flat.is_streamed:
+            dtype = DTYPES[flat.dtype]
+            kinds = [dtype, weights.accumulate_dtype or dtype] if flat.is_trained else [dtype]
+            sizes += [flat.num_elements * kind.itemsize for kind in kinds]
+    if sizes and accelerator.is_asynchronous:
+        accelerator.arena.reserve(pinned_bytes(sizes), lasts=True)
 
 
 class Shards:
@@ -234,10 +363,13 @@ class Shards:
     ) -> None:
         self.flats = tuple(flats)
         self.buffers: dict[FlatLayout, FlatBuffer] = {}
-        if weights is not None and replicas is not None:
-            self.buffers = {
-                flat: FlatBuffer(flat, weights, replicas, starting, reduce_dtype) for flat in self.flats
-            }
+        if weights is not None:
+            _reserve(self.flats, weights)
+        for flat in self.flats:
+            if flat.is_streamed and weights is not None:
+                self.buffers[flat] = StreamedBuffer(flat, weights, starting)
+            elif weights is not None and replicas is not None:
+                self.buffers[flat] = FlatBuffer(flat, weights, replicas, starting, reduce_dtype)
         self.replicas = replicas
 
     def is_gathered(self, stage: int) -> bool:
@@ -252,12 +384,12 @@ class Shards:
     def before(self, operations: FlatOperations) -> None:
         """Do the operations on buffers before an action, except passing parameters to its stage."""
         for flats, operation in (
-            (operations.settles, FlatBuffer.settle),
-            (operations.crosses, FlatBuffer.cross),
-            (operations.releases, FlatBuffer.release),
-            (operations.gathers, FlatBuffer.gather),
-            (operations.opens, FlatBuffer.open),
-            (operations.reduces, FlatBuffer.reduce),
+            (operations.settles, methodcaller("settle")),
+            (operations.crosses, methodcaller("cross")),
+            (operations.releases, methodcaller("release")),
+            (operations.gathers, methodcaller("gather")),
+            (operations.opens, methodcaller("open")),
+            (operations.reduces, methodcaller("reduce")),
         ):
             for flat in flats:
                 operation(self.buffers[flat])
@@ -300,7 +432,7 @@ class Shards:
         """Return, for each group in the buffer of a part, whether it has weight decay, and its slice of the part."""
         flat, buffer = next(item for item in self.buffers.items() if item[0].values[0] == value)
         first = buffer.part.start
-        spans = flat.spans(buffer.replicas.index)
+        spans = flat.spans(buffer.index)
         return [
             (group.is_decayed, slice(span.start - first, span.stop - first))
             for group, span in zip(flat.groups, spans, strict=True)
@@ -335,8 +467,7 @@ class Shards:
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of a number over the replicas."""
-        assert self.replicas is not None
-        return self.replicas.total(part)
+        return part if self.replicas is None else self.replicas.total(part)
 
     def whole_gradients(self, weights: Weights) -> Mapping[int, torch.Tensor]:
         """Return all whole gradients of this rank by parameter; every replica must call this."""
@@ -347,5 +478,14 @@ class Shards:
         return {value: gradients[value] for value in weights.trained}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors held between batches."""
+        """Return the tensors held between batches on the device."""
         return [tensor for buffer in self.buffers.values() for tensor in buffer.tensors()]
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of streamed buffers in host memory."""
+        return [tensor for buffer in self.buffers.values() for tensor in buffer.host_tensors()]
+
+    @property
+    def streamed(self) -> frozenset[int]:
+        """First parameters of the streamed buffers that are trained."""
+        return frozenset(flat.values[0] for flat in self.flats if flat.is_streamed and flat.is_trained)

@@ -51,6 +51,9 @@ class FlatLayout:
     Parameters of several stages (tied ones) have the lowest sharding level of these stages. Every part has `num_copies`
     copies, one in each group of `num_shards` replicas. With expert parallelism, one in `every` replicas holds these
     parameters. The first `num_decayed` entries have weight decay.
+
+    A streamed buffer (`is_streamed`) is in host memory, with its gradients between batches, and has one part: GATHER copies
+    it to the device.
     """
 
     stages: tuple[int, ...]
@@ -63,6 +66,7 @@ class FlatLayout:
     num_copies: int = 1
     every: int = 1
     num_decayed: int = 0
+    is_streamed: bool = False
 
     def __hash__(self) -> int:
         """Hash only what distinguishes the buffers of a model: a batch needs millions of hashes, and entries are long."""
@@ -107,12 +111,16 @@ def flats(
     num_shards: int,
     num_copies: int = 1,
     least_decayed_dims: int = 0,
+    updated_on_host: frozenset[int] | None = None,
 ) -> tuple[FlatLayout, ...]:
     """Lay out the flat buffers of all `stages` of a pipeline, in `num_shards` parts with `num_copies` copies each.
 
     `levels` is the sharding of each stage. Parameters that are not trained are in a buffer only if they are sharded.
     Parameters of fewer than `least_decayed_dims` dimensions, which have no weight decay, come last. The order is the same
     on every rank.
+
+    Where weights are streamed, `updated_on_host` are the stages whose optimizer is on the host. Of those, trained
+    parameters are streamed too, unless several stages use them, whose gradients ranks sum on their devices.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, int], list[int]] = defaultdict(list)
     every = _sparse(stages[0]) if stages else {}
@@ -123,10 +131,13 @@ def flats(
         groups[indices, training, users[0].value(value).meta.dtype, every.get(value, 1)].append(value)
     buffers: list[FlatLayout] = []
     for (users, training, dtype, step), values in sorted(groups.items()):
-        level = min(levels[stage] for stage in users)
+        is_streamed = updated_on_host is not None and (
+            not training or (len(users) == 1 and updated_on_host.issuperset(users))
+        )
+        level = PARAMETERS if is_streamed else min(levels[stage] for stage in users)
         shards = max(1, num_shards // step)
         copies = num_shards * num_copies // step // shards
-        if shards * copies > 1 and (training or level >= PARAMETERS):
+        if is_streamed or (shards * copies > 1 and (training or level >= PARAMETERS)):
             stage = stages[users[0]]
             decayed = [value for value in values if len(stage.value(value).meta.shape) >= least_decayed_dims]
             others = [value for value in values if len(stage.value(value).meta.shape) < least_decayed_dims]
@@ -135,7 +146,17 @@ def flats(
             total = -(-end // unit) * unit
             buffers.append(
                 FlatLayout(
-                    users, dtype, bool(training), level, shards, entries, total, copies, step, len(decayed)
+                    users,
+                    dtype,
+                    bool(training),
+                    level,
+                    shards,
+                    entries,
+                    total,
+                    copies,
+                    step,
+                    len(decayed),
+                    is_streamed,
                 )
             )
     return tuple(buffers)

@@ -39,7 +39,7 @@ from stagewright.planning.prediction.regions import (
     selective_policy,
     with_recomputation,
 )
-from stagewright.planning.prediction.sharding import sharded_program
+from stagewright.planning.prediction.sharding import sharded_program, streamed_program
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.staged_model import (
     StagedModel,
@@ -465,10 +465,13 @@ def candidate_of(configuration: Configuration, cuts: Sequence[int], staged: Stag
 
 
 def _as_chosen(staged: StagedModel, configuration: Configuration) -> StagedModel:
-    """Return `staged` with the headroom, host optimizer and sharding of `configuration`."""
+    """Return `staged` with the headroom, host optimizer, streaming and sharding of `configuration`."""
     staged = replace(staged, headroom=configuration.headroom)
     if configuration.host_optimizer:
         staged = replace(staged, host_optimizer=frozenset(range(staged.pp)))
+    if configuration.streamed:
+        program = streamed_program(staged.program, staged.stages, staged.updated_on_host)
+        return replace(staged, program=program, is_streamed=True)
     if configuration.num_holders == 1:
         return staged
     wire = None if configuration.reduce_dtype is None else REDUCE_TYPES[configuration.reduce_dtype]
@@ -580,6 +583,11 @@ def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget
     return MemoryBudget(allowed, counts, share)
 
 
+def is_frozen(model_costs: RangeCosts) -> bool:
+    """Return whether parts of the model are not trained, which is all that is streamed then."""
+    return float(model_costs.trained_bytes[-1]) < float(model_costs.state_bytes[-1])
+
+
 def make_plan(candidate: Candidate, model_costs: RangeCosts, reference: ModelReference) -> Plan:
     """Return the plan of a candidate, with its predictions."""
     configuration, cluster = candidate.configuration, candidate.staged.cluster
@@ -614,5 +622,6 @@ def make_plan(candidate: Candidate, model_costs: RangeCosts, reference: ModelRef
         reduce_dtype=configuration.reduce_dtype if configuration.num_holders > 1 else None,
         shard_size=configuration.shard_group,
         host_optimizer=tuple(sorted(staged.host_optimizer)),
+        streamed=configuration.streamed,
         predictions=predict(staged, model_costs, candidate.memories),
     )

@@ -70,6 +70,8 @@ class Configuration:
     """Whether stages that recompute as memory asks for may offload as well."""
     host_optimizer: bool = False
     """Whether the optimizer runs on the host, for every rank that lacks memory for its state."""
+    streamed: bool = False
+    """Whether the weights of stages are in host memory, from where each stage is copied to its device before use."""
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other; 0: several where logits are large."""
     headroom: int = 0
@@ -204,6 +206,7 @@ class Configuration:
         how += ", recomputed as the model says" if self.recompute == "model" else ""
         how += f", zero {self.level}" if self.level else ""
         how += ", optimizer on the host" if self.host_optimizer else ""
+        how += ", streamed weights" if self.streamed else ""
         how += f" within {self.shard_group}" if self.shard_group else ""
         how += f" in {self.shard_units} units a stage" if self.shard_units else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
@@ -223,7 +226,7 @@ def _checked(name: str, value: Any) -> Any:
         choices = _CHOICES[name]
         is_right = type(value) is type(choices[0]) and value in choices
         what = f"one of {', '.join(map(str, choices))}"
-    elif name == "sequence_parallel":
+    elif name in ("sequence_parallel", "streamed"):
         is_right, what = isinstance(value, bool), "true or false"
     elif name == "layers_per_stage":
         what = "a list of numbers of layers, as [3, 4, 4, 3]"

@@ -17,14 +17,14 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
-from stagewright.planning.candidate import make_candidate, make_plan
+from stagewright.planning.candidate import is_frozen, make_candidate, make_plan
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job, given_job
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
 from stagewright.planning.plan import ClusterSection, Plan, cluster_of, load_plan
 from stagewright.planning.plan_stages import staged_by_plan
 from stagewright.planning.prediction.predict import predict
-from stagewright.planning.prediction.sharding import check_shard_size
+from stagewright.planning.prediction.sharding import check_shard_size, check_streamed
 from stagewright.planning.prediction.staged_model import StagedModel, costs_of_model
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
@@ -94,6 +94,8 @@ def estimate(
     job = job.with_state(reference)
     job.check_whole(request.tp, request.zero or 0)
     configuration = request.completed(cluster, job)
+    if configuration.streamed:
+        check_streamed(configuration.num_holders, configuration.zero, job)
     _check_loop(job, configuration, request.recompute in ("selective", "full"))
     if fault := expert_parallel_fault(
         configuration.ep, configuration.num_holders, configuration.tp, configuration.sequence_parallel
@@ -103,7 +105,11 @@ def estimate(
     traced = job.traced(cluster.nodes[0].device.kind) | configuration.trace_arguments | {"expand": False}
     graph = trace(reference, configuration.microbatch, report=report, **traced)
     model_costs = costs_of_model(graph, cluster, job)
-    configuration = replace(configuration, recompute=_recomputed(request.recompute, model_costs.graph, job))
+    configuration = replace(
+        configuration,
+        recompute=_recomputed(request.recompute, model_costs.graph, job),
+        host_optimizer=configuration.streamed and not is_frozen(model_costs),
+    )
     plan = make_plan(make_candidate(model_costs, configuration, cluster, job), model_costs, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 

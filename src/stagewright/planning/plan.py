@@ -296,6 +296,9 @@ class Plan(StrictModel):
     """The graph of the plan; plans of earlier versions, and of other programs, do not have it."""
     host_optimizer: tuple[int, ...] = ()
     """Pipeline ranks whose optimizer state and step are on the host's processors."""
+    streamed: bool = False
+    """Whether the weights of stages are in host memory, from where each stage is copied to its device before use. Trained
+    parameters are streamed on the ranks of `host_optimizer`."""
     predictions: Predictions
     """Predictions for a step, with several sequence lengths for the longest."""
     shorter_lengths: tuple[LengthPrediction, ...] = ()
@@ -347,6 +350,10 @@ class Plan(StrictModel):
         if not set(self.host_optimizer) <= set(range(self.pp)):
             raise ValueError(
                 f"host_optimizer {list(self.host_optimizer)} must name pipeline ranks, 0 to {self.pp - 1}"
+            )
+        if self.streamed and self.num_holders > 1:
+            raise ValueError(
+                f"streamed weights are for one replica, not for the {self.num_holders} ranks of dp x cp"
             )
         if self.num_holders % (self.shard_size or 1):
             raise ValueError(
@@ -461,6 +468,11 @@ class Plan(StrictModel):
         return self.dp * self.cp
 
     @property
+    def updated_on_host(self) -> frozenset[int]:
+        """Stages whose optimizer is on the host."""
+        return frozenset(stage for stage, rank in enumerate(self.placement) if rank in self.host_optimizer)
+
+    @property
     def degrees(self) -> str:
         """The parallel degrees as text: those of pipeline and data parallelism, and others above 1."""
         degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp}
@@ -490,7 +502,7 @@ class Plan(StrictModel):
         ]
 
     def host_bytes(self, cluster: Cluster) -> int:
-        """Return the bytes of optimizer state and offloaded values on the host that has most."""
+        """Return the bytes of optimizer state, streamed weights and offloaded values on the host that has most."""
         width = self.num_holders * self.tp
         numbers = self.devices or range(self.num_ranks)
         on_node: Counter[int] = Counter()

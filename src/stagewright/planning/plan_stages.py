@@ -179,14 +179,16 @@ def stage_program(plan: Plan) -> Program:
 
 
 def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
-    """Raise `ScheduleError` unless the program gathers exactly the stages whose parameters are sharded."""
+    """Raise `ScheduleError` unless the program gathers exactly the stages whose parameters are sharded or streamed."""
     gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
     sharded = (
         {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.num_holders > 1 else set()
     )
+    if plan.streamed:
+        sharded = set(range(plan.num_stages))
     if gathered != sharded:
         raise ScheduleError(
-            f"the program gathers stages {sorted(gathered)}, but `sharding` and dp {plan.dp} shard the parameters of stages "
+            f"the program gathers stages {sorted(gathered)}, but `sharding` with dp {plan.dp}, or `streamed`, is for stages "
             f"{sorted(sharded)}: both must name the same stages"
         )
 
@@ -211,6 +213,7 @@ def configuration_of(plan: Plan) -> Configuration:
         zero=max(plan.sharding) or (0 if has_sums else None),
         reduce_dtype=plan.reduce_dtype,
         shard_size=plan.shard_size,
+        streamed=plan.streamed,
     )
 
 
@@ -282,4 +285,5 @@ def staged_by_plan(plan: Plan, model_costs: RangeCosts, cluster: Cluster) -> Sta
         shard_size=plan.shard_size,
         reduce_dtype=plan.reduce_torch_name,
         host_optimizer=frozenset(plan.host_optimizer),
+        is_streamed=plan.streamed,
     )

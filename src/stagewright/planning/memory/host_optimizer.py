@@ -69,7 +69,7 @@ def host_excess_bytes(staged: StagedModel) -> int:
     """
     on_node: Counter[int] = Counter()
     for rank in range(staged.pp):
-        state = staged.resident(rank).host_bytes if rank in staged.host_optimizer else 0
+        state = staged.resident(rank).host_bytes
         saved = staged.offloaded_bytes(rank)
         for member in range(staged.first_rank(rank), staged.first_rank(rank + 1)):
             if state or (saved and staged.cluster.group_of(member).host is not None):

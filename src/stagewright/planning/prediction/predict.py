@@ -15,7 +15,11 @@ from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import RangeCosts, StageSummary
-from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
+from stagewright.estimation.time import (
+    host_optimizer_seconds,
+    optimizer_seconds,
+    streamed_optimizer_seconds,
+)
 from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
@@ -242,7 +246,7 @@ def _slowed_seconds(staged: StagedModel, gather_s: Sequence[float], reduce_s: Se
     average."""
     share = np.array([taken_share(staged, rank) for rank in staged.program.placement.rank_of_stage])
     taken = np.zeros(len(staged.stages))
-    if share.any():
+    if share.any() and not staged.is_streamed:  # a copy takes none
         for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):
             counts = Counter(action.stage for action in staged.program if action.kind is kind)
             taken += [counts[stage] * collective_s for stage, collective_s in enumerate(seconds)]
@@ -346,7 +350,8 @@ def _rank_optimizer_seconds(
     if rank not in staged.host_optimizer:
         return optimizer_step_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
     host = host_of(staged.cluster, staged.first_rank(rank))
-    return host_step_seconds(job, gradient_bytes, device, host) + job.profile.host.step_s
+    there = staged.is_streamed
+    return host_step_seconds(job, gradient_bytes, device, host, are_there=there) + job.profile.host.step_s
 
 
 def _matmul_seconds(staged: StagedModel, rank: int) -> float:
@@ -365,11 +370,16 @@ def _matmul_seconds(staged: StagedModel, rank: int) -> float:
     return (device.pace or 1.0) * flop / device.matmul_flops(dtype)
 
 
-def host_step_seconds(job: Job, gradient_bytes: float, device: Device, host: Host) -> float:
-    """Return the seconds of AdamW of one rank on its host."""
+def host_step_seconds(
+    job: Job, gradient_bytes: float, device: Device, host: Host, *, are_there: bool = False
+) -> float:
+    """Return the seconds of AdamW of one rank on its host; `are_there`: gradients and parameters are there already."""
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     clips = job.clip_norm is not None
-    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips, kept=job.kept)
+    num_parameters = gradient_bytes / sizes[0]
+    if are_there:
+        return streamed_optimizer_seconds(num_parameters, host, *sizes, clips=clips, kept=job.kept)
+    return host_optimizer_seconds(num_parameters, device, host, *sizes, clips=clips, kept=job.kept)
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:

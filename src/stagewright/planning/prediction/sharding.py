@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from stagewright.cluster import (
+    Cluster,
+    Device,
+    Host,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, insert_gathers, insert_microbatch_gathers, insert_reductions
 
 NUM_BUFFERS = 2
@@ -25,6 +33,20 @@ def check_shard_size(zero: int | None, shard_size: int | None) -> None:
         raise InputError(
             f"shard_size = {shard_size} is the number of replicas to shard over, but --zero shards nothing: give "
             "--zero 1, 2 or 3, or leave out --shard-size"
+        )
+
+
+def check_streamed(num_holders: int, zero: int | None, job: Job) -> None:
+    """Raise `InputError` where weights cannot be streamed."""
+    if job.runtime != STAGEWRIGHT:
+        raise InputError(
+            f"runtime '{job.runtime}' does not stream weights from the host: leave out --streamed, or --runtime"
+        )
+    if num_holders > 1 or zero:
+        shared = f"--zero {zero}" if zero else f"{num_holders} ranks of dp x cp"
+        raise InputError(
+            f"streamed weights are for one replica, and {shared} shares parameters between several: give --dp 1 and leave "
+            "out --zero, or leave out --streamed"
         )
 
 
@@ -83,6 +105,42 @@ def reads_weights(stage: Stage) -> bool:
     derived = {value for node in stage.derived for value in node.outputs if value is not None}
     weights = derived.union(stage.parameters)
     return any(value in weights for node in stage.weight_grad.nodes for value in node.inputs)
+
+
+def streamed_program(program: Program, stages: Sequence[Stage], updated_on_host: Collection[int]) -> Program:
+    """Return `program` with the copies of streamed weights: of every stage from the host before use, and of the gradients of
+    the stages `updated_on_host` to the host."""
+    reading = [stage.index for stage in stages if reads_weights(stage)]
+    program = insert_gathers(program, NUM_BUFFERS, weight_grads=reading)
+    return insert_reductions(program, NUM_BUFFERS, updated_on_host) if updated_on_host else program
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """The seconds of copies between a device and its host, of the streamed buffers of a rank.
+
+    The link between the two has both directions at once. While every device of the node copies, the host's memory may be
+    the slower of the two. Ignores: that values which are offloaded take the same link.
+    """
+
+    device: Device
+    host: Host | None
+    runtime: Runtime
+
+    def gather(self, flats: Iterable[FlatLayout]) -> float:
+        """Return the seconds to copy the parameters of `flats` to the device."""
+        return self._seconds(sum(flat.num_elements * ITEM_BYTES[flat.dtype] for flat in flats))
+
+    def reduce(self, flats: Iterable[FlatLayout]) -> float:
+        """Return the seconds to copy the gradients of `flats` to the host."""
+        item = {flat: ITEM_BYTES[self.runtime.precision(flat.dtype).gradient] for flat in flats}
+        return self._seconds(sum(flat.num_elements * size for flat, size in item.items()))
+
+    def _seconds(self, num_bytes: int) -> float:
+        if self.device.shares_host_memory:  # read and written
+            return self.device.memory_seconds(2 * num_bytes)
+        in_memory_s = 0.0 if self.host is None else self.host.memory_seconds(num_bytes)
+        return max(num_bytes / self.device.host_link_bandwidth, in_memory_s)
 
 
 @dataclass(frozen=True)

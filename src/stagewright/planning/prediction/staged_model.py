@@ -25,7 +25,7 @@ from stagewright.graph.split import SplitGraph
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism, tensor_parallel_size
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.sharding import Collectives, reduced_flats
+from stagewright.planning.prediction.sharding import Collectives, HostCopies, reduced_flats
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.builders.asynchronous import weight_versions
 from stagewright.schedule.in_flight import changes
@@ -55,6 +55,8 @@ class StagedModel:
     """Shard group size; groups are replicas of each other (hybrid sharding). None is all replicas."""
     host_optimizer: frozenset[int] = frozenset()
     """Pipeline ranks whose optimizer state is on the host."""
+    is_streamed: bool = False
+    """Whether the weights of stages are in host memory, from where they are copied to the device before use."""
     headroom: int = 0
     """Bytes that every device leaves free."""
     tp: int = 1
@@ -78,21 +80,31 @@ class StagedModel:
 
     @cached_property
     def flats(self) -> tuple[FlatLayout, ...]:
-        """The flat buffers of all stages; none where there is one replica."""
+        """The flat buffers of all stages; none where there is one replica whose weights stay on its devices."""
         levels = self.sharding or (0,) * len(self.memories)
         copies = self.num_holders // self.num_shards
-        if self.num_holders == 1:
+        if self.num_holders == 1 and not self.is_streamed:
             return ()
-        return flats(self.stages, levels, self.num_shards, copies, self.job.least_decayed_dims)
+        on_host = self.updated_on_host if self.is_streamed else None
+        return flats(self.stages, levels, self.num_shards, copies, self.job.least_decayed_dims, on_host)
+
+    @property
+    def updated_on_host(self) -> frozenset[int]:
+        """Stages whose optimizer is on the host."""
+        placed = self.program.placement.rank_of_stage
+        return frozenset(stage for stage, rank in enumerate(placed) if rank in self.host_optimizer)
 
     @property
     def num_shards(self) -> int:
         """Number of replicas in a shard group."""
         return self.shard_size or self.num_holders
 
-    def collectives(self, stage: int) -> Collectives:
-        """Return the collectives of the replicas of a stage."""
+    def collectives(self, stage: int) -> Collectives | HostCopies:
+        """Return the collectives of the replicas of a stage, or the copies in their place where weights are streamed."""
         rank = self.program.placement.rank_of_stage[stage]
+        if self.is_streamed:
+            host = self.cluster.group_of(self.first_rank(rank)).host
+            return HostCopies(self.device_of(rank), host, self.job.profile)
         return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.job.profile)
 
     def reduce_seconds(self, stage: int) -> float:
