@@ -59,6 +59,9 @@ class ConfigurationOptions:
     reduce_dtype: options.ReduceDtype = None
     shard_size: options.ShardSize = None
     shard_units: options.ShardUnits = "auto"
+    streamed: Annotated[
+        bool, typer.Option("--streamed", help="Keep weights on the host, and copy each stage to its device before use.")
+    ] = False
     loss_pieces: options.LossPieces = "1"
     configurations: Annotated[
         Path | None, typer.Option("--configurations", metavar="FILE",

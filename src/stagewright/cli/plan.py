@@ -101,6 +101,10 @@ class ScheduleOptions:
         str, typer.Option("--host-optimizer", metavar="HOW",
             help="Keep optimizer state on the host and step there: never, always, or auto (on ranks short of memory, first "
             "only if faster by 0.5 %).")] = "auto"
+    streamed: Annotated[
+        str, typer.Option("--streamed", metavar="HOW",
+            help="Keep weights on the host and copy each stage to its device before use: never, always, or auto (where "
+            "devices lack memory).")] = "auto"
     loss_pieces: options.LossPieces = "auto"
 
 
@@ -295,7 +299,8 @@ def space_of(degrees: ParallelismOptions, tp: int | None, scheduling: ScheduleOp
         microbatch=degrees.microbatch, zero=degrees.zero, reduce_dtype=options.checked_reduce_dtype(degrees.reduce_dtype),
         shard_size=degrees.shard_size, shard_units=options.checked_shard_units(degrees.shard_units),
         schedules=scheduling.schedule, recompute=scheduling.recompute, offload=scheduling.offload,
-        host_optimizer=scheduling.host_optimizer, loss_pieces=options.parse_pieces(scheduling.loss_pieces),
+        host_optimizer=scheduling.host_optimizer, streamed=scheduling.streamed,
+        loss_pieces=options.parse_pieces(scheduling.loss_pieces),
     )  # fmt: skip
 
 

@@ -13,19 +13,20 @@ from typing import Literal
 import numpy as np
 
 from stagewright.cluster import Cluster, all_gather_seconds, reduce_scatter_seconds
-from stagewright.errors import PlanError
+from stagewright.errors import InputError, PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import GRADIENTS, PARAMETERS
-from stagewright.graph.layers import even_layers, layer_cuts
+from stagewright.graph.layers import even_layers, layer_begins, layer_cuts, layer_end
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
 from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
+from stagewright.planning.partition.layers import dealt_layers
 from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.planning.partition.stage_terms import cuts_to_try
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
@@ -43,6 +44,7 @@ from stagewright.planning.prediction.sharding import sharded_program, streamed_p
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.staged_model import (
     StagedModel,
+    costs_by_rank,
     costs_by_stage,
     reserved_bytes,
     staged_model,
@@ -222,6 +224,9 @@ def make_candidate(
     Raises:
         PlanError: more stages than legal cuts allow.
     """
+    if configuration.streamed and configuration.layers_per_stage is None:
+        cuts = streamed_cuts(model_costs, configuration, cluster)
+        return with_cuts(model_costs, configuration, cuts, cluster, job)
     if is_cut_between_layers(configuration, job):
         return with_cuts(
             model_costs,
@@ -286,10 +291,31 @@ def _cuts_between_layers(
     return layer_cuts(graph, layers_per_stage)
 
 
+def streamed_cuts(model_costs: RangeCosts, configuration: Configuration, cluster: Cluster) -> tuple[int, ...]:
+    """Return the cuts between layers for which ranks, which copy weights one stage after the other, take about equally long.
+
+    Raises:
+        PlanError: too few layers.
+    """
+    num_chunks = make_program(configuration).num_stages // configuration.pp
+    begins = layer_begins(model_costs.graph)
+    ends = (
+        [0, *begins, layer_end(model_costs.graph), model_costs.size] if begins else [0, 0, model_costs.size]
+    )
+    rank_costs = costs_by_rank(model_costs, cluster, configuration.pp, configuration.ranks_per_stage)
+    try:
+        counts = dealt_layers([np.diff(costs.seconds[ends]) for costs in rank_costs], num_chunks)
+    except InputError as error:
+        raise PlanError(str(error)) from None
+    return layer_cuts(model_costs.graph, counts)
+
+
 def within_memory(start: Candidate, model_costs: RangeCosts) -> Candidate:
     """Return `start` if it fits the memory limit, otherwise a partition that fits, or else the one over by least."""
     cluster, job = start.staged.cluster, start.staged.job
     best = latest = start
+    if start.configuration.streamed:  # other cuts make the same stages pass through the same memory
+        return start
     if (
         start.excess_bytes > 0 and start.configuration.level >= GRADIENTS
     ):  # other units may fit where these do not
@@ -533,6 +559,8 @@ def fastest_fitted(
     """
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
+    if configuration.streamed:
+        return fitted_candidate(first, model_costs, offload=offload, thorough=thorough)
     whole = _whole_stages(first, model_costs) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
@@ -581,11 +609,6 @@ def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget
         for stage in stages:
             allowed[stage] = float(stage_bytes[stage]) + spare / len(stages)
     return MemoryBudget(allowed, counts, share)
-
-
-def is_frozen(model_costs: RangeCosts) -> bool:
-    """Return whether parts of the model are not trained, which is all that is streamed then."""
-    return float(model_costs.trained_bytes[-1]) < float(model_costs.state_bytes[-1])
 
 
 def make_plan(candidate: Candidate, model_costs: RangeCosts, reference: ModelReference) -> Plan:

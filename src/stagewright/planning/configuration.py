@@ -12,6 +12,7 @@ from stagewright.errors import InputError, check_names
 from stagewright.estimation.precision import Precision
 from stagewright.planning.job import Job
 from stagewright.schedule import Program
+from stagewright.schedule.sharding import NUM_BUFFERS
 
 Recompute = Literal["auto", "model", "none", "selective", "full"]
 """What stages recompute: as much as memory asks for, what the model's own code checkpoints, nothing, the part of every
@@ -188,7 +189,8 @@ class Configuration:
         kept = precision.kept_per_parameter(
             self.level, self.shard_group or self.num_holders, self.host_optimizer
         )
-        return kept / precision.bytes_per_parameter
+        held = min(1.0, NUM_BUFFERS / (self.chunks or 1)) if self.streamed else 1.0
+        return held * kept / precision.bytes_per_parameter
 
     def __str__(self) -> str:
         """

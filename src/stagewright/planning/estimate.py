@@ -17,14 +17,14 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
-from stagewright.planning.candidate import is_frozen, make_candidate, make_plan
+from stagewright.planning.candidate import make_candidate, make_plan
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job, given_job
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share
 from stagewright.planning.plan import ClusterSection, Plan, cluster_of, load_plan
 from stagewright.planning.plan_stages import staged_by_plan
 from stagewright.planning.prediction.predict import predict
-from stagewright.planning.prediction.sharding import check_shard_size, check_streamed
+from stagewright.planning.prediction.sharding import check_shard_size, check_streamed, is_frozen
 from stagewright.planning.prediction.staged_model import StagedModel, costs_of_model
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
@@ -108,7 +108,7 @@ def estimate(
     configuration = replace(
         configuration,
         recompute=_recomputed(request.recompute, model_costs.graph, job),
-        host_optimizer=configuration.streamed and not is_frozen(model_costs),
+        host_optimizer=configuration.streamed and not is_frozen(graph),
     )
     plan = make_plan(make_candidate(model_costs, configuration, cluster, job), model_costs, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)

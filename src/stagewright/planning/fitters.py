@@ -20,19 +20,21 @@ from stagewright.planning.arranging import cluster_for
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
+    approximate_seconds,
     faster_candidate,
     fastest_partition,
     make_candidate,
     make_plan,
     make_program,
+    streamed_cuts,
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
-from stagewright.planning.memory.host_optimizer import may_use_host, misses_host, steps_once
+from stagewright.planning.memory.host_optimizer import may_stream, may_use_host, misses_host, steps_once
 from stagewright.planning.partition.stage_terms import Within, partition_within
 from stagewright.planning.prediction.staged_model import allocatable_bytes, costs_by_stage
 from stagewright.planning.search_result import Excluded
-from stagewright.planning.space import Space
+from stagewright.planning.space import Space, streamed_configurations
 from stagewright.schedule.in_flight import in_flight
 from stagewright.units import format_bytes
 
@@ -238,6 +240,7 @@ class OperatorFitter(Fitter):
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
         self._tried_on_host: set[Configuration] = set()
+        self._tried_streamed: set[Configuration] = set()
 
     def fits_in_smaller(self, entry: Entry) -> bool:
         return True  # what is saved is given up where it does not fit
@@ -284,6 +287,8 @@ class OperatorFitter(Fitter):
             cluster = entry.cluster
             if len(cluster.nodes) == 1:
                 cluster = cluster_for(configuration, model_costs, cluster, self.job)
+            if configuration.streamed:
+                return self._split_streamed(replace(entry, cluster=cluster))
             cuts, compute_s = fastest_partition(model_costs, configuration, cluster)
         except PlanError as error:  # too few legal cuts
             self.exclude(configuration, str(error), lacks_memory=False)
@@ -309,6 +314,18 @@ class OperatorFitter(Fitter):
         more = max(1.0, self.coarse.costs(key).total_seconds / float(model_costs.seconds[-1]))
         split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
         return self.with_network(split, split.compute_s) * self._judgement(configuration), split
+
+    def _split_streamed(self, entry: Entry) -> tuple[float, Entry]:
+        """Return an entry with streamed weights cut between layers; raises `PlanError` for too few of them."""
+        configuration, cluster = entry.configuration, entry.cluster
+        model_costs = self.coarse.model_costs(configuration.traced)
+        program, width = make_program(configuration), configuration.ranks_per_stage
+        cuts = streamed_cuts(model_costs, configuration, cluster)
+        stage_costs = costs_by_stage(model_costs, cluster, program, width)
+        compute_s = approximate_seconds(stage_costs, cuts, program, cluster, width)
+        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
+        split = replace(entry, cuts=cuts, is_split=True, compute_s=compute_s, busy_s=busy_s)
+        return self.with_network(split, compute_s) * self._judgement(configuration), split
 
     def _within_memory(self, split: Entry) -> Within | None:
         """Return the fastest partition within memory with what it must save, from range sums; None where none is."""
@@ -389,13 +406,32 @@ class OperatorFitter(Fitter):
         return miss.missing_bytes > saved_share * state_bytes / configuration.pp
 
     def _try_on_host(self, entry: Entry) -> None:
-        """Add the entry with the optimizer on the host to the alternatives, if that is one more way to try."""
+        """Add the entry with the optimizer on the host, and with streamed weights, to the alternatives, if these are more
+        ways to try."""
+        self._try_streamed(entry)
         on_host = replace(entry.configuration, host_optimizer=True, offload=False)
         is_free = self.space.host_optimizer == "auto" and not entry.configuration.host_optimizer
         is_new = on_host not in self._tried_on_host
         if is_free and is_new and may_use_host(entry.cluster) and steps_once(entry.configuration):
             self._tried_on_host.add(on_host)
             self.alternatives.append(Entry(on_host, entry.cluster, entry.larger))
+
+    def _try_streamed(self, entry: Entry) -> None:
+        """Add the entry with streamed weights to the alternatives."""
+        configuration = entry.configuration
+        if self.space.streamed != "auto" or configuration.streamed or not may_stream(entry.cluster):
+            return
+        key = entry.graph_key
+        plain = replace(configuration, host_optimizer=False, offload=False)
+        for streamed in streamed_configurations(
+            plain, self.coarse.costs(key).num_layers, self.coarse.graph(key)
+        ):
+            if streamed not in self._tried_streamed and not (
+                streamed.host_optimizer
+                and (self.space.host_optimizer == "never" or not may_use_host(entry.cluster))
+            ):
+                self._tried_streamed.add(streamed)
+                self.alternatives.append(Entry(streamed, entry.cluster, entry.larger))
 
     def afresh(self, fit: Fit, below_s: float, *, offload: bool, headroom: int | None = None) -> Fit | None:
         """Return the plan of the same cuts as if they were the first looked at; None if it takes `below_s` or longer."""

@@ -106,7 +106,7 @@ def _to_refine(search: Search) -> list[Fit]:
     """Return the fastest fit, the one that ranks first, and the first without an optimizer on the host: so all are compared
     as refined."""
     plans = ranked(fit.plan for fit in search.fits)
-    on_devices = (plan for plan in plans if not plan.host_optimizer)
+    on_devices = (plan for plan in plans if not plan.host_optimizer and not plan.streamed)
     fastest = [] if search.best is None else [search.best.plan]
     chosen = [*fastest, *plans[:1], *itertools.islice(on_devices, 1)]
     return [fit for fit in search.fits if any(fit.plan is plan for plan in chosen)]

@@ -38,11 +38,11 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def complexity(plan: Plan) -> tuple[bool, int]:
-    """Return whether the optimizer runs on the host, which needs RAM there, and the number of other mechanisms in use: a
-    pipeline, several stages per rank, recomputation, offload, and a loss in slices."""
+    """Return whether the optimizer or the weights are on the host, which needs RAM there, and the number of other mechanisms
+    in use: a pipeline, several stages per rank, recomputation, offload, and a loss in slices."""
     recomputes, offloads = saves(plan)
     mechanisms = plan.pp > 1, chunks(plan) > 1, recomputes, offloads, plan.loss_pieces > 1
-    return bool(plan.host_optimizer), sum(mechanisms)
+    return bool(plan.host_optimizer) or plan.streamed, sum(mechanisms)
 
 
 def saves(plan: Plan) -> tuple[bool, bool]:

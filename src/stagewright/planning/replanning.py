@@ -109,6 +109,7 @@ def _with_recomputation_chosen_again(plan: Plan, cluster: Cluster) -> list[Plan]
             sequence_parallel=plan.sequence_parallel if plan.tp > 1 else None, microbatch=plan.microbatch_size,
             zero=max(plan.sharding) if plan.dp > 1 else None, reduce_dtype=plan.reduce_dtype, shard_size=plan.shard_size,
             host_optimizer="always" if plan.host_optimizer else "never", loss_pieces=plan.loss_pieces,
+            streamed="always" if plan.streamed else "never",
         )  # fmt: skip
     except (InputError, PlanError, ScheduleError):
         return []

@@ -17,12 +17,16 @@ from stagewright.limits import MOST_ACTIONS
 from stagewright.planning.configuration import RECOMPUTE, Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import fewest_layers
-from stagewright.planning.prediction.sharding import check_shard_size
+from stagewright.planning.prediction.sharding import check_shard_size, check_streamed, is_frozen
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.schedule import BUILDERS
+from stagewright.schedule.sharding import NUM_BUFFERS
 
 HostOptimizer = Literal["auto", "never", "always"]
 HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
+
+Streamed = Literal["auto", "never", "always"]
+STREAMED: tuple[Streamed, ...] = get_args(Streamed)
 
 LossPieces = int | Literal["auto"]
 
@@ -37,6 +41,9 @@ _OTHER_SCHEDULES = ("1f1b", "interleaved-1f1b")
 
 _STAGES_OF_LAYER = 2
 """Maximum number of stages into which a layer may be cut where a rank has several."""
+
+_PARTS_OF_STREAMS = 1, 2, 4
+"""Numbers of layers tried in a streamed stage."""
 
 _LOOPED = ("interleaved-1f1b", "breadth-first")
 """Schedules that place any number of stages on a rank."""
@@ -58,6 +65,8 @@ class Space:
     * `reduce_dtype`: type in which gradients are reduced over replicas; by default the one they are accumulated in;
     * `host_optimizer`: whether optimizer state and step are on the host's processors: ``never``, ``always``, or ``auto``, on
       ranks that lack memory, where that is faster than the alternatives;
+    * `streamed`: whether weights are in host memory and copied to a device stage by stage, with one replica: ``never``,
+      ``always``, or ``auto``, where devices lack memory;
     * `loss_pieces`: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
       several where the logits take a large part of a device, or where memory is short on the rank that computes them;
     * `is_improved`: whether the best plans of the schedules are refined, and the joint search runs.
@@ -79,6 +88,7 @@ class Space:
     shard_size: int | None = None
     shard_units: int | None = None
     host_optimizer: HostOptimizer = "auto"
+    streamed: Streamed = "auto"
     loss_pieces: LossPieces = "auto"
     is_improved: bool = True
     largest_tp: int = 8
@@ -119,6 +129,12 @@ class Space:
                 raise InputError(
                     f"--recompute {setting}{nearest(setting, RECOMPUTE)}: give {' or '.join(RECOMPUTE)}"
                 )
+        if self.streamed not in STREAMED:
+            raise InputError(
+                f"--streamed {self.streamed}{nearest(self.streamed, STREAMED)}: give {' or '.join(STREAMED)}"
+            )
+        if self.streamed == "always":
+            check_streamed((self.dp or 1) * (self.cp or 1), level, job)
         job.check_whole(self.tp or 1, level)
         if job.runtime == STAGEWRIGHT:
             return
@@ -243,6 +259,10 @@ def configurations(
         InputError: a recompute setting that the model does not support.
     """
     for shape in pipelines(degrees, cluster, job, space, most_stages(num_layers, cluster, job)):
+        if space.streamed == "always":
+            for recompute in _recomputes(graph, job, space):
+                yield from streamed_configurations(replace(shape, recompute=recompute), num_layers, graph)
+            continue
         for schedule, chunks in dict.fromkeys(_schedules(shape, num_layers, job, space)):
             for recompute in _recomputes(graph, job, space):
                 for zero in _levels(shape.num_holders, cluster, job, space):
@@ -252,6 +272,27 @@ def configurations(
                         shard_units=space.shard_units if (zero or 0) >= 2 else None,
                         host_optimizer=space.host_optimizer == "always",
                     )  # fmt: skip
+
+
+def streamed_configurations(
+    configuration: Configuration, num_layers: int, graph: OperatorGraph
+) -> Iterator[Configuration]:
+    """Yield the configurations of the same degrees with streamed weights, of one replica.
+
+    Stages are looped around the ranks, and all microbatches pass a stage before the rank turns to its next one, so that one
+    copy serves them all; the shortest stages are those of one layer. The optimizer is on the host unless the base is
+    frozen. Source: RoundPipe (ITcarrot/RoundPipe), whose stages are dealt out to the devices in turn.
+    """
+    if configuration.num_holders > 1:
+        return
+    most = num_layers // configuration.pp
+    for parts in _PARTS_OF_STREAMS:
+        chunks = most // parts
+        if chunks > NUM_BUFFERS:
+            yield replace(
+                configuration, schedule="breadth-first", chunks=chunks, zero=None, shard_units=None, shard_size=None,
+                reduce_dtype=None, streamed=True, host_optimizer=not is_frozen(graph),
+            )  # fmt: skip
 
 
 def _recomputes(graph: OperatorGraph, job: Job, space: Space) -> tuple[Recompute, ...]:

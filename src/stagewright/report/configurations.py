@@ -79,7 +79,7 @@ def legend(plans: Sequence[Plan]) -> list[str]:
         return []
     present = set().union(*map(marks, plans))
     texts = [f"+{mark} {text}" for mark, text in MARKS.items() if mark in present]
-    hosts = [plan.host_bytes(plan.cluster.load()) for plan in plans if plan.host_optimizer]
+    hosts = [plan.host_bytes(plan.cluster.load()) for plan in plans if plan.host_optimizer or plan.streamed]
     if hosts:
         texts[-1] += f" ({format_bytes(max(hosts))} of host memory per node)"
     lines = ["; ".join(texts) + "."] if texts else []

@@ -28,6 +28,7 @@ MARKS = {
     "O": "offloads activations to the host",
     "L": "evaluates the loss in slices",
     "H": "keeps optimizer state and step on the host",
+    "W": "streams weights from the host",
 }
 """What the marks after a schedule mean."""
 
@@ -35,7 +36,9 @@ MARKS = {
 def marks(plan: Plan) -> str:
     """Return the marks of `MARKS` that apply to a plan."""
     recomputes, offloads = saves(plan)
-    applies = {"R": recomputes, "O": offloads, "L": plan.loss_pieces > 1, "H": bool(plan.host_optimizer)}
+    applies = {
+        "R": recomputes, "O": offloads, "L": plan.loss_pieces > 1, "H": bool(plan.host_optimizer), "W": plan.streamed
+    }  # fmt: skip
     return "".join(mark for mark in MARKS if applies[mark])
 
 
@@ -60,6 +63,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "spare_bytes": spare_bytes(plan)[0],
         "bubble": None if (parts := _bubble(plan)) is None else asdict(parts),
         "host_optimizer": list(plan.host_optimizer),
+        "streamed": plan.streamed,
         "host_bytes_per_node": plan.host_bytes(plan.cluster.load()),
         "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
@@ -211,7 +215,8 @@ def host_memory_line(plan: Plan) -> str | None:
     num_bytes = plan.host_bytes(plan.cluster.load())
     if not num_bytes:
         return None
-    parts = ["optimizer state"] * bool(plan.host_optimizer) + ["offloaded activations"] * saves(plan)[1]
+    parts = ["weights"] * plan.streamed + ["optimizer state"] * bool(plan.host_optimizer)
+    parts += ["offloaded activations"] * saves(plan)[1]
     return f"Host memory: {format_bytes(num_bytes)} per node for {' and '.join(parts)}."
 
 

@@ -30,6 +30,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "shard_size", str(plan.shard_size or "all")
     yield "loss_pieces", str(plan.loss_pieces)
     yield "host_optimizer", str(bool(plan.host_optimizer))
+    yield "streamed", str(plan.streamed)
     counts = stage_layers(plan) if num_stages > 1 else None
     yield "layers per stage", ",".join(map(str, counts or ())) or "all"
 

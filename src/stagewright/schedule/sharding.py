@@ -9,6 +9,9 @@ from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.program import Program
 
+NUM_BUFFERS = 2
+"""Stages of which a rank holds gathered parameters or whole gradients at once: one in use, one in transfer."""
+
 _USES_WEIGHTS = frozenset({Kind.F, Kind.I, Kind.B, Kind.R})
 _ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
 Run = tuple[int, int, int]
@@ -17,7 +20,7 @@ Run = tuple[int, int, int]
 
 def insert_gathers(
     program: Program,
-    num_buffers: int = 2,
+    num_buffers: int = NUM_BUFFERS,
     stages: Collection[int] | None = None,
     weight_grads: Collection[int] = (),
 ) -> Program:

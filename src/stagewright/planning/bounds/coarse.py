@@ -28,10 +28,10 @@ from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.prediction.predict import host_of, host_step_seconds, optimizer_step_seconds
-from stagewright.planning.prediction.sharding import NUM_BUFFERS
 from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.schedule.in_flight import changes
+from stagewright.schedule.sharding import NUM_BUFFERS
 from stagewright.tracing.models.reference import ModelReference
 
 Trace = Callable[..., OperatorGraph]
@@ -193,7 +193,10 @@ class Coarse:
         fastest = max({group.device for group in cluster.nodes}, key=lambda device: device.memory_bandwidth)
         gradients = parameters * ITEM_BYTES[precision.gradient]
         if configuration.host_optimizer:
-            seconds = host_step_seconds(self.job, gradients / shards, fastest, host_of(cluster, 0))
+            there = configuration.streamed
+            seconds = host_step_seconds(
+                self.job, gradients / shards, fastest, host_of(cluster, 0), are_there=there
+            )
         else:
             seconds = optimizer_step_seconds(self.job, gradients / shards, fastest)
         holders = range(0, configuration.ranks_per_stage, configuration.tp)
@@ -207,6 +210,8 @@ class Coarse:
     def sharding_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
         """Return the seconds of gathering parameters and reducing gradients, hidden or not; of whole stages where these fit
         in memory."""
+        if configuration.streamed:
+            return self._streaming_s(configuration, key, cluster)
         parameters = self._parameters(configuration, key)
         whole = parameters / (configuration.chunks or 1) * ITEM_BYTES[self.job.precision.gradient]
         if configuration.level >= PARAMETERS:
@@ -215,6 +220,19 @@ class Coarse:
         state = self.missing_anywhere(configuration, key, cluster) + usable
         fits_whole = state + NUM_BUFFERS * whole <= OF_STATE * usable
         return network_seconds(configuration, parameters, cluster, self.job, in_units=not fits_whole)
+
+    def _streaming_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
+        """Return a lower bound on the seconds to copy streamed weights to the devices, twice a batch but for the two stages
+        that a rank holds when it turns from forwards to backwards."""
+        precision, costs = self.job.precision, self.costs(key)
+        trained = (
+            float(costs.trained_bytes.sum()) / precision.bytes_per_parameter * ITEM_BYTES[precision.parameter]
+        )
+        frozen = float((costs.state_bytes - costs.trained_bytes).sum())
+        streamed = frozen + (trained if configuration.host_optimizer else 0.0)
+        times = 2 * (1 - NUM_BUFFERS / (configuration.chunks or NUM_BUFFERS))
+        fastest = max(group.device.host_link_bandwidth for group in cluster.nodes)
+        return times * streamed / configuration.pp / fastest
 
     def _parameters(self, configuration: Configuration, key: Configuration) -> float:
         """Return the number of trained parameters of a rank, as if all ranks had equally many."""

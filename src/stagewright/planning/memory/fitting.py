@@ -161,7 +161,7 @@ class Fitting:
         configuration, cluster, cuts = entry.configuration, entry.cluster, entry.cuts or ()
         if takes_longer(model_costs, configuration, cuts, cluster, self.job, longest_s):
             return Miss(entry, was_short=False)
-        must_keep = not configuration.saves and not tight
+        must_keep = not configuration.saves and not tight and not configuration.streamed
         if must_keep and (miss := self.without_partition(entry, model_costs, keeps=True)) is not None:
             return miss
         fastest = with_cuts(model_costs, configuration, cuts, cluster, self.job)

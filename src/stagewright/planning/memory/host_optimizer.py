@@ -39,6 +39,11 @@ def may_use_host(cluster: Cluster) -> bool:
     return all(group.device.kind != "cpu" and group.host is not None for group in cluster.nodes)
 
 
+def may_stream(cluster: Cluster) -> bool:
+    """Return whether all devices of `cluster` have a link to a memory of their host."""
+    return not any(group.device.shares_host_memory for group in cluster.nodes)
+
+
 def steps_once(configuration: Configuration) -> bool:
     """Return whether parameters are updated only at the end of a batch."""
     return not any(action.kind is Kind.STEP for action in make_program(configuration))
@@ -63,16 +68,17 @@ def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[C
 
 
 def host_excess_bytes(staged: StagedModel) -> int:
-    """Return by how many bytes the fullest host is over with state and offloaded values of `staged`; negative for headroom.
+    """Return by how many bytes the fullest host is over with state, streamed weights and offloaded values of `staged`;
+    negative for headroom.
 
-    Hosts that are not described are taken to have memory for offloaded values.
+    Hosts that are not described are taken to have memory for them.
     """
     on_node: Counter[int] = Counter()
     for rank in range(staged.pp):
         state = staged.resident(rank).host_bytes
         saved = staged.offloaded_bytes(rank)
         for member in range(staged.first_rank(rank), staged.first_rank(rank + 1)):
-            if state or (saved and staged.cluster.group_of(member).host is not None):
+            if staged.cluster.group_of(member).host is not None:
                 on_node[staged.cluster.node_of(member)] += state + saved
     return max((total - _usable_bytes(staged.cluster, node) for node, total in on_node.items()), default=-1)
 

@@ -54,6 +54,40 @@ def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tupl
     return _best(even, np.add)[1]
 
 
+def dealt_layers(seconds: Sequence[Floats], num_chunks: int) -> tuple[int, ...]:
+    """Return the numbers of layers of stages dealt out to the ranks in turn, `num_chunks` to each, so that ranks take about
+    equally long.
+
+    Every stage has at least one layer; the last may have only the head. Layers go one by one to the rank that is done first
+    with one more, and there to its first stage of fewest layers.
+
+    Args:
+        seconds: for every rank, on its device, the seconds of what precedes the layers, of each layer, and of what follows.
+
+    Raises:
+        InputError: too few layers for the stages.
+
+    >>> equal = [np.array([0.0, *[1.0] * 12, 2.0])] * 2
+    >>> dealt_layers(equal, 3), dealt_layers([equal[0], 2 * equal[1]], 2)
+    ((3, 2, 2, 2, 2, 1), (5, 2, 5, 0))
+    """
+    num_ranks, num_layers = len(seconds), len(seconds[0]) - 2
+    num_stages = num_ranks * num_chunks
+    if num_layers < num_stages - 1:
+        raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
+    counts = [1] * (num_stages - 1) + [0]
+    layer_s = [float(rank_seconds[1:-1].mean()) for rank_seconds in seconds]
+    taken = [sum(counts[rank::num_ranks]) * layer_s[rank] for rank in range(num_ranks)]
+    taken[0] += float(seconds[0][0])
+    taken[-1] += float(seconds[-1][-1])
+    for _ in range(num_layers - sum(counts)):
+        rank = min(range(num_ranks), key=lambda rank: taken[rank] + layer_s[rank])
+        stages = range(rank, num_stages, num_ranks)
+        counts[min(stages, key=lambda stage: counts[stage] + (stage == num_stages - 1))] += 1
+        taken[rank] += layer_s[rank]
+    return tuple(counts)
+
+
 def _stage_costs(seconds: Sequence[Floats], least: Sequence[int], most: Sequence[int]) -> Iterator[Floats]:
     """Yield, for every stage, its seconds with the layers from one (row) up to another (column); infinite where that is not
     allowed."""

@@ -15,14 +15,13 @@ from stagewright.cluster import (
 )
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
+from stagewright.graph import OperatorGraph
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, insert_gathers, insert_microbatch_gathers, insert_reductions
-
-NUM_BUFFERS = 2
-"""Stages of which a rank holds gathered parameters or whole gradients at once: one in use, one in transfer."""
+from stagewright.schedule.sharding import NUM_BUFFERS
 
 SHARDING_KINDS = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE})
 
@@ -48,6 +47,11 @@ def check_streamed(num_holders: int, zero: int | None, job: Job) -> None:
             f"streamed weights are for one replica, and {shared} shares parameters between several: give --dp 1 and leave "
             "out --zero, or leave out --streamed"
         )
+
+
+def is_frozen(graph: OperatorGraph) -> bool:
+    """Return whether parts of a model are not trained, which is all that is streamed then."""
+    return any(value not in graph.gradients for value in graph.parameters.values())
 
 
 def sharded_program(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, reduce
 from itertools import groupby
 
-from stagewright.planning.prediction.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
+from stagewright.planning.prediction.sharding import SHARDING_KINDS, sharded_like
 from stagewright.schedule import Kind, Program, build, subdivided
 from stagewright.schedule.lower import insert_recomputation
+from stagewright.schedule.sharding import NUM_BUFFERS
 
 _PERIODIC = frozenset({"1f1b", "pipedream", "interleaved-1f1b"})
 """Schedules in which each microbatch repeats the memory state of the one before, once every rank alternates between F and B;
