@@ -81,4 +81,4 @@ def test_replicas_lose_memory_to_fragmentation_as_one_alone_does(zero: int | Non
 
     alone, replicated = (lost(staged_model("tiny-llama", "gpipe", 2, dp, zero, size=8)) for dp in (1, 2))
     assert min(*alone, *replicated) > MIB
-    assert max(replicated) <= 2 * max(alone)
+    assert max(replicated) <= 3 * max(alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,29 +81,38 @@ class MemoryEvents:
 
 
 def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tuple[int, ...]:
-    """Return the sizes of the permanent buffers of a rank's transfers: for each channel as many as are used at a time."""
-    num_slots: dict[tuple[Kind, int, int], int] = defaultdict(int)
-    posted: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
+    """Return the sizes of the permanent buffers of a rank's transfers: for each dtype and size of a message as many as are
+    used at a time."""
+    in_use: Counter[tuple[str, int]] = Counter()
+    most: Counter[tuple[str, int]] = Counter()
+    sending: Counter[Channel] = Counter()
+    posted: dict[Channel, set[int]] = defaultdict(set)
+
+    def change(channel: Channel, by: int) -> None:
+        for message in memories[channel[1]].messages.get(channel, ()):
+            size = message.dtype, message.num_bytes
+            in_use[size] += by
+            most[size] = max(most[size], in_use[size])
+
     for part in (part for action in actions for part in action.parts):
         if part.kind in SENDS:
             assert part.peer is not None
             channel = (part.kind, part.stage, part.peer)
-            num_slots[channel] = min(num_slots[channel] + 1, SENDS_IN_FLIGHT)
+            if sending[channel] < SENDS_IN_FLIGHT:
+                sending[channel] += 1
+                change(channel, 1)
         elif part.kind in RECEIVES:
             assert part.peer is not None and part.microbatch is not None
             channel = (SEND_OF[part.kind], part.peer, part.stage)
             posted[channel].add(part.microbatch)
-            num_slots[channel] = max(num_slots[channel], len(posted[channel]))
+            change(channel, 1)
         elif part.kind in RECEIVED_BY:
-            for (kind, _, target), microbatches in posted.items():
-                if target == part.stage and kind is SEND_OF[RECEIVED_BY[part.kind]]:
-                    microbatches.discard(part.microbatch or 0)
-    return tuple(
-        message.num_bytes
-        for (kind, source, target), count in num_slots.items()
-        for message in memories[source].messages.get((kind, source, target), ())
-        for _ in range(count)
-    )
+            for channel, microbatches in posted.items():
+                is_used = channel[2] == part.stage and channel[0] is SEND_OF[RECEIVED_BY[part.kind]]
+                if is_used and part.microbatch in microbatches:
+                    microbatches.remove(part.microbatch)
+                    change(channel, -1)
+    return tuple(num_bytes for (_, num_bytes), count in most.items() for _ in range(count))
 
 
 @lru_cache(maxsize=64)

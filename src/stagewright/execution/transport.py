@@ -5,9 +5,10 @@ channels of one kind from one rank to another share a lane (`stagewright.schedul
 matches messages by their order. The buffers of a transfer are kept until `SENDS_IN_FLIGHT` more of the same channel were
 sent, or the batch ends: the program, not timing, decides which buffers are alive.
 
-Where messages match by order, transfers have slots: permanent buffers. Torch's NCCL backend registers every tensor that it
-sends or receives with the allocator, which frees it only once an event of the lane's stream has happened. The host is a
-batch ahead of the device, so that memory would grow by every boundary of the batch; a copy on the device costs less.
+Where messages match by order, transfers have slots: permanent buffers that channels share. Torch's NCCL backend registers
+every tensor that it sends or receives with the allocator, which frees it only once an event of the lane's stream has
+happened. The host is a batch ahead of the device, so that memory would grow by every boundary of the batch; a copy on the
+device costs less.
 
 Source: `ProcessGroupNCCL::pointToPoint`, which calls `recordStream` (pytorch issue 132292).
 """
@@ -54,6 +55,7 @@ class Transport:
         self.num_bytes_sent = 0
         self._has_slots = dist.is_initialized() and is_ordered()
         self._idle: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
+        """By dtype and number of elements."""
         self._posted: dict[tuple[str, int], _Transfer] = {}
         self._sending: dict[Channel, deque[_Transfer]] = defaultdict(deque)
 
@@ -107,15 +109,16 @@ class Transport:
     def _buffer(self, channel: Channel, index: int) -> torch.Tensor:
         """Return a buffer for message `index` of a transfer: an idle slot if there is one."""
         message = channel.messages[index]
-        if idle := self._idle[channel.name, index]:
+        if idle := self._idle[message.dtype, message.num_elements]:
             return idle.pop()
         return torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
 
     def _free(self, channel: Channel, index: int, buffer: torch.Tensor) -> None:
-        """Return `buffer` to the idle slots: its next use runs after the present one, as a lane waits for the computations
-        issued before."""
+        """Return `buffer` to the idle slots: its next use, on any lane, runs after the present one, as lanes wait for the
+        computations issued before."""
         if self._has_slots:
-            self._idle[channel.name, index].append(buffer)
+            message = channel.messages[index]
+            self._idle[message.dtype, message.num_elements].append(buffer)
 
     def release(self) -> None:
         """Release the slots."""

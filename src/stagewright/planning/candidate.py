@@ -23,7 +23,7 @@ from stagewright.graph.layers import even_layers, layer_begins, layer_cuts, laye
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
-from stagewright.planning.checkpointing.fit import fit
+from stagewright.planning.checkpointing.fit import Fitted, fit, with_layers_offloaded
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import dealt_layers
@@ -533,8 +533,11 @@ def fitted_candidate(
     """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
     not enough. If `thorough`, operators may be recomputed several times."""
     fitted = fit(plain.staged, model_costs, offload=offload, thorough=thorough)
-    if fitted is None:
-        return None
+    return None if fitted is None else _of(plain, fitted)
+
+
+def _of(plain: Candidate, fitted: Fitted) -> Candidate:
+    """Return `plain`, which keeps everything, with what `fitted` recomputes and offloads."""
     return replace(
         plain,
         staged=fitted.staged,
@@ -560,7 +563,8 @@ def fastest_fitted(
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
     if configuration.streamed:
-        return fitted_candidate(first, model_costs, offload=offload, thorough=thorough)
+        fitted = fitted_candidate(first, model_costs, offload=False, thorough=thorough)
+        return fitted or (_of(first, with_layers_offloaded(first.staged, model_costs)) if offload else None)
     whole = _whole_stages(first, model_costs) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(

@@ -422,7 +422,7 @@ class OperatorFitter(Fitter):
         if self.space.streamed != "auto" or configuration.streamed or not may_stream(entry.cluster):
             return
         key = entry.graph_key
-        plain = replace(configuration, host_optimizer=False, offload=False)
+        plain = replace(configuration, host_optimizer=False, offload=self.space.offload)
         for streamed in streamed_configurations(
             plain, self.coarse.costs(key).num_layers, self.coarse.graph(key)
         ):

@@ -261,7 +261,8 @@ def configurations(
     for shape in pipelines(degrees, cluster, job, space, most_stages(num_layers, cluster, job)):
         if space.streamed == "always":
             for recompute in _recomputes(graph, job, space):
-                yield from streamed_configurations(replace(shape, recompute=recompute), num_layers, graph)
+                streamed = replace(shape, recompute=recompute, offload=space.offload)
+                yield from streamed_configurations(streamed, num_layers, graph)
             continue
         for schedule, chunks in dict.fromkeys(_schedules(shape, num_layers, job, space)):
             for recompute in _recomputes(graph, job, space):

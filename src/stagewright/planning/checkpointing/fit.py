@@ -9,6 +9,7 @@ from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import RangeCosts
+from stagewright.graph.layers import layer_inputs
 from stagewright.graph.policy import Reruns
 from stagewright.planning.checkpointing.choice import (
     SavingChoice,
@@ -147,6 +148,23 @@ def fit(
         return None
     choice = _joined(proof.choice for proof in proved)
     return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
+
+
+def with_layers_offloaded(staged: StagedModel, model_costs: RangeCosts) -> Fitted:
+    """Return `staged`, which keeps everything, with inputs of layers offloaded and everything else recomputed, whether it
+    fits or not. Little of a microbatch that waits is on the device then, and little moves."""
+    variants, roots = Variants(staged, model_costs), saved_roots(staged.stages)
+    graph = staged.stages[0].graph
+    makers = {graph.values[root].node for root in layer_inputs(graph)}
+    moved: set[StageOperator] = set()
+    for stage in staged.stages:
+        entering = {graph.values[stage.value(v).storage].node for t in stage.receives for v in t.values}
+        own = set(graph.forward_ids[stage.start : stage.stop])
+        moved |= {(stage.index, maker) for maker in makers & (own | entering)}
+    chosen = frozenset(moved)
+    choice = SavingChoice(frozenset(roots) - chosen, checkpoints=chosen, moved=chosen)
+    offloaded = with_choice(variants, roots, choice)
+    return Fitted(offloaded, tuple(rank_memories(offloaded)), choice)
 
 
 def _busy_seconds(staged: StagedModel, rank: int) -> float:

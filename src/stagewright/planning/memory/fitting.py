@@ -253,6 +253,8 @@ class Fitting:
             below_s=below_s,
             thorough=self.thorough,
         )
+        if configuration.streamed:
+            return saving or kept
         fitting = [
             candidate for candidate in (kept, saving) if candidate is not None and candidate.excess_bytes <= 0
         ]

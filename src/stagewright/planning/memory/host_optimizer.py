@@ -96,7 +96,8 @@ def saving_with_hosts(
     candidate = fastest_fitted(kept, model_costs, offload=offload, below_s=below_s, thorough=thorough)
     if candidate is None or not any(summary.offloaded_bytes for summary in candidate.staged.summaries):
         return candidate
-    if any(host_excess_bytes(option.staged) <= 0 for option in ways_on_hosts(candidate, host_optimizer)):
+    fits = any(host_excess_bytes(option.staged) <= 0 for option in ways_on_hosts(candidate, host_optimizer))
+    if fits or candidate.configuration.streamed:
         return candidate
     return fastest_fitted(kept, model_costs, offload=False, below_s=below_s, thorough=thorough)
 
