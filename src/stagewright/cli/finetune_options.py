@@ -86,6 +86,9 @@ class MachineOptions:
         int | None, typer.Option("--processes", "-n", min=1, metavar="N",
             help="Number of GPUs, or of processes on the CPU; default: all GPUs, or one process.")] = None
     memory_limit: options.MemoryLimit = None
+    memory_to_spare: Annotated[
+        float, typer.Option("--memory-to-spare", metavar="SHARE", min=0, max=0.9,
+            help="Share of every card's memory to leave free.")] = 0.1
     within: Annotated[
         float, typer.Option("--within", metavar="SECONDS", min=0,
             help="End the search for a plan then with the best so far, or as soon as it has one.")] = 120.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from stagewright.execution.data.store import TokenStore
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
+    from stagewright.planning.space import Space, Streamed
     from stagewright.report.finetuning import DataSummary
     from stagewright.tracing.models.reference import ModelReference
 
@@ -209,12 +211,16 @@ class Preparation:
             "global_batch": batch, "sequence_length": self.sequence_length, "dtype": dtype,
             "documents_apart": data.documents_apart, "num_steps": steps, "warmup_steps": warmup,
             "memory_limit": self.request.machine.memory_limit,
+            "memory_to_spare": self.request.machine.memory_to_spare,
             **{name: getattr(training, name) for name in ("learning_rate", "lr_schedule", "weight_decay", "seed")},
         }  # fmt: skip
         return load_job(None, {key: value for key, value in keys.items() if value is not None})
 
     def plan(self) -> Plan:
         """Return the plan of the first start, or the best one in the most exact precision that fits; written with its job.
+
+        Where the model fits in none, its weights are streamed from the host: in the most exact precision whose copies take
+        no longer than the computations, or the fastest.
 
         Raises:
             PlanError: the model fits in none.
@@ -225,17 +231,11 @@ class Preparation:
         if path.exists():
             return load_plan(path)
         refusals: list[str] = []
-        for base in self._bases():
-            weights = self._weight_bytes(base)
-            what = f"in {base} ({format_bytes(weights)} of weights)"
-            if weights >= self._usable_bytes:
-                refusals.append(what)
-                continue
-            try:
-                plan = self._planned(base)
-            except PlanError as error:
-                refusals.append(f"{what}: {error}")
-                continue
+        streams = self.request.space.streamed
+        plan = self._on_devices(refusals) if streams != "always" else None
+        if plan is None and streams != "never":
+            plan = self._from_host(refusals)
+        if plan is not None:
             plan.save(path)
             return plan
         devices, usable = plural(self.cluster.num_devices, "device"), format_bytes(self._usable_bytes)
@@ -243,6 +243,38 @@ class Preparation:
             f"{self.request.model.name} does not fit {self.cluster.name}, whose {devices} have {usable} usable: "
             f"{'; '.join(refusals)}. Give a smaller --sequence-length, more devices or a smaller model"
         )
+
+    def _on_devices(self, refusals: list[str]) -> Plan | None:
+        """Return the best plan that keeps the weights on the devices, in the most exact precision that fits."""
+        for base in self._bases():
+            weights = self._weight_bytes(base)
+            what = f"in {base} ({format_bytes(weights)} of weights)"
+            if weights >= self._usable_bytes:
+                refusals.append(what)
+                continue
+            try:
+                return self._planned(base, "never")
+            except PlanError as error:
+                refusals.append(f"{what}: {error}")
+        return None
+
+    def _from_host(self, refusals: list[str]) -> Plan | None:
+        """Return the best plan that streams the weights from the host."""
+        from stagewright.planning.memory.host_optimizer import may_stream
+        from stagewright.report.finetuning import hides_copies
+
+        if not may_stream(self.cluster):
+            return None
+        plans: list[Plan] = []
+        for base in self._bases():
+            try:
+                plans.append(self._planned(base, "always"))
+            except (InputError, PlanError) as error:
+                refusals.append(f"{base} streamed from the host: {error}")
+                continue
+            if hides_copies(plans[-1]):
+                break
+        return min(plans, key=lambda plan: plan.mean_step_seconds, default=None)
 
     def _bases(self) -> Iterator[str]:
         """Yield what the frozen model may be held in, from the most exact to the smallest."""
@@ -279,7 +311,7 @@ class Preparation:
         """Return the model with its linear layers stored in `base`."""
         return self.request.models[base if base in QUANTISED else None]
 
-    def _planned(self, base: str) -> Plan:
+    def _planned(self, base: str, streamed: Streamed) -> Plan:
         from stagewright.cluster.load import write_toml
         from stagewright.planning.search import plan as search
         from stagewright.report.finetuning import alternative_line
@@ -294,16 +326,36 @@ class Preparation:
         ]
         self.ran(
             "plan", model.text, *settings, *_adapter_words(model),
-            "--cluster", machine.cluster or self.folder / "machine.toml", "--job", path, *self.request.space_words,
+            "--cluster", machine.cluster or self.folder / "machine.toml", "--job", path, *self._space_words(streamed),
             "--within", f"{machine.within:g}", "-o", self.folder / "plan.json",
         )  # fmt: skip
         with Progress(f"planning {model.name}") as progress:
             result = search(
-                model, self.cluster, job, self.request.space, report=progress, patience_s=machine.within
+                model,
+                self.cluster,
+                job,
+                self._space(streamed),
+                report=progress,
+                patience_s=machine.within,
             )
         warn([*result.warnings, *tight_warnings(result.plans[0])])
         self._alternative = alternative_line(result.plans)
         return result.plans[0]
+
+    def _space(self, streamed: Streamed) -> Space:
+        """Return the space of the search; with streamed weights without tensor parallelism, whose traffic is on the same
+        links."""
+        space = replace(self.request.space, streamed=streamed)
+        return replace(space, tp=space.tp or 1) if streamed == "always" else space
+
+    def _space_words(self, streamed: Streamed) -> list[str]:
+        """Return the options of the space as words of a command."""
+        words = list(self.request.space_words)
+        if "--streamed" in words:
+            del words[(place := words.index("--streamed")) : place + 2]
+        if streamed == "always" and self.request.space.tp is None:
+            words += ["--tp", "1"]
+        return words if self.cluster.kind == "cpu" else [*words, "--streamed", streamed]
 
     def plan_lines(self, plan: Plan) -> Iterator[Any]:
         """Yield the plan in about ten lines."""
@@ -324,6 +376,8 @@ class Preparation:
         if self.request.training.base != "auto":
             return "as asked"
         base = held_in(plan)
+        if plan.streamed:
+            return "streamed from the host, as the model does not fit the devices"
         if base in QUANTISED:
             larger = (plan.job.dtype, *QUANTISED[: QUANTISED.index(base)])
             return f"as it does not fit in {' or '.join(larger)}"

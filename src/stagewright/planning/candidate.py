@@ -23,7 +23,7 @@ from stagewright.graph.layers import even_layers, layer_begins, layer_cuts, laye
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
-from stagewright.planning.checkpointing.fit import Fitted, fit, with_layers_offloaded
+from stagewright.planning.checkpointing.fit import Fitted, fit, with_layers_recomputed
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import dealt_layers
@@ -563,8 +563,12 @@ def fastest_fitted(
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
     if configuration.streamed:
-        fitted = fitted_candidate(first, model_costs, offload=False, thorough=thorough)
-        return fitted or (_of(first, with_layers_offloaded(first.staged, model_costs)) if offload else None)
+        on_device = with_layers_recomputed(first.staged, model_costs, offload=False)
+        if on_device.staged.missing_bytes(on_device.memories) <= 0:
+            return fitted_candidate(first, model_costs, offload=False, thorough=thorough)
+        return (
+            _of(first, with_layers_recomputed(first.staged, model_costs, offload=True)) if offload else None
+        )
     whole = _whole_stages(first, model_costs) if first.cuts else None
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(

@@ -410,7 +410,8 @@ class OperatorFitter(Fitter):
         ways to try."""
         self._try_streamed(entry)
         on_host = replace(entry.configuration, host_optimizer=True, offload=False)
-        is_free = self.space.host_optimizer == "auto" and not entry.configuration.host_optimizer
+        chooses = self.space.host_optimizer == "auto" and not entry.configuration.streamed
+        is_free = chooses and not entry.configuration.host_optimizer
         is_new = on_host not in self._tried_on_host
         if is_free and is_new and may_use_host(entry.cluster) and steps_once(entry.configuration):
             self._tried_on_host.add(on_host)

@@ -109,6 +109,9 @@ class Job(StrictModel):
     memory_limit: int | None = Field(default=None, gt=0, le=MOST_BYTES)
     """Bytes of a device that a plan may use; None: its memory less reserve and context."""
 
+    memory_to_spare: float = Field(default=0.0, ge=0, lt=1)
+    """Share of every device's memory that a plan leaves free, where no limit is given."""
+
     @field_validator("memory_limit", mode="before")
     @classmethod
     def _of_text(cls, limit: Any) -> Any:
@@ -379,15 +382,15 @@ class Job(StrictModel):
     def usable_bytes(
         self, device: Device, cluster: Cluster | None = None, communicator_bytes: int = 0
     ) -> int:
-        """Return the bytes that the allocator of `device` may reserve: the limit, or the memory less reserve, context and
-        communicators.
+        """Return the bytes that the allocator of `device` may reserve: the limit, or the memory less reserve, context,
+        communicators and what is to be left free.
 
         On a `cluster` with several kinds of devices, which share one limit, the smaller of the two. Where all devices are
         equal, a limit above their memory is taken at face value.
         """
         usable = device.usable_with_communicators(communicator_bytes)
         if self.memory_limit is None:
-            return usable
+            return int((1 - self.memory_to_spare) * usable)
         is_mixed = cluster is not None and not cluster.is_homogeneous
         return min(self.memory_limit, usable) if is_mixed else self.memory_limit
 

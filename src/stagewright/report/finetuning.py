@@ -73,7 +73,8 @@ def device_table(plan: Plan) -> Table:
     """Return a row per device: its name, its layers, and its predicted memory of what it may use."""
     cluster = plan.cluster.load()
     ordered = on_devices(cluster, plan.devices)
-    usable = plan.usable_bytes(cluster)
+    whole = plan.job.model_copy(update={"memory_to_spare": 0.0})
+    usable = plan.model_copy(update={"job": whole}).usable_bytes(cluster)
     layers = _layers(plan)
     rows = []
     for pipeline_rank in range(plan.pp):
@@ -95,6 +96,18 @@ def device_table(plan: Plan) -> Table:
             )
         )  # fmt: skip
     return table("", ("device", "", "layers", "predicted", "usable", "spare"), rows, text=3)
+
+
+def hides_copies(plan: Plan) -> bool:
+    """Return whether ranks compute for longer than their streamed weights are copied to them."""
+    costs = plan.predictions.costs
+    if costs is None or not costs.gather_seconds:
+        return True
+    copying = [0.0] * plan.pp
+    for rank, actions in enumerate(plan.program):
+        gathers = (text.removesuffix("GATHER") for text in actions if text.endswith("GATHER"))
+        copying[rank] = sum(costs.gather_seconds[int(stage)] for stage in gathers)
+    return all(copying[rank.rank] <= rank.busy_seconds for rank in plan.predictions.ranks)
 
 
 def _layers(plan: Plan) -> list[str]:

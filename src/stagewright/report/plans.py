@@ -202,7 +202,7 @@ def tight_warnings(plan: Plan) -> list[str]:
     """Return a warning if a plan fits with little to spare, unless a memory limit was given."""
     spare, rank = spare_bytes(plan)
     usable = plan.usable_bytes(plan.cluster.load())[rank]
-    if plan.job.memory_limit is not None or not 0 <= spare < _TIGHT * usable:
+    if plan.job.memory_limit is not None or plan.job.memory_to_spare or not 0 <= spare < _TIGHT * usable:
         return []
     return [
         f"rank {rank} has only {format_bytes(spare)} of {format_bytes(usable)} to spare, {spare / usable:.1%}: if other "

@@ -150,21 +150,22 @@ def fit(
     return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
 
 
-def with_layers_offloaded(staged: StagedModel, model_costs: RangeCosts) -> Fitted:
-    """Return `staged`, which keeps everything, with inputs of layers offloaded and everything else recomputed, whether it
-    fits or not. Little of a microbatch that waits is on the device then, and little moves."""
+def with_layers_recomputed(staged: StagedModel, model_costs: RangeCosts, *, offload: bool) -> Fitted:
+    """Return `staged`, which keeps everything, with all but the inputs of layers recomputed, whether it fits or not. With
+    `offload` these are on the host: then little of a microbatch that waits is on the device, and little moves."""
     variants, roots = Variants(staged, model_costs), saved_roots(staged.stages)
     graph = staged.stages[0].graph
     makers = {graph.values[root].node for root in layer_inputs(graph)}
-    moved: set[StageOperator] = set()
+    kept: set[StageOperator] = set()
     for stage in staged.stages:
         entering = {graph.values[stage.value(v).storage].node for t in stage.receives for v in t.values}
         own = set(graph.forward_ids[stage.start : stage.stop])
-        moved |= {(stage.index, maker) for maker in makers & (own | entering)}
-    chosen = frozenset(moved)
-    choice = SavingChoice(frozenset(roots) - chosen, checkpoints=chosen, moved=chosen)
-    offloaded = with_choice(variants, roots, choice)
-    return Fitted(offloaded, tuple(rank_memories(offloaded)), choice)
+        kept |= {(stage.index, maker) for maker in makers & (own | entering)}
+    inputs = frozenset(kept)
+    moving = inputs if offload else frozenset[StageOperator]()
+    choice = SavingChoice(frozenset(roots) - inputs, checkpoints=inputs, moved=moving)
+    recomputed = with_choice(variants, roots, choice)
+    return Fitted(recomputed, tuple(rank_memories(recomputed)), choice)
 
 
 def _busy_seconds(staged: StagedModel, rank: int) -> float:

@@ -85,7 +85,7 @@ def top_configurations(fits: Iterable[Fit]) -> list[Fit]:
         is_near = fit.step_seconds < (1 + MOST_FILLED) * best_s
         busy_s = sum(rank.busy_seconds for rank in plan.predictions.ranks) / plan.pp
         least_s = max(plan.predictions.lower_bound_seconds, busy_s * (1 - _MISJUDGED))
-        if plan.pp > 1 and is_near and least_s < best_s:
+        if plan.pp > 1 and is_near and least_s < best_s and not plan.streamed:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, fit)
     return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_SEARCHED]
