@@ -38,7 +38,7 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection, Plan
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
-from stagewright.planning.prediction.sharding import sharded_program, without_sharding
+from stagewright.planning.prediction.sharding import sharded_program, streamed_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.overrides import DROPOUT, of_text
@@ -358,11 +358,15 @@ def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan
     """Return `plan` with the gathers of parameters that the weight gradients of another model's stages need."""
     program = stage_program(plan)
     levels = [level if plan.dp > 1 else 0 for level in plan.sharding]
-    if not any(level >= PARAMETERS for level in levels):
+    if not plan.streamed and not any(level >= PARAMETERS for level in levels):
         return plan
     position = {graph.nodes[node].name: index for index, node in enumerate(graph.forward_ids)}
     stages = split_graph(graph, [position[name] for name in names])
-    resharded = sharded_program(without_sharding(program), stages, levels)
+    plain = without_sharding(program)
+    if plan.streamed:
+        resharded = streamed_program(plain, stages, plan.updated_on_host)
+    else:
+        resharded = sharded_program(plain, stages, levels)
     return plan.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in resharded.ranks)})
 
 

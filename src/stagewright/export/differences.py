@@ -16,7 +16,12 @@ from stagewright.graph.split import split_graph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names, recomputing_stages, stage_cuts, stage_program
-from stagewright.planning.prediction.sharding import SHARDING_KINDS, sharded_program
+from stagewright.planning.prediction.sharding import (
+    SHARDING_KINDS,
+    sharded_program,
+    streamed_program,
+    without_sharding,
+)
 from stagewright.schedule import Kind, Program, build
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.units import format_seconds
@@ -94,6 +99,13 @@ def with_level(plan: Plan, graph: OperatorGraph, level: int) -> Plan | None:
     return _changed(plan, graph, _computations(plan), sharding=(level,) * plan.num_stages)
 
 
+def with_weights_on_devices(plan: Plan) -> Plan:
+    """Return `plan` without streamed weights."""
+    program = without_sharding(stage_program(plan))
+    ranks = tuple(tuple(map(str, actions)) for actions in program.ranks)
+    return plan.model_copy(update={"streamed": False, "program": ranks})
+
+
 def _computations(plan: Plan) -> Program:
     """Return the program without recomputation and without the collectives of replicas, which follow from policies and
     levels."""
@@ -117,6 +129,9 @@ def _changed(plan: Plan, graph: OperatorGraph, order: Program, **fields: Any) ->
         once = profile.reduces == "last microbatch"
         stages = split_graph(graph, stage_cuts(changed, graph))
         program = sharded_program(program, stages, changed.sharding, reduces_once=once)
+    if changed.streamed:
+        stages = split_graph(graph, stage_cuts(changed, graph))
+        program = streamed_program(program, stages, changed.updated_on_host)
     return changed.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in program.ranks)})
 
 

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.differences import Report, with_level, with_policy
+from stagewright.export.differences import Report, with_level, with_policy, with_weights_on_devices
 from stagewright.export.translation import plan_command
 from stagewright.graph import Node, OperatorGraph, Ref, Symbol
 from stagewright.graph.graph import Value
@@ -121,11 +121,13 @@ def _tied(stages: Sequence[Stage], rank_of_stage: Sequence[int]) -> dict[str, li
 def check_memory(plan: Plan, report: Report = lambda stage: None) -> None:
     """Raise `InputError` if the package, which recomputes, offloads and shards nothing, needs more memory than there is."""
     keeps_all = all(policy == "keep" for policy in plan.memory_policy)
-    if keeps_all and not any(plan.sharding) and plan.loss_pieces == 1 and not plan.host_optimizer:
+    on_host = plan.host_optimizer or plan.streamed
+    if keeps_all and not any(plan.sharding) and plan.loss_pieces == 1 and not on_host:
         return
     graph = graph_of(plan, report)
     whole = with_policy(plan, graph, "none")
     whole = whole and with_level(whole, graph, 0)
+    whole = whole and with_weights_on_devices(whole)
     if whole is None:
         return
     whole = whole.model_copy(update={"loss_pieces": 1, "host_optimizer": (), "shard_size": None})
@@ -140,6 +142,7 @@ def check_memory(plan: Plan, report: Report = lambda stage: None) -> None:
     fullest = max(lacking, key=lambda rank: lacking[rank])
     if lacking[fullest] > 0:
         options = "--tp 1 --cp 1 --ep 1 --recompute none --zero 0 --loss-pieces 1 --host-optimizer never"
+        options += " --streamed never" * plan.streamed
         raise InputError(
             f"torch-pipelining: the package keeps everything on every replica, for which rank {fullest} lacks "
             f"{format_bytes(lacking[fullest])}: plan for it instead: {plan_command(plan, *options.split())}"
@@ -159,6 +162,8 @@ def not_translated(plan: Plan) -> Iterator[str]:
         yield f"the loss goes in {plan.loss_pieces} pieces under the plan, and here whole: it needs memory for all logits"
     if plan.host_optimizer:
         yield "the optimizer runs on the host under the plan, and here where the parameters are"
+    if plan.streamed:
+        yield "weights are streamed from the host under the plan, and here on the devices"
     if not plan.job.is_plain_adamw:
         yield f"the optimizer is {plan.job.optimizer} under the plan, and here AdamW"
     if plan.job.dtype in ("bf16", "fp8"):

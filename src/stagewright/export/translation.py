@@ -26,6 +26,7 @@ from stagewright.export.differences import (
     with_policy,
     with_predicted_time,
     with_schedule,
+    with_weights_on_devices,
 )
 from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import even_layers
@@ -219,6 +220,9 @@ def _unsupported(plan: Plan, stack: Stack) -> Iterator[PlanDifference]:
     if plan.host_optimizer:
         what = "the optimizer runs on the host under the plan, and there on the devices"
         yield PlanDifference(what, with_fields(plan, host_optimizer=()))
+    if plan.streamed:
+        what = "weights are streamed from the host under the plan, and there on the devices"
+        yield PlanDifference(what, lambda: with_weights_on_devices(plan))
     if plan.shard_size is not None and not stack.shards_in_groups:
         what = f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
         yield PlanDifference(what, with_fields(plan, shard_size=None))

@@ -63,7 +63,6 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "spare_bytes": spare_bytes(plan)[0],
         "bubble": None if (parts := _bubble(plan)) is None else asdict(parts),
         "host_optimizer": list(plan.host_optimizer),
-        "streamed": plan.streamed,
         "host_bytes_per_node": plan.host_bytes(plan.cluster.load()),
         "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
@@ -89,6 +88,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
     of_plan = ("dp", "tp", "cp", "ep", "pp", "num_stages", "schedule", "microbatch_size", "num_microbatches")
     return {
         **{name: getattr(plan.predictions, name) for name in of_step},
+        "streamed": plan.streamed,
         "host_bound_fraction": plan.host_bound,
         "measured_fraction": plan.predictions.measured_share,
         "mean_step_seconds": plan.mean_step_seconds,
