@@ -153,6 +153,7 @@ def _candidates(
         recompute=planned.recompute if planned.recompute in stack.recomputes else None,
         sequence_parallel=planned.sequence_parallel or (stack.splits_sequence and plan.tp > 1),
         reduce_dtype=planned.reduce_dtype if stack.reduces_in_half else None,
+        streamed=False,
     )
     level = base.zero or 0
     if level != (planned.zero or 0):

@@ -140,14 +140,14 @@ def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
 def _ordered(plan: Plan, staged: StagedModel, model_costs: RangeCosts) -> Plan:
     """Return `plan` with the order of actions that suits their times on the devices of `staged`.
 
-    It is unchanged where parameters or gradients are gathered and reduced within a batch, or where stages recompute, which
-    would have to be chosen again for another order.
+    It is unchanged where parameters or gradients are gathered, reduced or streamed within a batch, or where stages recompute,
+    which would have to be chosen again for another order.
     """
     costs = plan.predictions.costs
     is_plain = all(level < 2 for level in plan.sharding) and all(
         policy == "keep" for policy in plan.memory_policy
     )
-    if costs is None or not is_plain:
+    if costs is None or not is_plain or plan.streamed:
         return plan
     costs = with_receiving(costs)
     ends = [0, *stage_cuts(plan, model_costs.graph), len(model_costs.graph.forward_ids)]
