@@ -140,7 +140,7 @@ def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
 def _ordered(plan: Plan, staged: StagedModel, model_costs: RangeCosts) -> Plan:
     """Return `plan` with the order of actions that suits their times on the devices of `staged`.
 
-    It is unchanged where parameters or gradients are gathered, reduced or streamed within a batch, or where stages recompute,
+    It is unchanged where parameters are gathered or streamed or gradients reduced within a batch, or where stages recompute,
     which would have to be chosen again for another order.
     """
     costs = plan.predictions.costs
