@@ -209,3 +209,20 @@ def offload(rank: int, num_ranks: int, path: str, predicted: list[int]) -> tuple
         session.train_step(step)
     dist.destroy_process_group()
     return behind.pinned, most[0]
+
+
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=40))
+def test_lasting_pieces_fit_in_blocks_of_powers_of_two(sizes: list[int]) -> None:
+    blocks: list[int] = []
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        blocks.append(shape[0])
+        return torch.empty(shape, dtype=dtype)
+
+    arena = PinnedArena(allocate)
+    arena.reserve_lasting(sizes)
+    reserved = list(blocks)
+    pieces = [arena.cut(size) for size in sizes]
+    assert blocks == reserved and all(block & (block - 1) == 0 for block in blocks)
+    assert all(piece.contents.numel() == size for piece, size in zip(pieces, sizes, strict=True))
+    assert len(blocks) == 1 or sum(blocks[:-1]) <= 2 * sum(max(512, size + 511) for size in sizes)

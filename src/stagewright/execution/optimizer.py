@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from stagewright.execution.accelerator import accelerator_of
-from stagewright.execution.pinned import pinned_bytes
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
@@ -265,12 +264,12 @@ class HostUpdater(Updater):
 
     def reserve(self, wide: torch.dtype | None) -> None:
         if self.accelerator.is_asynchronous:
-            kept = [
-                parameter.numel() * (wide or parameter.dtype).itemsize
+            sizes = {
+                value: parameter.numel() * (wide or parameter.dtype).itemsize
                 for value, parameter in self.parameters.items()
-                for _ in range(1 if value in self.streamed else 2)  # masters, and gradients as they arrive
-            ]
-            self.accelerator.arena.reserve(pinned_bytes(kept), lasts=True)
+            }
+            arriving = (size for value, size in sizes.items() if value not in self.streamed)
+            self.accelerator.arena.reserve_lasting([*sizes.values(), *arriving])  # masters, then gradients
 
     def prepare(self) -> None:
         self.received = {

@@ -21,6 +21,8 @@ from stagewright.errors import StagewrightWarning
 from stagewright.units import format_bytes
 
 _ALIGNMENT_BYTES = 512
+_PIECES_OF_BLOCK = 8
+"""Number of the largest lasting pieces that a block has room for."""
 _MARGIN = 1 / 8
 """Fraction of the reserved bytes added for gaps that first fit leaves between pieces of different sizes."""
 
@@ -76,12 +78,30 @@ class PinnedArena:
         """Total bytes of all blocks."""
         return sum(block.numel() for block in self._blocks)
 
-    def reserve(self, num_bytes: int, *, lasts: bool = False) -> None:
-        """Pin `num_bytes`, and a margin unless all of its pieces last, where there is no gap of that size."""
+    def reserve(self, num_bytes: int) -> None:
+        """Pin `num_bytes` and a margin, unless there is a gap of that size."""
         self._collect()
-        wanted = _aligned(num_bytes if lasts else int(num_bytes * (1 + _MARGIN)))
+        wanted = _aligned(int(num_bytes * (1 + _MARGIN)))
         if num_bytes and all(gap.stop - gap.start < wanted for gap in self._gaps):
             self._grow(wanted)
+
+    def reserve_lasting(self, sizes: Iterable[int]) -> None:
+        """Pin memory for lasting pieces that are cut in this order.
+
+        Blocks have a power of two bytes, to which torch's allocator rounds, and room for a few of the largest pieces: one
+        block for tens of GiB could take twice as much.
+        """
+        self._collect()
+        aligned = [max(_ALIGNMENT_BYTES, _aligned(size)) for size in sizes]
+        most = _power_of_two(min(sum(aligned), _PIECES_OF_BLOCK * max(aligned, default=0)))
+        used = 0
+        for size in aligned:
+            if used + size > most:
+                self._grow(_power_of_two(used))
+                used = 0
+            used += size
+        if used:
+            self._grow(_power_of_two(used))
 
     def cut(self, num_bytes: int) -> Piece:
         """Return a piece of the first gap that is large enough, or of a new block if there is none, with a warning the first
@@ -148,6 +168,15 @@ class PinnedArena:
 def pinned_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes that pieces of these sizes take together."""
     return sum(max(_ALIGNMENT_BYTES, _aligned(size)) for size in sizes)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """Round up to a power of two.
+
+    >>> [_power_of_two(size) for size in (1, 512, 513)]
+    [1, 512, 1024]
+    """
+    return 1 << max(num_bytes - 1, 0).bit_length()
 
 
 def _aligned(num_bytes: int) -> int:

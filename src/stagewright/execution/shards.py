@@ -18,7 +18,6 @@ from stagewright.errors import RunError
 from stagewright.estimation.flat_operations import FlatOperations, is_gathered
 from stagewright.execution.accelerator import DeviceEvent, Stream, accelerator_of
 from stagewright.execution.collectives import Pending, ReplicaGroup
-from stagewright.execution.pinned import pinned_bytes
 from stagewright.execution.weights import Weights, starting_tensor
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, BufferEntry, FlatLayout
 from stagewright.tracing.arguments import DTYPES
@@ -339,7 +338,7 @@ def _reserve(flats: Iterable[FlatLayout], weights: Weights) -> None:
             kinds = [dtype, weights.accumulate_dtype or dtype] if flat.is_trained else [dtype]
             sizes += [flat.num_elements * kind.itemsize for kind in kinds]
     if sizes and accelerator.is_asynchronous:
-        accelerator.arena.reserve(pinned_bytes(sizes), lasts=True)
+        accelerator.arena.reserve_lasting(sizes)
 
 
 class Shards:
