@@ -45,7 +45,7 @@ KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
 _FIRST_TRIES = 3
-"""Maximum number of configurations of a graph that are fitted before others are traced."""
+"""Maximum number of configurations that are fitted before all graphs are traced."""
 
 _TO_SPARE = 0.15
 """Share of memory that these have to spare by their bound, which leaves out much."""
@@ -137,6 +137,8 @@ class Search:
     """Whether somebody watches, who gets a preliminary plan."""
     preliminary: list[Fit] = field(default_factory=list)
     """Plans from the first graphs, to be shown or taken until there are others; nothing in the search depends on them."""
+    _tried_first: set[Configuration] = field(default_factory=set)
+    """Configurations of which preliminary plans were tried."""
     is_gathered: bool = False
     """Whether all degrees have a bound."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
@@ -347,13 +349,14 @@ class Search:
         is_good = self.fastest is not None and self.fastest.step_seconds <= _POOR * self.waiting.least_s
         if is_good or not self.shows_first:
             return
-        fitter, num_tried = fitter_of(self.coarse, self.space), 0
+        fitter = fitter_of(self.coarse, self.space)
         for _, _, entry in sorted(self.waiting.entries, key=itemgetter(0, 1)):
-            if num_tried == _FIRST_TRIES:
+            if len(self._tried_first) == _FIRST_TRIES:
                 return
-            if (first := self._with_memory_to_spare(entry)) is None:
+            first = self._with_memory_to_spare(entry)
+            if first is None or first.configuration in self._tried_first:
                 continue
-            num_tried += 1
+            self._tried_first.add(first.configuration)
             split = fitter.split(first)
             if split and (fit := fitter.fit(split[1], math.inf, math.inf)) is not None:
                 self.preliminary.append(self._on_own_devices(fit))

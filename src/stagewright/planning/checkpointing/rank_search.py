@@ -41,6 +41,8 @@ class RankSearch:
         self.seconds = math.inf if self.excess > 0 else 0.0
         self.proposals = propose
         self.below_s = below_s
+        self.is_too_slow = False
+        """Whether a proposal was of no use."""
         self.need = float(self.excess)
         self.low, self.high = Tried(0.95 * self.need, 0.05 * self.need), Tried(math.inf, -math.inf)
         self.step = 0.0
@@ -59,6 +61,7 @@ class RankSearch:
                 if proposal is None:
                     return False
             if proposal.seconds >= self.below_s:
+                self.is_too_slow = True
                 return False
             if proposal.choice not in self.tried:
                 self.latest = proposal
