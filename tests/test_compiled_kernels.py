@@ -21,9 +21,9 @@ def test_every_file_with_a_kernel_is_a_source() -> None:
 
 
 def test_code_of_other_sources_lies_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = [compiled._folder.__wrapped__()]
+    folders = [compiled.kernel_folder.__wrapped__()]
     monkeypatch.setattr(compiled, "SOURCES", compiled.SOURCES[1:])
-    folders.append(compiled._folder.__wrapped__())
+    folders.append(compiled.kernel_folder.__wrapped__())
     assert None not in folders and len(set(folders)) == 2
 
 
