@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,14 +106,16 @@ def fit(
         make: Callable[[RankMemory], Propose | None],
         rounds: int = _ROUNDS,
         below: Callable[[int], float] = lambda rank: math.inf,
+        needing: Collection[int] = (),
     ) -> list[RankSearch]:
+        """Return the searches of all ranks, unfinished once one of the ranks `needing` it has no result."""
         rank_searches: list[RankSearch] = []
         for memory in memories:
             limit = staged.allocatable_bytes(memory.rank)
             propose = make(memory) if memory.peak_bytes > limit else None
             most_s = min(below(memory.rank), float(spare_s[memory.rank]))
             rank_searches.append(RankSearch(memory, limit, propose, most_s))
-        _search(variants, roots, rank_searches, rounds)
+        _search(variants, roots, rank_searches, rounds, needing)
         return rank_searches
 
     def anew(
@@ -135,6 +137,7 @@ def fit(
             lambda memory: make(memory, slow[memory.rank]) if memory.rank in slow else None,
             rounds,
             lambda rank: slow[rank].seconds if rank in slow else math.inf,
+            () if thorough else [rank for rank, search in slow.items() if search.best is None],
         )
         return [
             min(pair, key=lambda search: search.seconds)
@@ -144,8 +147,10 @@ def fit(
     if propose is not None:
         rank_searches = searches(lambda memory: propose(proposals, memory))
     else:
-        rank_searches = searches(proposals.by_chain)
-        if offload and not all(staged.device_of(memory.rank).shares_host_memory for memory in memories):
+        moves = offload and not all(staged.device_of(memory.rank).shares_host_memory for memory in memories)
+        needing = () if moves or thorough else range(staged.pp)
+        rank_searches = searches(proposals.by_chain, needing=needing)
+        if moves:
             rank_searches = anew(
                 rank_searches, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING
             )
@@ -161,7 +166,8 @@ def fit(
     proved = [search.best for search in rank_searches if search.best is not None]
     if len(proved) < len(rank_searches):
         unfit = [search for search in rank_searches if search.best is None]
-        return TooSlow() if all(search.is_too_slow for search in unfit) else None
+        is_slow = any(search.is_too_slow for search in unfit)
+        return TooSlow() if is_slow and not any(search.lacks_memory for search in unfit) else None
     choice = _joined(proof.choice for proof in proved)
     return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
 
@@ -191,11 +197,13 @@ def _search(
     roots: Mapping[StageOperator, Sequence[int]],
     searches: Sequence[RankSearch],
     rounds: int,
+    needing: Collection[int],
 ) -> None:
     active = [search for search in searches if search.excess > 0]
     for _ in range(rounds):
         active = [search for search in active if search.propose()]
-        if not active:
+        without = {search.rank for search in searches if search.best is None}
+        if not active or without.difference(search.rank for search in active).intersection(needing):
             break
         _replay(variants, roots, active)
 
