@@ -18,6 +18,10 @@ class InputError(StagewrightError):
     """A file, name or option that cannot be used as given."""
 
 
+class UnevenDegreeError(InputError):
+    """A parallel degree by which a model cannot be split, whatever else is asked."""
+
+
 class TraceError(StagewrightError):
     """A model that cannot be turned into an operator graph."""
 

@@ -14,10 +14,10 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import make_program
-from stagewright.planning.checkpointing.fit import fit
+from stagewright.planning.checkpointing.fit import Fitted, TooSlow, fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.staged_model import StagedModel, reserved_bytes, staged_model
 from stagewright.schedule import insert_communication
@@ -124,6 +124,17 @@ def test_nothing_is_given_up_where_everything_fits() -> None:
 
 def test_a_limit_below_what_lasts_cannot_be_met() -> None:
     assert fit(staged_model_of("1f1b", 20 * 2**20), model_costs()) is None
+
+
+def test_what_computes_for_too_long_is_not_fitted() -> None:
+    limit = fullest(staged_model_of("1f1b")) - 2**21
+    staged = staged_model_of("1f1b", limit)
+    fitted = fit(staged, model_costs(), offload=False)
+    assert isinstance(fitted, Fitted)
+    within = fit(staged, model_costs(), offload=False, below_s=1.01 * run_timeline(fitted.staged).makespan_s)
+    assert isinstance(within, Fitted) and within.choice == fitted.choice
+    busy_s = float(run_timeline(staged).busy_s.max())
+    assert fit(staged, model_costs(), offload=False, below_s=0.9 * busy_s) == TooSlow()
 
 
 def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:

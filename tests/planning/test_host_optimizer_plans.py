@@ -124,7 +124,7 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
     )  # fmt: skip
     fit = Fit(known.model_copy(update={"predictions": slow}), Entry(configuration, cluster))
     coarse = Coarse(UNEVEN, cluster, known.job, lambda stage: None, trace)
-    (joint,) = joint_plans([fit], coarse, Space(offload=False, host_optimizer=host_optimizer))
+    (joint,) = joint_plans([fit], [], coarse, Space(offload=False, host_optimizer=host_optimizer))
     found = joint.plan
     assert fullest(found) <= 105 * MIB
     assert len(known.host_optimizer) == (2 if host_optimizer == "always" else 1)

@@ -68,9 +68,11 @@ def test_the_joint_plan_is_complete() -> None:
 def test_top_configurations_are_pipelines_that_could_still_win() -> None:
     entry = Entry(Configuration(), CLUSTER)
     known = [Fit(plan, entry) for plan in found().plans if plan.schedule != JOINT]
-    assert top_configurations(known) == [known[0]]
+    best_s = min(fit.step_seconds for fit in known)
+    assert top_configurations(known, best_s) == [known[0]]
     slow = known[0].plan.predictions.model_copy(update={"lower_bound_seconds": 1.0})
-    assert top_configurations([Fit(known[0].plan.model_copy(update={"predictions": slow}), entry)]) == []
+    fit = Fit(known[0].plan.model_copy(update={"predictions": slow}), entry)
+    assert top_configurations([fit], best_s) == []
 
 
 def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagewright.errors import ContractError, InputError
+from stagewright.errors import ContractError, InputError, UnevenDegreeError
 from stagewright.execution.loading import part_of
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.graph import short_name
@@ -101,6 +101,18 @@ def test_what_cannot_be_split_is_refused_by_name(model: str, tp: int, named: str
     with pytest.raises(InputError) as error:
         graph_of(model, tp)
     assert named in str(error.value)
+
+
+def test_degrees_that_do_not_divide_a_model_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again() -> None:
+        trace("tiny-gpt2", 1, 12, tp=3)
+
+    with pytest.raises(UnevenDegreeError) as first:
+        again()
+    monkeypatch.setattr("stagewright.tracing.cache._traced", None)
+    with pytest.raises(UnevenDegreeError) as second:
+        again()
+    assert str(first.value) == str(second.value)
 
 
 def test_a_plan_that_leaves_out_a_layer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

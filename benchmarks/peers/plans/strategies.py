@@ -20,7 +20,7 @@ from stagewright.planning.candidate import (
     fastest_partition,
     with_cuts,
 )
-from stagewright.planning.checkpointing.fit import fit
+from stagewright.planning.checkpointing.fit import Fitted, fit
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.stage_ranges import StageRanges
@@ -119,7 +119,7 @@ def _adapipe(
     fitted = fit(
         plain.staged, model_costs, propose=lambda proposals, kept: by_units(proposals, kept, knapsack)
     )
-    if fitted is None:
+    if not isinstance(fitted, Fitted):
         return None
     return replace(
         plain,
@@ -136,7 +136,8 @@ def _own(
     start = with_cuts(
         model_costs, configuration, fastest_partition(model_costs, configuration, cluster)[0], cluster, job
     )
-    return start if start.excess_bytes <= 0 else fastest_fitted([start], model_costs)
+    fitted = start if start.excess_bytes <= 0 else fastest_fitted([start], model_costs)
+    return fitted if isinstance(fitted, Candidate) else None
 
 
 STRATEGIES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stagewright.errors import ContractError, InputError
+from stagewright.errors import ContractError, UnevenDegreeError
 from stagewright.graph.expert_parallel import ALL_TO_ALL, EXPERT_GROUP, expert_parallelism
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part
 
@@ -82,12 +82,12 @@ def even(what: str, amount: int, size: int) -> int:
     """Return `amount` divided by `size`.
 
     Raises:
-        InputError: it does not divide.
+        UnevenDegreeError: it does not divide.
     """
     if amount % size:
         divisors = [degree for degree in range(2, amount + 1) if amount % degree == 0 and degree <= 64]
         remedy = f"choose a degree among {', '.join(map(str, divisors))}" if divisors else "leave --tp out"
-        raise InputError(f"tensor parallelism of {size} does not divide {what} ({amount}): {remedy}")
+        raise UnevenDegreeError(f"tensor parallelism of {size} does not divide {what} ({amount}): {remedy}")
     return amount // size
 
 

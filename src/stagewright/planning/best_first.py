@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from operator import itemgetter
+from subprocess import Popen
 from typing import Any, Self
 
 from stagewright.cluster import Cluster
@@ -22,12 +23,14 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import fitter_of
 from stagewright.planning.job import Job
+from stagewright.planning.joint.compiling import compiling
 from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search_result import LARGER, Excluded, NextBest, SearchResult, operator_warnings
 from stagewright.planning.space import (
+    JOINT,
     Space,
     configurations,
     microbatch_sizes,
@@ -45,7 +48,7 @@ KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
 _FIRST_TRIES = 3
-"""Maximum number of configurations of a graph that are fitted before others are traced."""
+"""Maximum number of configurations that are fitted before all graphs are traced."""
 
 _TO_SPARE = 0.15
 """Share of memory that these have to spare by their bound, which leaves out much."""
@@ -137,15 +140,20 @@ class Search:
     """Whether somebody watches, who gets a preliminary plan."""
     preliminary: list[Fit] = field(default_factory=list)
     """Plans from the first graphs, to be shown or taken until there are others; nothing in the search depends on them."""
+    _tried_first: set[Configuration] = field(default_factory=set)
+    """Configurations of which preliminary plans were tried."""
     is_gathered: bool = False
     """Whether all degrees have a bound."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
     _processes: ExitStack = field(default_factory=ExitStack)
-    """Processes that trace ahead, until the search is closed."""
+    """Processes that trace ahead or compile kernels, until the search is closed."""
+    _compiling: Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        if JOINT in (self.space.schedules or ()):
+            self._compiling = self._processes.enter_context(compiling())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -347,13 +355,14 @@ class Search:
         is_good = self.fastest is not None and self.fastest.step_seconds <= _POOR * self.waiting.least_s
         if is_good or not self.shows_first:
             return
-        fitter, num_tried = fitter_of(self.coarse, self.space), 0
+        fitter = fitter_of(self.coarse, self.space)
         for _, _, entry in sorted(self.waiting.entries, key=itemgetter(0, 1)):
-            if num_tried == _FIRST_TRIES:
+            if len(self._tried_first) == _FIRST_TRIES:
                 return
-            if (first := self._with_memory_to_spare(entry)) is None:
+            first = self._with_memory_to_spare(entry)
+            if first is None or first.configuration in self._tried_first:
                 continue
-            num_tried += 1
+            self._tried_first.add(first.configuration)
             split = fitter.split(first)
             if split and (fit := fitter.fit(split[1], math.inf, math.inf)) is not None:
                 self.preliminary.append(self._on_own_devices(fit))
@@ -522,6 +531,12 @@ class Search:
             return False
         self.has_pieces = False
         return True
+
+    def wait_for_kernels(self) -> None:
+        """Wait for the kernels of the joint search if another process compiles them."""
+        if self._compiling is not None:
+            self.report("compiling")
+            self._compiling.wait()
 
     # -- result ------------------------------------------------------------------------------------------------------
 

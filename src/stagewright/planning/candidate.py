@@ -23,7 +23,7 @@ from stagewright.graph.layers import even_layers, layer_begins, layer_cuts, laye
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.assignment.placing import placed
-from stagewright.planning.checkpointing.fit import Fitted, fit, with_layers_recomputed
+from stagewright.planning.checkpointing.fit import Fitted, TooSlow, fit, with_layers_recomputed
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import dealt_layers
@@ -485,7 +485,7 @@ def candidate_of(configuration: Configuration, cuts: Sequence[int], staged: Stag
     The stages of `staged` are those between `cuts` or their sharding units; they keep or recompute everything, or recompute
     what the model's own code checkpoints.
     """
-    memories = tuple(rank_memories(staged))
+    memories = rank_memories(staged)
     excess = staged.missing_bytes(memories)
     return Candidate(configuration, staged, tuple(cuts), memories, excess, _named(configuration, staged))
 
@@ -528,12 +528,17 @@ def _named(
 
 
 def fitted_candidate(
-    plain: Candidate, model_costs: RangeCosts, *, offload: bool = True, thorough: bool = False
-) -> Candidate | None:
+    plain: Candidate,
+    model_costs: RangeCosts,
+    *,
+    offload: bool = True,
+    thorough: bool = False,
+    below_s: float = math.inf,
+) -> Candidate | TooSlow | None:
     """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
-    not enough. If `thorough`, operators may be recomputed several times."""
-    fitted = fit(plain.staged, model_costs, offload=offload, thorough=thorough)
-    return None if fitted is None else _of(plain, fitted)
+    not enough. If `thorough`, operators may be recomputed several times. Batches of `below_s` or longer are of no use."""
+    fitted = fit(plain.staged, model_costs, offload=offload, thorough=thorough, below_s=below_s)
+    return _of(plain, fitted) if isinstance(fitted, Fitted) else fitted
 
 
 def _of(plain: Candidate, fitted: Fitted) -> Candidate:
@@ -553,12 +558,13 @@ def fastest_fitted(
     *,
     offload: bool = True,
     below_s: float = math.inf,
+    longest_s: float = math.inf,
     thorough: bool = False,
-) -> Candidate | None:
+) -> Candidate | TooSlow | None:
     """Return the fastest partition including what it must recompute and offload, or None.
 
     The partitions of `kept`, which recompute and offload nothing, are tried too. None if no partition fits, or none is
-    predicted to take less than `below_s` per batch.
+    predicted to take less than `below_s` per batch; batches of `longest_s` or longer are of no use.
     """
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
@@ -579,8 +585,10 @@ def fastest_fitted(
             plain = by_cuts.get(cuts) or with_cuts(
                 model_costs, configuration, cuts, first.staged.cluster, first.staged.job
             )
-            fitted = fitted_candidate(plain, model_costs, offload=offload, thorough=thorough)
-            if fitted is not None:
+            fitted = fitted_candidate(
+                plain, model_costs, offload=offload, thorough=thorough, below_s=longest_s
+            )
+            if fitted is not None:  # other partitions would be slower
                 return fitted
     return None
 

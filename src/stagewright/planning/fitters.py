@@ -27,6 +27,7 @@ from stagewright.planning.candidate import (
     make_plan,
     make_program,
     streamed_cuts,
+    with_cuts,
 )
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
@@ -310,8 +311,7 @@ class OperatorFitter(Fitter):
             self._note(miss)
             self._try_on_host(entry)
             return None
-        # Ranges leave out what splitting adds, such as summing up gradients of weights.
-        more = max(1.0, self.coarse.costs(key).total_seconds / float(model_costs.seconds[-1]))
+        more = self._more(key)
         split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
         return self.with_network(split, split.compute_s) * self._judgement(configuration), split
 
@@ -326,6 +326,19 @@ class OperatorFitter(Fitter):
         busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
         split = replace(entry, cuts=cuts, is_split=True, compute_s=compute_s, busy_s=busy_s)
         return self.with_network(split, compute_s) * self._judgement(configuration), split
+
+    def _more(self, key: Configuration) -> float:
+        """Return how many times the seconds of ranges the whole model takes: they leave out what splitting adds, such as
+        summing up gradients of weights."""
+        model_costs = self.coarse.model_costs(key)
+        return max(1.0, self.coarse.costs(key).total_seconds / float(model_costs.seconds[-1]))
+
+    def saving_s(self, entry: Entry) -> float:
+        """Return the mean seconds that the ranks of a partitioned entry recompute, from range sums."""
+        configuration = entry.configuration
+        model_costs = self.coarse.model_costs(configuration.traced)
+        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
+        return max(0.0, entry.busy_s - self._more(configuration.traced) * busy_s)
 
     def _within_memory(self, split: Entry) -> Within | None:
         """Return the fastest partition within memory with what it must save, from range sums; None where none is."""
@@ -441,6 +454,13 @@ class OperatorFitter(Fitter):
         model_costs = self.coarse.model_costs(configuration.traced)
         result = self.fitting.fit(entry, model_costs, below_s=below_s, longest_s=below_s, headroom=headroom)
         return result if isinstance(result, Fit) and result.step_seconds < below_s else None
+
+    def keeping_all(self, entry: Entry) -> Fit:
+        """Return the plan of a partitioned entry without what it must recompute or offload: it may not fit."""
+        configuration = entry.configuration
+        model_costs = self.coarse.model_costs(configuration.traced)
+        candidate = with_cuts(model_costs, configuration, entry.cuts or (), entry.cluster, self.job)
+        return Fit(make_plan(candidate, model_costs, self.coarse.reference), entry)
 
     def refined(self, entry: Entry) -> Fit | None:
         """Return the plan of an entry after a longer look at what is recomputed, if it fits."""

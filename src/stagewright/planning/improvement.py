@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -13,7 +13,7 @@ from stagewright.errors import InputError, TraceError
 from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.joint.top_configurations import NUM_SEARCHED, joint_plans
+from stagewright.planning.joint.top_configurations import NUM_SEARCHED, busy_seconds, joint_plans
 from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
 from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.plan import Plan
@@ -58,8 +58,7 @@ def improve(search: Search) -> None:
     for fit in _to_refine(search):
         _refine(search, fitter, fit)
     if JOINT in (search.space.schedules or ()):
-        _fit_slower_pipelines(search, fitter)
-        _search_jointly(search)
+        _search_jointly(search, _slower_pipelines(search, fitter))
     _fit_without_pipeline(search, fitter)
 
 
@@ -160,10 +159,12 @@ def _may_be_refined(plan: Plan) -> bool:
     )
 
 
-def _search_jointly(search: Search) -> None:
-    """Add plans of the joint search that are faster than the best of the built schedules."""
+def _search_jointly(search: Search, slower: Sequence[Fit]) -> None:
+    """Add plans of the joint search that are faster than the best of the built schedules; `slower` are pipelines that it may
+    make faster, too."""
     stop = threading.Event()
-    for fit in joint_plans(list(search.fits), search.coarse, search.space, stop):
+    search.wait_for_kernels()
+    for fit in joint_plans(search.fits, slower, search.coarse, search.space, stop):
         search.fits.append(fit)
     if stop.is_set():
         raise KeyboardInterrupt
@@ -184,10 +185,12 @@ def _fit_without_pipeline(search: Search, fitter: OperatorFitter) -> None:
             return
 
 
-def _fit_slower_pipelines(search: Search, fitter: OperatorFitter) -> None:
-    """Fit pipelines that were left out as too slow, where the joint search may fill their bubbles."""
+def _slower_pipelines(search: Search, fitter: OperatorFitter) -> list[Fit]:
+    """Return pipelines that were left out as too slow, where the joint search may fill their bubbles; all is kept in them,
+    whether or not it fits."""
+    slower: list[Fit] = []
     if (best := search.best) is None:
-        return
+        return slower
     shapes = {fit.entry.shape for fit in search.fits}
     least_s: dict[Configuration, float] = {}
     for entry in search.slower:
@@ -195,11 +198,12 @@ def _fit_slower_pipelines(search: Search, fitter: OperatorFitter) -> None:
         least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
     lacking = NUM_SEARCHED - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
     for entry in search.slower:
-        if lacking <= 0:
+        if len(slower) >= lacking:
             break
         if entry.shape in shapes or least_s[entry.shape] >= best.step_seconds:
             continue
         shapes.add(entry.shape)
-        lacking -= 1
-        if (fit := fitter.fit(entry, math.inf, math.inf)) is not None:
-            search.add(fit)
+        kept = fitter.keeping_all(entry)
+        if busy_seconds(kept.plan) + fitter.saving_s(entry) < best.step_seconds:
+            slower.append(kept)
+    return slower

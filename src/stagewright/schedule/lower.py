@@ -57,6 +57,8 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
         raise ScheduleError(
             f"ahead={ahead}: receives can be posted 0 or more compute actions ahead of their use"
         )
+    if program.num_ranks == 1:
+        return program
     rules = TokenRules.of(program, edges).lowered()
     sends = _sends_after(program, rules)
     receives = _receives_before(program, sends, rules, ahead)

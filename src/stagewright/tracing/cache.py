@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, UnevenDegreeError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
@@ -79,12 +79,19 @@ def trace(
         stamp = _stamp()
         path = _entry(facts, stamp)
         graph = _cached(facts, stamp, reference.kind != "factory")
+    if graph is None and path is not None and (reason := _reason_refused(path)):
+        raise UnevenDegreeError(reason)
     if graph is None:
         with _only_process(path, report):
             if path is not None and path.exists():  # by now
                 graph = _cached(facts, stamp, False)
             if graph is None:
-                graph, is_kept = _traced(reference, wanted, facts, report)
+                try:
+                    graph, is_kept = _traced(reference, wanted, facts, report)
+                except UnevenDegreeError as error:
+                    if reference.kind != "factory":
+                        _note_refused(path, str(error))
+                    raise
                 if path is not None and is_kept:
                     _store(path, graph)
     return expanded(graph) if expand else graph
@@ -191,9 +198,24 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
 def note_refused(model: ModelReference, settings: Mapping[str, Any]) -> None:
     """Record that these settings cannot be traced, so that `to_trace` leaves them out."""
     path = _entry(_facts_of(model, settings), _stamp())
+    if path is not None and not _reason_refused(path):
+        _note_refused(path, "")
+
+
+def _note_refused(path: Path | None, reason: str) -> None:
+    """Record that a graph cannot be traced; with a `reason` that holds as long as the key of the graph does, nobody tries
+    again."""
     if path is not None:
         with contextlib.suppress(InputError):
-            write_whole(path.with_suffix(_REFUSED), b"")
+            write_whole(path.with_suffix(_REFUSED), reason.encode())
+
+
+def _reason_refused(path: Path) -> str:
+    """Return the reason for which a graph cannot be traced, or an empty text."""
+    try:
+        return path.with_suffix(_REFUSED).read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 _REFUSED, _COMPARED = ".refused", ".compared"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from stagewright.arrays import Floats
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.layers import layer_inputs
@@ -21,9 +24,10 @@ from stagewright.planning.checkpointing.choice import (
 from stagewright.planning.checkpointing.proposals import Proposals, Propose
 from stagewright.planning.checkpointing.rank_search import RankSearch
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.prediction.predict import lowered, rank_memories
+from stagewright.planning.prediction.predict import lowered, rank_memories, run_timeline
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.staged_model import StagedModel, Variants
+from stagewright.schedule.action import BACKWARDS, COMPUTE
 
 _ROUNDS = 12
 """Maximum number of choices tried for a rank; each is replayed."""
@@ -35,6 +39,8 @@ _WORTH_MOVING = 0.01
 """Fraction of its time that a rank must spend on recomputation for offloading to be tried."""
 _WORTH_ANNEALING = 0.001
 """Fraction of its time that a rank must spend on recomputation for annealing to be tried."""
+_MISJUDGED = 0.005
+"""Fraction of a batch by which proposals may be judged too slow."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +76,30 @@ class Fitted:
         )
 
 
+@dataclass(frozen=True)
+class TooSlow:
+    """The result where ranks may fit, but not without computing for too long."""
+
+
 def fit(
     staged: StagedModel,
     model_costs: RangeCosts,
     *,
     offload: bool = True,
     thorough: bool = False,
+    below_s: float = math.inf,
     propose: Callable[[Proposals, RankMemory], Propose] | None = None,
-) -> Fitted | None:
+) -> Fitted | TooSlow | None:
     """Return `staged`, which keeps everything, with as much recomputed and offloaded as its limit requires, or None if no
     choice stays within the limit when replayed.
 
     Recomputation may start at any value of the forward; if `thorough`, operators of stages that are not too large may be
-    recomputed several times. `propose` makes the proposals for a rank instead, given its memory if everything is kept.
+    recomputed several times. Choices with which a rank computes for `below_s` or longer in a batch are of no use. `propose`
+    makes the proposals for a rank instead, given its memory if everything is kept.
     """
     memories = rank_memories(staged)
+    spare_s = (1 + _MISJUDGED) * below_s - _least_seconds(staged)
+    spare_s /= staged.program.num_microbatches
     variants, roots = Variants(staged, model_costs), saved_roots(staged.stages)
     proposals = Proposals(variants, model_costs, roots)
 
@@ -92,13 +107,16 @@ def fit(
         make: Callable[[RankMemory], Propose | None],
         rounds: int = _ROUNDS,
         below: Callable[[int], float] = lambda rank: math.inf,
+        needing: Collection[int] = (),
     ) -> list[RankSearch]:
+        """Return the searches of all ranks, unfinished once one of the ranks `needing` it has no result."""
         rank_searches: list[RankSearch] = []
         for memory in memories:
             limit = staged.allocatable_bytes(memory.rank)
             propose = make(memory) if memory.peak_bytes > limit else None
-            rank_searches.append(RankSearch(memory, limit, propose, below(memory.rank)))
-        _search(variants, roots, rank_searches, rounds)
+            most_s = min(below(memory.rank), float(spare_s[memory.rank]))
+            rank_searches.append(RankSearch(memory, limit, propose, most_s))
+        _search(variants, roots, rank_searches, rounds, needing)
         return rank_searches
 
     def anew(
@@ -120,6 +138,7 @@ def fit(
             lambda memory: make(memory, slow[memory.rank]) if memory.rank in slow else None,
             rounds,
             lambda rank: slow[rank].seconds if rank in slow else math.inf,
+            () if thorough else [rank for rank, search in slow.items() if search.best is None],
         )
         return [
             min(pair, key=lambda search: search.seconds)
@@ -129,8 +148,10 @@ def fit(
     if propose is not None:
         rank_searches = searches(lambda memory: propose(proposals, memory))
     else:
-        rank_searches = searches(proposals.by_chain)
-        if offload and not all(staged.device_of(memory.rank).shares_host_memory for memory in memories):
+        moves = offload and not all(staged.device_of(memory.rank).shares_host_memory for memory in memories)
+        needing = () if moves or thorough else range(staged.pp)
+        rank_searches = searches(proposals.by_chain, needing=needing)
+        if moves:
             rank_searches = anew(
                 rank_searches, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING
             )
@@ -145,7 +166,9 @@ def fit(
             )
     proved = [search.best for search in rank_searches if search.best is not None]
     if len(proved) < len(rank_searches):
-        return None
+        unfit = [search for search in rank_searches if search.best is None]
+        is_slow = any(search.is_too_slow for search in unfit)
+        return TooSlow() if is_slow and not any(search.lacks_memory for search in unfit) else None
     choice = _joined(proof.choice for proof in proved)
     return Fitted(with_choice(variants, roots, choice), tuple(proof.memory for proof in proved), choice)
 
@@ -168,6 +191,20 @@ def with_layers_recomputed(staged: StagedModel, model_costs: RangeCosts, *, offl
     return Fitted(recomputed, tuple(rank_memories(recomputed)), choice)
 
 
+def _least_seconds(staged: StagedModel) -> Floats:
+    """Return what a batch takes at least by the work of each rank: from when it starts until the last of its backwards has
+    passed the stages before."""
+    timeline, program = run_timeline(staged), staged.program
+    passed_s = np.cumsum([0.0, *(summary.input_grad_s for summary in staged.summaries)])
+    seconds = timeline.busy_s.astype(float)
+    for rank, actions in enumerate(program.ranks):
+        computing = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
+        first, last = computing[0], actions[computing[-1]]
+        seconds[rank] += timeline.start_s[timeline.encoded.rank_slice(rank).start + first]
+        seconds[rank] += passed_s[last.stage] if last.kind in BACKWARDS else 0.0
+    return seconds
+
+
 def _busy_seconds(staged: StagedModel, rank: int) -> float:
     """Return the seconds of one microbatch on a rank that keeps everything."""
     summaries = (staged.summaries[stage] for stage in staged.program.placement.stages_of(rank))
@@ -179,11 +216,13 @@ def _search(
     roots: Mapping[StageOperator, Sequence[int]],
     searches: Sequence[RankSearch],
     rounds: int,
+    needing: Collection[int],
 ) -> None:
     active = [search for search in searches if search.excess > 0]
     for _ in range(rounds):
         active = [search for search in active if search.propose()]
-        if not active:
+        without = {search.rank for search in searches if search.best is None}
+        if not active or without.difference(search.rank for search in active).intersection(needing):
             break
         _replay(variants, roots, active)
 

@@ -10,8 +10,7 @@ prices as in Everett's multipliers, Operations Research 11, 1963.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,9 +107,8 @@ class PieceNetwork:
             hull.append(point)
         return tuple(hull)
 
-    def points(self, thorough: bool, link_s_per_byte: float = math.inf) -> tuple[Point, ...]:
-        """Return the undominated points from all kept to everything recomputed; with a finite `link_s_per_byte`, kept values
-        may also be offloaded to the host."""
+    def points(self, thorough: bool) -> tuple[Point, ...]:
+        """Return the undominated points from all kept to everything recomputed."""
         corners = self._hull(_MOST_HULL if thorough else _MOST_HULL // 2)
         by_operators = {point.ran: point for point in corners}
         if thorough and len(self.seconds) <= _MOST_FLIPPED:
@@ -118,11 +116,12 @@ class PieceNetwork:
                 for ran in self._flipped(frozenset(point.ran)):
                     if ran not in by_operators:
                         by_operators[ran] = self._point(ran)
-        kept = _undominated(by_operators.values())
-        if link_s_per_byte == math.inf:
-            return kept
+        return _undominated(by_operators.values())
+
+    def with_moves(self, points: Sequence[Point], link_s_per_byte: float) -> tuple[Point, ...]:
+        """Return the undominated of `points` and others, of which kept values are offloaded to the host."""
         return _undominated(
-            [*kept, *(moved for point in kept for moved in self._moved(point, link_s_per_byte))]
+            [*points, *(moved for point in points for moved in self._moved(point, link_s_per_byte))]
         )
 
     # -- inner ------------------------------------------------------------------------------------------------------

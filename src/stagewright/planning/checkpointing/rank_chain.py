@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -112,11 +112,20 @@ class PieceCache:
         if key not in self._at:
             network = network_of(chain, start, stop)
             is_thorough = stop - start <= _THOROUGH
-            signature = network.signature, link_s_per_byte, is_thorough
-            if signature not in self._points:
-                self._points[signature] = network.points(is_thorough, link_s_per_byte)
-            self._at[key] = self._points[signature]
+            signature = network.signature, is_thorough
+            points = self._known(signature, lambda: network.points(is_thorough))
+            if math.isfinite(link_s_per_byte):
+                moved = (*signature, link_s_per_byte)
+                points = self._known(moved, lambda: network.with_moves(points, link_s_per_byte))
+            self._at[key] = points
         return self._at[key]
+
+    def _known(
+        self, signature: tuple[object, ...], points: Callable[[], tuple[Point, ...]]
+    ) -> tuple[Point, ...]:
+        if signature not in self._points:
+            self._points[signature] = points()
+        return self._points[signature]
 
     def _number(self, chain: Chain) -> int:
         return self._numbers.setdefault(chain.shape, len(self._numbers))

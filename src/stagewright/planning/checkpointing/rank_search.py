@@ -41,6 +41,8 @@ class RankSearch:
         self.seconds = math.inf if self.excess > 0 else 0.0
         self.proposals = propose
         self.below_s = below_s
+        self.is_too_slow = self.lacks_memory = False
+        """Why there is no choice: a proposal was of no use, or none was enough."""
         self.need = float(self.excess)
         self.low, self.high = Tried(0.95 * self.need, 0.05 * self.need), Tried(math.inf, -math.inf)
         self.step = 0.0
@@ -53,12 +55,15 @@ class RankSearch:
             proposal = self.proposals.saving(self.need)
             if proposal is None:
                 if self.took_least or self.best is not None:
+                    self.lacks_memory = self.best is None
                     return False
                 self.took_least = True
                 proposal = self.proposals.least()
                 if proposal is None:
+                    self.lacks_memory = True
                     return False
             if proposal.seconds >= self.below_s:
+                self.is_too_slow = True
                 return False
             if proposal.choice not in self.tried:
                 self.latest = proposal

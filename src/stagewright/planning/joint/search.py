@@ -32,8 +32,8 @@ Report = Callable[[float, float], None]
 
 _TASKS_PER_ROUND = 2
 """Tasks per round, independent of the number of cores, so that a search has the same result on every machine."""
-_AHEAD = 8
-"""Maximum number of starts that are timed at once, none with knowledge of the others' times."""
+_CHUNK, _AHEAD = 8, 2
+"""Number of starts that a task times, and of tasks before it whose times it does not know."""
 _WORK_PER_ROUND = 3_000_000
 """Actions that one task schedules in a round: a tenth to a quarter of a second."""
 _OPENING = 10
@@ -186,22 +186,22 @@ class _Search:
             tables[list(dict.fromkeys(ranks.tolist()))] = recompute
         return JointState(ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
-    def _timed(self, states: Iterable[JointState], workers: ThreadPoolExecutor) -> list[Timed]:
+    def _timed(self, states: Sequence[JointState], workers: ThreadPoolExecutor) -> list[Timed]:
         """Return the states with their makespans, infinite where far from the best.
 
-        The best is taken over the states up to `_AHEAD` places before, which are waited for, not over those that other
+        The best is taken over the states of tasks up to `_AHEAD` before, which are waited for, not over those that other
         threads happen to have timed.
         """
         best = self.pool[0].makespan_s if self.pool else np.inf
-        tasks: list[Future[Timed]] = []
-        for index, state in enumerate(states):
-            if index >= _AHEAD:
-                best = min(best, tasks[index - _AHEAD].result().makespan_s)
-            tasks.append(workers.submit(self._timed_within, state, 1.2 * best))
-        return [task.result() for task in tasks]
+        tasks: list[Future[list[Timed]]] = []
+        for start in range(0, len(states), _CHUNK):
+            if len(tasks) >= _AHEAD:
+                best = min(best, *(timed.makespan_s for timed in tasks[-_AHEAD].result()))
+            tasks.append(workers.submit(self._timed_within, states[start : start + _CHUNK], 1.2 * best))
+        return [timed for task in tasks for timed in task.result()]
 
-    def _timed_within(self, state: JointState, limit_s: float) -> Timed:
-        return Timed(makespan_of(state, self.problem.costs, self.batch, limit_s), state)
+    def _timed_within(self, states: Sequence[JointState], limit_s: float) -> list[Timed]:
+        return [Timed(makespan_of(state, self.problem.costs, self.batch, limit_s), state) for state in states]
 
     def _is_over(self) -> bool:
         if self.stop.is_set() or not self.pool:

@@ -72,37 +72,43 @@ _SAVED = 1
 """Number of these that are made to fit by recomputation and offload, which takes long."""
 
 
-def top_configurations(fits: Iterable[Fit]) -> list[Fit]:
-    """Return the fastest pipeline of each configuration that could still become the fastest plan: those with the lowest
-    bounds, at most `NUM_SEARCHED`.
-
-    What their ranks compute, recomputation included, a joint plan hardly shortens: it fills the time between.
-    """
-    fastest_first = sorted(fits, key=lambda fit: fit.step_seconds)
+def top_configurations(fits: Iterable[Fit], best_s: float) -> list[Fit]:
+    """Return the fastest pipeline of each configuration that could still become faster than `best_s`: those with the lowest
+    bounds, at most `NUM_SEARCHED`."""
     shapes: dict[tuple[object, ...], Fit] = {}
-    for fit in fastest_first:
-        plan, best_s = fit.plan, fastest_first[0].step_seconds
+    for fit in sorted(fits, key=lambda fit: fit.step_seconds):
+        plan = fit.plan
         is_near = fit.step_seconds < (1 + MOST_FILLED) * best_s
-        busy_s = sum(rank.busy_seconds for rank in plan.predictions.ranks) / plan.pp
-        least_s = max(plan.predictions.lower_bound_seconds, busy_s * (1 - _MISJUDGED))
+        least_s = max(plan.predictions.lower_bound_seconds, busy_seconds(plan))
         if plan.pp > 1 and is_near and least_s < best_s and not plan.streamed:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, fit)
     return sorted(shapes.values(), key=lambda fit: fit.plan.predictions.lower_bound_seconds)[:NUM_SEARCHED]
 
 
-def joint_plans(
-    fits: Sequence[Fit], coarse: Coarse, space: Space, stop: threading.Event | None = None
-) -> Iterator[Fit]:
-    """Yield plans of the joint search for the configurations of `fits`, the plans of the schedules.
+def busy_seconds(plan: Plan) -> float:
+    """Return what the ranks of a plan compute on average, recomputation included, as far as it is certain: a joint plan
+    hardly shortens that, it fills the time between."""
+    return (1 - _MISJUDGED) * sum(rank.busy_seconds for rank in plan.predictions.ranks) / plan.pp
 
-    Each is faster than all of these and those before it; there are none on devices of several kinds. Ctrl-C during a search
+
+def joint_plans(
+    fits: Sequence[Fit],
+    slower: Sequence[Fit],
+    coarse: Coarse,
+    space: Space,
+    stop: threading.Event | None = None,
+) -> Iterator[Fit]:
+    """Yield plans of the joint search for the configurations of `fits`, the plans of the schedules, and of `slower`
+    pipelines, which may not fit.
+
+    Each is faster than all `fits` and those before it; there are none on devices of several kinds. Ctrl-C during a search
     sets `stop`, which ends this with what the search has found.
     """
     stop = stop or threading.Event()
     job = coarse.job
     best = min((fit.step_seconds for fit in fits), default=0.0)
-    for fit in top_configurations(fits):
+    for fit in top_configurations([*fits, *slower], best):
         if stop.is_set():
             return
         base, entry = fit.plan, fit.entry
@@ -214,8 +220,8 @@ class Searches:
 def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Candidate | None:
     """Return the fastest plan of `searches` within the memory of `job`, or None if none fits or is fast enough.
 
-    Unless memory is `tight`, the search with unlimited memory is tried first, and that within memory if the result does not
-    fit. Plans that do not fit recompute or offload as much as necessary.
+    Unless memory is `tight`, the search with unlimited memory is tried first, and that within memory if the result is fast
+    enough and does not fit. Plans that do not fit recompute or offload as much as necessary.
     """
     fitting: list[Candidate] = []
     for limited in (True,) if tight else (False, True):
@@ -224,7 +230,10 @@ def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Can
         result = searches.limited if limited else searches.unlimited
         if result is None:
             continue
-        best = _first_that_fits(_candidates(result, searches, job), searches, limited)
+        candidates = _candidates(result, searches, job)
+        if not candidates:  # within memory they would be slower
+            break
+        best = _first_that_fits(candidates, searches, limited)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
@@ -285,10 +294,15 @@ def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limite
         or candidate.excess_bytes < candidate.staged.job.usable_bytes(candidate.staged.cluster.device)
     ]
     fitted = (
-        fitted_candidate(candidate, searches.model_costs, offload=searches.configuration.offload)
+        fitted_candidate(
+            candidate,
+            searches.model_costs,
+            offload=searches.configuration.offload,
+            below_s=searches.below_s,
+        )
         for candidate in promising[:_SAVED]
     )
-    return next((candidate for candidate in fitted if candidate is not None), None)
+    return next((candidate for candidate in fitted if isinstance(candidate, Candidate)), None)
 
 
 def calibrated(base: Plan, model_costs: RangeCosts, configuration: Configuration) -> Calibration:

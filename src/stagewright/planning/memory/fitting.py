@@ -21,6 +21,7 @@ from stagewright.planning.candidate import (
     with_cuts,
     within_memory,
 )
+from stagewright.planning.checkpointing.fit import TooSlow
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, saving_with_hosts, ways_on_hosts
@@ -174,7 +175,9 @@ class Fitting:
         while lost <= _MOST_FRAGMENTS * limit:
             start = fastest.with_headroom(lost)
             was_short |= start.excess_bytes > 0
-            candidate = self._best_that_fits(start, model_costs, below_s)
+            candidate = self._best_that_fits(start, model_costs, below_s, longest_s)
+            if candidate is None:
+                return Miss(entry, was_short=was_short)
             if tight:
                 candidate = _tightest(candidate, model_costs)
             # Less is not to be had; it may be little enough with what is lost.
@@ -237,8 +240,11 @@ class Fitting:
         reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
         return Miss(entry, reason, least - limit, least_bytes=least)
 
-    def _best_that_fits(self, fastest: Candidate, model_costs: RangeCosts, below_s: float) -> Candidate:
-        """Return the fastest partition if it fits; else one within memory or one that saves, whichever is faster."""
+    def _best_that_fits(
+        self, fastest: Candidate, model_costs: RangeCosts, below_s: float, longest_s: float
+    ) -> Candidate | None:
+        """Return the fastest partition if it fits; else one within memory or one that saves, whichever is faster; None if
+        only batches of `longest_s` or longer may fit."""
         if fastest.excess_bytes <= 0:
             return fastest
         kept = within_memory(fastest, model_costs)
@@ -251,13 +257,18 @@ class Fitting:
             self.host_optimizer,
             offload=configuration.offload,
             below_s=below_s,
+            longest_s=longest_s,
             thorough=self.thorough,
         )
         if configuration.streamed:
-            return saving or kept
+            return None if isinstance(saving, TooSlow) else saving or kept
         fitting = [
-            candidate for candidate in (kept, saving) if candidate is not None and candidate.excess_bytes <= 0
+            candidate
+            for candidate in (kept, saving)
+            if isinstance(candidate, Candidate) and candidate.excess_bytes <= 0
         ]
+        if not fitting and isinstance(saving, TooSlow):
+            return None
         return min(fitting, key=lambda candidate: run_timeline(candidate.staged).makespan_s, default=kept)
 
 

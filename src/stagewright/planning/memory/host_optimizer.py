@@ -11,6 +11,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.candidate import Candidate, fastest_fitted, make_program
+from stagewright.planning.checkpointing.fit import TooSlow
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.prediction.predict import host_of, rank_memories
 from stagewright.planning.prediction.staged_model import StagedModel
@@ -57,7 +58,7 @@ def with_devices_filled(candidate: Candidate) -> Candidate:
         memory.rank for memory in rank_memories(on_devices) if on_devices.missing_bytes([memory]) > 0
     )
     mixed = replace(staged, host_optimizer=full)
-    memories = tuple(rank_memories(mixed))
+    memories = rank_memories(mixed)
     return replace(candidate, staged=mixed, memories=memories, excess_bytes=mixed.missing_bytes(memories))
 
 
@@ -90,16 +91,25 @@ def saving_with_hosts(
     *,
     offload: bool,
     below_s: float = math.inf,
+    longest_s: float = math.inf,
     thorough: bool = False,
-) -> Candidate | None:
+) -> Candidate | TooSlow | None:
     """Return the result of `fastest_fitted`, without offloading where it does not fit on the hosts."""
-    candidate = fastest_fitted(kept, model_costs, offload=offload, below_s=below_s, thorough=thorough)
-    if candidate is None or not any(summary.offloaded_bytes for summary in candidate.staged.summaries):
+
+    def fitted(offload: bool) -> Candidate | TooSlow | None:
+        return fastest_fitted(
+            kept, model_costs, offload=offload, below_s=below_s, longest_s=longest_s, thorough=thorough
+        )
+
+    candidate = fitted(offload)
+    if not isinstance(candidate, Candidate):
+        return candidate
+    if not any(summary.offloaded_bytes for summary in candidate.staged.summaries):
         return candidate
     fits = any(host_excess_bytes(option.staged) <= 0 for option in ways_on_hosts(candidate, host_optimizer))
     if fits or candidate.configuration.streamed:
         return candidate
-    return fastest_fitted(kept, model_costs, offload=False, below_s=below_s, thorough=thorough)
+    return fitted(offload=False)
 
 
 def misses_host(configuration: Configuration, missing: int, host_optimizer: HostOptimizer) -> PlanError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -435,15 +436,28 @@ def lower_bound_seconds(
 # -- memory -------------------------------------------------------------------------------------------------
 
 
-def rank_memories(staged: StagedModel) -> list[RankMemory]:
-    """Return the memory of every pipeline rank over one batch, from a replay of the lowered program."""
+def rank_memories(staged: StagedModel) -> tuple[RankMemory, ...]:
+    """Return the memory of every pipeline rank over one batch, from a replay of the lowered program.
+
+    The most recent results are cached: a search asks for the same partition with more and more headroom.
+    """
+    partition = replace(staged, headroom=0)
+    for earlier, memories in tuple(_RECENT):
+        if earlier.split is partition.split and earlier == partition:
+            return memories
     program = shortened(staged.program)
     with_transfers = lowered(program, stage_edges(staged.stages), staged.receives_ahead)
     num_dropped = staged.program.num_microbatches - program.num_microbatches
-    return [
+    memories = tuple(
         replay_rank(staged.memories, with_transfers, rank, staged.resident(rank), num_dropped)
         for rank in range(staged.pp)
-    ]
+    )
+    _RECENT.append((partition, memories))
+    return memories
+
+
+_RECENT: deque[tuple[StagedModel, tuple[RankMemory, ...]]] = deque(maxlen=8)
+"""The latest partitions, and the memory of their ranks."""
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.communicators import group_bytes, lane_bytes
@@ -269,6 +270,15 @@ def _summaries(
     )
 
 
+_PolicedStage = tuple[StageMemory, StageSummary]
+
+_BY_POLICY: WeakKeyDictionary[SplitGraph, dict[tuple[int, Policy, Costing], _PolicedStage]] = (
+    WeakKeyDictionary()
+)
+"""Stages of each split graph under their policies: searches of a partition with less memory, or more microbatches, want the
+same ones."""
+
+
 class Variants:
     """A partition under different memory policies; a stage is built once for each of its policies.
 
@@ -281,23 +291,23 @@ class Variants:
         self._known_costs = costs_by_stage(
             model_costs, staged.cluster, staged.program, staged.ranks_per_stage
         )
-        stages = zip(staged.memories, staged.summaries, strict=True)
-        self._by_policy = {(index, KEEP): stage for index, stage in enumerate(stages)}
+        self._kept = tuple(zip(staged.memories, staged.summaries, strict=True))
+        self._by_policy = _BY_POLICY.setdefault(staged.split, {})
 
     def under(self, program: Program, policies: Sequence[Policy]) -> StagedModel:
         """Return the partition under `program`, which has the same placement, with a policy for every stage."""
         memories, summaries = zip(*(self._stage(*key) for key in enumerate(policies)), strict=True)
         return replace(self.staged, memories=memories, summaries=summaries, program=program)
 
-    def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
-        stage = self._by_policy.get((index, policy))
+    def _stage(self, index: int, policy: Policy) -> _PolicedStage:
+        if policy == KEEP:
+            return self._kept[index]
+        costing = self._known_costs[index].costing
+        stage = self._by_policy.get((index, policy, costing))
         if stage is None:
             hands_over = self.staged.memories[index].hands_over
             memory = StageMemory(self.staged.split.stage(index, policy), hands_over)
-            stage = self._by_policy[index, policy] = (
-                memory,
-                summarise(memory, self._known_costs[index].costing),
-            )
+            stage = self._by_policy[index, policy, costing] = memory, summarise(memory, costing)
         return stage
 
 
