@@ -59,7 +59,8 @@ class Asked:
             for key, value in self.options.items()
             if not isinstance(value, list | tuple | None)
         )
-        return f"{self.model}{''.join(layers)}{width} batch={self.job['global_batch']} {how}"
+        model = Path(self.model).name
+        return f"{model}{''.join(layers)}{width} batch={self.job['global_batch']} {how}"
 
     def predictions(self) -> Predictions:
         """What is printed for it."""

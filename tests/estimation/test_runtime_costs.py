@@ -298,3 +298,16 @@ def test_a_thread_for_backwards_has_a_workspace(tmp_path: Path) -> None:
         plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
         peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
     assert peaks[1] - peaks[0] == CLUSTER.device.workspace_bytes
+
+
+@pytest.mark.parametrize(("cluster", "mebibytes"), [("8x-a100-80", 4), ("8x-h100", 32)])
+def test_kernels_of_a_runtime_have_workspaces_as_the_device_wants_them(
+    tmp_path: Path, cluster: str, mebibytes: int
+) -> None:
+    peaks = []
+    for count in (1, 5):
+        text = f'based_on = "megatron-core+te"\nworkspaces = {count}'
+        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, str(count), text))
+        plan = estimate("tiny-llama", load_cluster(cluster), job, dp=8, pp=1)
+        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    assert peaks[1] - peaks[0] == 4 * mebibytes * 2**20

@@ -59,13 +59,14 @@ def resident_bytes(
     *,
     host_optimizer: bool = False,
     thread_bytes: int = 0,
+    kernel_bytes: int = 0,
 ) -> ResidentBytes:
     """Return the resident bytes of the rank with the stages of `memories`; a tensor that several stages use counts once.
 
     `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
     None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
     type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of one thread; the device has that
-    of the first.
+    of the first; `kernel_bytes` are one workspace of the runtime's own kernels.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
     `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a
@@ -111,7 +112,7 @@ def resident_bytes(
                if memory is static or index not in gathered]  # fmt: skip
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
     fixed = (
-        runtime.workspace_bytes
+        runtime.workspaces * kernel_bytes
         + (thread_bytes if runtime.has_backward_thread else 0)
         + sum(constants.values())
         + cotangents

@@ -44,8 +44,9 @@ class TraceSettings:
     """As it runs on the `target`, by a CPU's kernels or as one logical operator (`stagewright.tracing.attention`), or as one
     operator on every target (``fused``), or with separate operators for its scores (``explicit``), as in runtimes without
     fused kernels; the last two are costed, not run."""
-    experts: Literal["traced", "grouped"] = "traced"
-    """As the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, which is costed, not run."""
+    experts: Literal["traced", "grouped", "split"] = "traced"
+    """As the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, or grouped and ``split`` over the
+    tensor parallel ranks under sequence parallelism too; the last two are costed, not run."""
     embedding: Literal["split", "whole"] = "split"
     """Whether each tensor parallel rank has the rows of some tokens (``split``) or of all."""
     head: Literal["split", "gathered", "whole"] = "split"
