@@ -302,7 +302,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     ]
 
 
-_BESIDE_TORCH = 3.0e9
+_BESIDE_TORCH = 3 * 2**30
 """What `nvidia-smi` showed beside PyTorch's own memory where layers were split, as Sailor's simulator has it."""
 
 

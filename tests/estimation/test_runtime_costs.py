@@ -311,3 +311,45 @@ def test_kernels_of_a_runtime_have_workspaces_as_the_device_wants_them(
         plan = estimate("tiny-llama", load_cluster(cluster), job, dp=8, pp=1)
         peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
     assert peaks[1] - peaks[0] == 4 * mebibytes * 2**20
+
+
+def test_logits_of_the_microbatch_before_are_kept(tmp_path: Path) -> None:
+    peaks = []
+    for keeps in ("false", "true"):
+        text = f'based_on = "megatron-lm"\nkeeps_logits = {keeps}'
+        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, keeps, text))
+        plan = estimate("tiny-llama", CLUSTER, job, dp=1, pp=2)
+        peaks.append([rank.allocated_peak_bytes for rank in plan.predictions.ranks])
+    config = resolve("tiny-llama").config
+    assert config is not None
+    assert [kept - freed for freed, kept in zip(*peaks, strict=True)] == [0, 2 * 64 * config["vocab_size"]]
+
+
+def test_gradients_may_be_flattened_to_be_summed(tmp_path: Path) -> None:
+    peaks = []
+    for flattens in ("false", "true"):
+        text = f'based_on = "megatron-lm"\n[optimizer]\nflattens_gradients = {flattens}'
+        job = Job(global_batch=8, sequence_length=1, runtime=written(tmp_path, flattens, text))
+        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
+        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    parameters = trace("tiny-llama", 1, 1, "bfloat16", target="cuda").num_parameters
+    assert 0 < peaks[1] - peaks[0] <= 4 * parameters
+
+
+def test_kernels_of_the_backward_have_scratch_of_their_own(tmp_path: Path) -> None:
+    peaks = []
+    for scratch in (0, 8):
+        text = f"""based_on = "megatron-lm"
+[[kernels]]
+name = "softmax"
+around = ["_softmax"]
+absorbs = ["mul", "masked_fill", "_to_copy"]
+keeps = ["results"]
+backward_scratch_bytes = {scratch}
+"""
+        job = Job(global_batch=8, sequence_length=2048, runtime=written(tmp_path, str(scratch), text))
+        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
+        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    config = resolve("tiny-llama").config
+    assert config is not None
+    assert 0 < peaks[1] - peaks[0] <= 8 * config["num_attention_heads"] * 2048**2

@@ -62,6 +62,7 @@ class FusedKernel(SourcedModel):
     forward_bytes: _Count | None = None
     backward_bytes: _Count | None = None
     scratch_bytes: _Count = 0.0
+    backward_scratch_bytes: _Count = 0.0
 
     @model_validator(mode="after")
     def _products_are_products(self) -> FusedKernel:
@@ -146,6 +147,7 @@ class OptimizerStorage(StrictModel):
       them is kept; state is then kept per parameter.
     * `keeps_shards`: whether replicas that shard state but not parameters keep their shard of the parameters in addition to
       the whole; where there are master copies, these are such shards.
+    * `flattens_gradients`: whether gradients that replicas all hold are copied into one tensor to be summed, and back.
     * `step_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new copy; None: those of fused AdamW.
     """
 
@@ -155,6 +157,7 @@ class OptimizerStorage(StrictModel):
     moves_parameters: bool = False
     gathers_masters: bool = False
     keeps_shards: bool = False
+    flattens_gradients: bool = False
     step_bytes: _Count | None = None
 
 
@@ -191,6 +194,7 @@ class Runtime(SourcedModel):
       head is whole on all ranks if either is whole.
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
     * `holds_logits`: whether the loop keeps logits in a variable while the loss is differentiated.
+    * `keeps_logits`: whether those of the microbatch before are kept until the next are made.
     * `shares_gathers`: whether matmuls with the same input share its gathered copy, and their input gradients are reduced
       together; otherwise each gathers the input and reduces its own gradient. A compiler merges equal gathers. Ignores: the
       memory of further copies.
@@ -265,6 +269,7 @@ class Runtime(SourcedModel):
     head: Literal["split", "gathered", "whole"] = "split"
     loss: Literal["float32", "as logits"] = "float32"
     holds_logits: bool = False
+    keeps_logits: bool = False
     shares_gathers: bool = True
     casts_gathers: bool = False
     compiles: Literal["layers", "model"] = "layers"

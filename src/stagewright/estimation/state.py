@@ -14,6 +14,8 @@ from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout, of_stages
+from stagewright.graph.fusion import logits_of
+from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
 
@@ -116,6 +118,7 @@ def resident_bytes(
         + (thread_bytes if runtime.has_backward_thread else 0)
         + sum(constants.values())
         + cotangents
+        + (sum(map(_logits_bytes, stages)) if runtime.keeps_logits else 0)
         + sum(sum(memory.kept.values()) for memory in lasting)
     )
     categories = {name: sum(entries.values()) for name, entries in sizes.items()} | {"constants": fixed}
@@ -124,6 +127,12 @@ def resident_bytes(
     return ResidentBytes(
         categories, on_host, rederived, transient, flats=flats, derived=gathered, wire=wire, runtime=runtime
     )
+
+
+def _logits_bytes(stage: Stage) -> int:
+    """Return the bytes of the logits of one microbatch, if `stage` makes them."""
+    graph, logits = stage.graph, logits_of(stage.graph) if stage.computes_loss else None
+    return 0 if logits is None else graph.storage_bytes[graph.values[logits].storage]
 
 
 def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
