@@ -353,3 +353,16 @@ backward_scratch_bytes = {scratch}
     config = resolve("tiny-llama").config
     assert config is not None
     assert 0 < peaks[1] - peaks[0] <= 8 * config["num_attention_heads"] * 2048**2
+
+
+def test_column_parallel_matmuls_may_keep_copies_of_their_input(tmp_path: Path) -> None:
+    peaks = []
+    for inputs in ("shared", "copied"):
+        text = f'based_on = "megatron-lm"\nattention = "fused"\ncolumn_inputs = "{inputs}"'
+        job = Job(global_batch=8, sequence_length=2048, runtime=written(tmp_path, inputs, text))
+        plan = estimate(resolve("tiny-llama", {"num_hidden_layers": 8}), CLUSTER, job, tp=2, dp=4, pp=1)
+        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    config = resolve("tiny-llama").config
+    assert config is not None
+    # Two of three copies for queries, keys and values, and one of two for both parts of the gate, are in addition.
+    assert peaks[1] - peaks[0] == pytest.approx(8 * 3 * 2 * 2048 * config["hidden_size"], rel=0.15)

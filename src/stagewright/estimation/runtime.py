@@ -38,7 +38,8 @@ STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
 
 _AS_TRACED = {
-    "attention": "traced", "experts": "traced", "embedding": "split", "head": "split", "loss": "float32",
+    "attention": "traced", "experts": "traced", "embedding": "split", "head": "split", "column_inputs": "shared",
+    "loss": "float32",
 }  # fmt: skip
 """What a trace does unless it is told otherwise."""
 
@@ -192,6 +193,8 @@ class Runtime(SourcedModel):
     * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
       all tokens before the loss (``gathered``), or compute all of them (``whole``). A parameter that is both embedding and
       head is whole on all ranks if either is whole.
+    * `column_inputs`: whether column-parallel matmuls save an input that is whole on every rank together (``shared``), or
+      each a copy of it (``copied``).
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
     * `holds_logits`: whether the loop keeps logits in a variable while the loss is differentiated.
     * `keeps_logits`: whether those of the microbatch before are kept until the next are made.
@@ -267,6 +270,7 @@ class Runtime(SourcedModel):
     scatters_boundaries: bool = False
     embedding: Literal["split", "whole"] = "split"
     head: Literal["split", "gathered", "whole"] = "split"
+    column_inputs: Literal["shared", "copied"] = "shared"
     loss: Literal["float32", "as logits"] = "float32"
     holds_logits: bool = False
     keeps_logits: bool = False

@@ -51,6 +51,8 @@ class TraceSettings:
     """Whether each tensor parallel rank has the rows of some tokens (``split``) or of all."""
     head: Literal["split", "gathered", "whole"] = "split"
     """Likewise; with ``gathered`` each rank computes the logits of some tokens, and gathers all before the loss."""
+    column_inputs: Literal["shared", "copied"] = "shared"
+    """Whether column-parallel layers save the input they share (``shared``), or each a copy of it, where it is whole."""
     loss: Literal["float32", "as logits"] = "float32"
     """In float32, whatever the type of the logits, or ``as logits``."""
     further_inputs: tuple[str, ...] = ()
@@ -84,7 +86,7 @@ class TraceSettings:
             "splits_sequence": self.splits_sequence and self.tp > 1,
         }
         for field in fields(self):
-            is_of_ranks = field.name in ("embedding", "head")
+            is_of_ranks = field.name in ("embedding", "head", "column_inputs")
             if field.name not in facts and (value := getattr(self, field.name)) != field.default:
                 facts |= {field.name: value} if self.tp > 1 or not is_of_ranks else {}
         return facts

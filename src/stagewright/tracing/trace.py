@@ -97,8 +97,9 @@ def _trace_reference(
         if splits_sequence:
             even("the sequence length", settings.sequence_length // cp, tp)
         facts["tensor_parallel"] = parallelise(
-            built.module, tp, splits_sequence, splits_experts, settings.embedding, settings.head
-        )
+            built.module, tp, splits_sequence, splits_experts, settings.embedding, settings.head,
+            settings.column_inputs == "copied",
+        )  # fmt: skip
     if settings.loss_pieces > 1:
         num_tokens = settings.microbatch_size * settings.sequence_length // cp
         evaluate_in_pieces(built.module, settings.loss_pieces, num_tokens)

@@ -88,19 +88,24 @@ def parallelise(
     splits_experts: bool = False,
     embedding: Literal["split", "whole"] = "split",
     head: Literal["split", "gathered", "whole"] = "split",
+    copies_inputs: bool = False,
 ) -> TensorParallel:
     """Change `model` (a loss around ``net``) into that of one of `size` ranks; all ranks have the same.
 
     With `sequence`, what lies between its split layers works on parts of the sequence; so do sharded experts, which then are
     whole, unless it `splits_experts`. An `embedding` and a `head` that are ``split`` are so by tokens, with the loss; of a
     ``gathered`` head every rank has the logits of all before the loss; what is ``whole`` every rank has and computes whole.
-    Where both are one parameter and one is to be whole, both are.
+    Where both are one parameter and one is to be whole, both are. With `copies_inputs` every column-parallel layer saves a
+    copy of a whole input.
 
     Raises:
         InputError: no plan is known, or heads or features do not divide.
     """
     surgeon = _Surgeon(model, size, sequence, splits_experts, embedding, head)
     plan = surgeon.operate()
+    for module in model.modules():
+        if isinstance(module, ColumnLinear):
+            module.copies = copies_inputs
     if sequence:
         split_sequence(surgeon.net, plan, size)
     return TensorParallel(size, sequence, surgeon.shards())
