@@ -47,7 +47,7 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     """
     if not record["mem_max_allocated_bytes"]:
         return "no peak was published"
-    if record["family"] not in ("gpt", "moe", "t5"):
+    if record["family"] not in ("gpt", "moe", "bert", "t5"):
         return f"layers of no model here: {record['family']}"
     for column, reason in _NOT_PLAIN.items():
         if record[column]:
@@ -114,6 +114,12 @@ def _model(record: Record) -> tuple[str, dict[str, Any]] | str:
             "hidden": hidden, "heads": heads, "layers": layers, "vocabulary": vocabulary, "inner": _inner(record),
             "target_length": _given(record, "decoder-seq-length"), "hidden_dropout": drop["hidden"],
             "attention_dropout": drop["attention"],
+        }  # fmt: skip
+    if record["family"] == "bert":
+        vocabulary = -(-_WORD_PIECES // multiple) * multiple
+        return f"{MODELS}:bert", {
+            "hidden": hidden, "heads": heads, "layers": layers, "vocabulary": vocabulary, "inner": _inner(record),
+            "hidden_dropout": drop["hidden"], "attention_dropout": drop["attention"],
         }  # fmt: skip
     tied = not record["untie_embeddings_and_output_weights"]
     is_plain = not (record["swiglu"] or record["normalization"] or record["num_experts"])

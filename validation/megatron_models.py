@@ -1,4 +1,4 @@
-"""Models of Megatron-LM that transformers does not have: GPT with parts as its arguments choose them, and T5.
+"""Models of Megatron-LM that transformers does not have: GPT with parts as its arguments choose them, BERT and T5.
 
 Source: Megatron-LM, megatron/core/models and megatron/core/transformer, at d98e8a64. Ignores: initial weights, and how a
 sinkhorn router assigns tokens, which no prediction reads.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stagewright.tracing.models.losses import CausalLanguageModel, SequenceToSequence
+from stagewright.tracing.models.losses import CausalLanguageModel, MaskedLanguageModel, SequenceToSequence
 
 _LAYER = {
     "attention.qkv": "colwise_qkv",
@@ -197,6 +197,39 @@ class Gpt(Model):
         return SimpleNamespace(logits=self.head(self.norm(hidden_states)))
 
 
+class Bert(Model):
+    """An encoder whose head transforms before it multiplies; the pooled first token and its two classes have no loss."""
+
+    def __init__(
+        self, hidden: int, heads: int, layers: list[Layer], vocabulary: int, positions: int, dropout: float
+    ) -> None:
+        super().__init__(heads, ("layers",), _LAYER)
+        self.word, self.position = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
+        self.kind = nn.Embedding(2, hidden)
+        self.layers, self.norm, self.dropout = nn.ModuleList(layers), nn.LayerNorm(hidden), dropout
+        self.transform, self.transform_norm = nn.Linear(hidden, hidden), nn.LayerNorm(hidden)
+        self.pooler, self.classes = nn.Linear(hidden, hidden), nn.Linear(hidden, 2)
+        self.head = nn.Linear(hidden, vocabulary)
+        self.head.weight = self.word.weight
+
+    def forward(self, input_ids: Tensor) -> Any:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden_states = self.word(input_ids) + self.position(places) + self.kind(torch.zeros_like(input_ids))
+        hidden_states = functional.dropout(hidden_states, self.dropout, self.training)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        classes = self.classes(torch.tanh(self.pooler(hidden_states[:, 0])))
+        hidden_states = self.transform_norm(functional.gelu(self.transform(hidden_states)))
+        logits = self.head(hidden_states)
+        return SimpleNamespace(
+            logits=logits,
+            aux_loss=functional.cross_entropy(
+                classes.float(), classes.new_zeros(len(classes), dtype=torch.long)
+            ),
+        )
+
+
 class T5(Model):
     """An encoder and a decoder that share embeddings; the head, tied to them, has biases."""
 
@@ -247,6 +280,23 @@ def gpt(
     net = Gpt(hidden, heads, stack, norm(hidden), vocabulary, positions, hidden_dropout, tied)
     tokens = torch.randint(0, vocabulary, (microbatch_size, sequence_length))
     return CausalLanguageModel(net), {"input_ids": tokens}
+
+
+def bert(
+    microbatch_size: int, sequence_length: int, *, hidden: int, heads: int, layers: int, inner: int, vocabulary: int,
+    hidden_dropout: float = 0.0, attention_dropout: float = 0.0,
+) -> tuple[nn.Module, dict[str, Tensor]]:  # fmt: skip
+    """Return a BERT with a norm in front of every part of a layer."""
+    stack = [
+        Layer(
+            Attention(hidden, heads, attention_dropout, True, causal=False), Mlp(hidden, inner, False, True),
+            [nn.LayerNorm(hidden), nn.LayerNorm(hidden)], hidden_dropout,
+        )
+        for _ in range(layers)
+    ]  # fmt: skip
+    net = Bert(hidden, heads, stack, vocabulary, sequence_length, hidden_dropout)
+    tokens = torch.randint(0, vocabulary, (microbatch_size, sequence_length))
+    return MaskedLanguageModel(net), {"input_ids": tokens, "labels": tokens}
 
 
 def t5(
