@@ -90,7 +90,11 @@ CARDS: dict[str, dict[str, Card]] = {
     "differences": {
         "all changes": Card(
             "What a change gains",
-            "The sign of a predicted change of step time is right in 95 %, its size within 4 points on average.",
+            "The sign of a predicted change of step time is right in 95 % (739 of 778), its size within 4 points on "
+            "average for schedules, eight bits, and recomputation of scores. Degrees and microbatches of small models "
+            "on one node, which change a step by up to a factor of 4, are 11 to 12 points off, and 88 % of the changes "
+            "from pipeline to tensor parallelism have the right sign: on average they are predicted as they were "
+            "measured, to 2 points for tp 1 and 2, and 9 to 19 too small for tp 8.",
             "Recomputation of single modules, optimizers on the host and CUDA graphs, which no configuration "
             "describes or whose runs do not state their batch.",
         ),
@@ -206,7 +210,8 @@ def cards(script: str, printed: dict[str, Any], revision: str, day: str) -> Iter
             continue
         document = printed[name]
         only = f" --only {name}" if name.endswith(".csv") else ""
-        values = "; ".join(_values(document)) or "nothing judged"
+        is_sum = "pairs" in document  # over all that was printed
+        values = "; ".join(_values(printed if is_sum else document)) or "nothing judged"
         yield f"\n### {card.title}\n"
         yield from table(card, f"python validation/{script}.py{only}", revision, day)
         yield f"| measured | {values} |"
