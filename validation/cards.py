@@ -217,7 +217,7 @@ def cards(script: str, printed: dict[str, Any], revision: str, day: str) -> Iter
         yield f"| measured | {values} |"
         left_out = document.get("left_out", {})
         if left_out:
-            reasons = [f"{count} for '{reason.replace('|', '/')}'" for reason, count in left_out.items()]
+            reasons = [f"{count}: {reason.replace('|', '/')}" for reason, count in left_out.items()]
             yield f"| rows left out | {'; '.join(reasons)} |"
 
 
