@@ -16,7 +16,7 @@ from typing import Any
 
 import pipelines
 import runtimes
-from runtimes import Asked, Judged, Record, Source, answer
+from runtimes import Asked, Judged, Record, Source, answers
 from verdict import arguments
 
 MOST_POINTS = 4.0
@@ -103,8 +103,8 @@ def pairs(change: Change, records: list[Record], pool: Executor) -> Iterator[Pai
             values = tuple(record[column] for column in change.changed)
             groups[tuple(record[column] for column in change.same)].append((values, asked, figure))
     members = [member for group in groups.values() if len(group) > 1 for member in group]
-    answers = pool.map(answer, [asked for _, asked, _ in members], chunksize=4)
-    predictions = {id(member): prediction for member, prediction in zip(members, answers, strict=True)}
+    found = answers([asked for _, asked, _ in members], pool)
+    predictions = {id(member): prediction for member, prediction in zip(members, found, strict=True)}
     for group in groups.values():
         for first, second in itertools.combinations(group, 2):
             before, after = predictions[id(first)], predictions[id(second)]

@@ -15,21 +15,28 @@ _NODES = {"A100": "a100-80", "A100?": "a100-80", "H100": "h100", "GB200": "gb200
 _NOT_PLAIN = {
     "use_megatron_fsdp": "Megatron-FSDP, which no runtime file describes",
     "fp8_format": "parameters or activations in eight bits",
-    "multi_latent_attention": "layers that no bundled model has: latent attention without DeepSeek's routing",
-    "mtp_num_layers": "layers that no bundled model has: multi-token prediction",
+    "multi_latent_attention": "layers of no model here: latent attention without DeepSeek's routing",
+    "mtp_num_layers": "layers of no model here: multi-token prediction",
     "pipeline_model_parallel_layout": "a layout of stages with parts of their own",
     "cuda_graph_impl": "CUDA graphs, whose memory is not predicted",
+    "overlap_moe_expert_parallel_comm": "exchanges with experts during another microbatch, which is alive meanwhile",
+    "recompute_modules": "recomputation of single modules",
+    "moe_shared_expert_intermediate_size": "layers of no model here: shared experts with GELU",
 }
 """Columns, and why rows that have them are left out."""
 _OTHER_ARGUMENTS = {
     "grpo": "reinforcement learning, with inference in the same process",
     "defer-embedding-wgrad-compute": "weight gradients of the head that wait for the end of the batch, with their inputs",
-    "qk-layernorm": "layers that no bundled model has: norms of queries and keys with learned positions",
+    "optimizer=muon": "Muon, with which other runtimes are not predicted",
 }
+MODELS = Path(__file__).with_name("megatron_models.py")
 _CUBLAS = {"device.workspace_bytes": 8 * 4096 * 1024}
 """What ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` makes of cuBLAS's workspace."""
+_WORD_PIECES = 28_998
+"""Tokens of BERT's cased vocabulary, with Megatron's beginning and end of a text."""
 _TIMED_FROM = 2048
-"""Hidden size from which the host does not bound a step."""
+"""Hidden size from which the host does not bound a step. One of T5 is a microbatch of short texts, with norms of weights and
+zeros of gradients that are logged every time: its time is not judged."""
 
 
 def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -40,8 +47,8 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     """
     if not record["mem_max_allocated_bytes"]:
         return "no peak was published"
-    if record["family"] != "gpt" or record["num_experts"]:
-        return f"layers that no bundled model has: {record['family'] if not record['num_experts'] else 'experts of GPTs'}"
+    if record["family"] not in ("gpt", "moe", "bert", "t5"):
+        return f"layers of no model here: {record['family']}"
     for column, reason in _NOT_PLAIN.items():
         if record[column]:
             return reason
@@ -53,6 +60,9 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     model = _model(record)
     if isinstance(model, str):
         return model
+    tp_of_experts = record["expert_tensor_parallel_size"] or record["tensor_model_parallel_size"]
+    if record["num_experts"] and tp_of_experts != record["tensor_model_parallel_size"]:
+        return "experts split over fewer ranks than attention"
     num = int(record["n_gpus"] or 8)
     tp, pp, cp = (
         int(record[f"{kind}_parallel_size"] or 1) for kind in ("tensor_model", "pipeline_model", "context")
@@ -62,11 +72,12 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     asked = Asked(
         *model, f"{num}x-{_NODES[record['gpu']]}",
         {
-            "global_batch": batch, "sequence_length": int(record["seq_length"]), "runtime": _runtime(record),
-            "dtype": "fp16" if record["fp16"] else "bf16",
+            "global_batch": batch, "sequence_length": int(record["seq_length"] or _given(record, "encoder-seq-length")),
+            "runtime": _runtime(record), "dtype": "fp16" if record["fp16"] else "bf16",
         },
         {
-            "tp": tp, "pp": pp, "cp": cp, "dp": dp, "microbatch": size, "recompute": _recompute(record),
+            "tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": int(record["expert_model_parallel_size"] or 1),
+            "microbatch": size, "recompute": _recompute(record),
             "zero": 1 if record["use_distributed_optimizer"] else None,
             "sequence_parallel": bool(record["sequence_parallel"]) and tp > 1, **stages,
         },
@@ -75,16 +86,19 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     figures = [
         Judged("allocated", "MiB", float(record["mem_max_allocated_bytes"]) / 2**20, _last_allocated),
     ]
-    if int(record["hidden_size"]) >= _TIMED_FROM:
+    if int(record["hidden_size"]) >= _TIMED_FROM and record["family"] != "t5":
         figures.append(Judged("time", "s", float(record["step_s_median"]), step_seconds))
     return asked, figures
 
 
 def _model(record: Record) -> tuple[str, dict[str, Any]] | str:
     """Return the bundled model with the layers of a row, and its sizes; or why there is none."""
-    tp = int(record["tensor_model_parallel_size"] or 1)
-    hidden, layers, heads = (int(record[key]) for key in ("hidden_size", "num_layers", "num_attention_heads"))
-    tokens = int(record["vocab_size"] or 50_257)
+    tp, is_t5 = int(record["tensor_model_parallel_size"] or 1), record["family"] == "t5"
+    hidden, heads = int(record["hidden_size"]), int(record["num_attention_heads"])
+    layers = _given(record, "encoder-num-layers") if is_t5 else int(record["num_layers"])
+    tokens = (
+        _WORD_PIECES + _given(record, "vocab-extra-ids") if is_t5 else int(record["vocab_size"] or 50_257)
+    )
     multiple = tp * int(
         (re.search(r"make-vocab-size-divisible-by=(\d+)", record["other_args"]) or [0, 128])[1]
     )
@@ -93,9 +107,35 @@ def _model(record: Record) -> tuple[str, dict[str, Any]] | str:
         name: 0.0 if f"{name}-dropout=0.0" in record["other_args"] else 0.1
         for name in ("hidden", "attention")
     }
+    if is_t5:
+        if record["sequence_parallel"]:
+            return "sequence parallelism of an encoder and a decoder"
+        return f"{MODELS}:t5", {
+            "hidden": hidden, "heads": heads, "layers": layers, "vocabulary": vocabulary, "inner": _inner(record),
+            "target_length": _given(record, "decoder-seq-length"), "hidden_dropout": drop["hidden"],
+            "attention_dropout": drop["attention"],
+        }  # fmt: skip
+    if record["family"] == "bert":
+        vocabulary = -(-_WORD_PIECES // multiple) * multiple
+        return f"{MODELS}:bert", {
+            "hidden": hidden, "heads": heads, "layers": layers, "vocabulary": vocabulary, "inner": _inner(record),
+            "hidden_dropout": drop["hidden"], "attention_dropout": drop["attention"],
+        }  # fmt: skip
     tied = not record["untie_embeddings_and_output_weights"]
-    if record["swiglu"] or record["normalization"]:
-        return "layers that no bundled model has: gates or RMS norms with learned positions"
+    is_plain = not (record["swiglu"] or record["normalization"] or record["num_experts"])
+    if not is_plain or "qk-layernorm" in record["other_args"]:
+        if record["num_query_groups"] or record["position_embedding_type"] == "rope":
+            return (
+                "layers of no model here: experts, gates, RMS norms or norms of queries with rotary positions"
+            )
+        return f"{MODELS}:gpt", {
+            "hidden": hidden, "heads": heads, "layers": layers, "vocabulary": vocabulary, "tied": tied,
+            "positions": int(record["seq_length"]), "inner": _inner(record), "gated": bool(record["swiglu"]),
+            "rms": bool(record["normalization"]), "normed": "qk-layernorm" in record["other_args"],
+            "biases": not record["disable_bias_linear"], "num_experts": int(record["num_experts"] or 0),
+            "chosen": int(record["moe_router_topk"] or 1), "hidden_dropout": drop["hidden"],
+            "attention_dropout": drop["attention"],
+        }  # fmt: skip
     if groups := int(record["num_query_groups"] or 0):
         return str(DATA / "megatron-gpt-grouped.json"), {
             "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
@@ -117,9 +157,25 @@ def _model(record: Record) -> tuple[str, dict[str, Any]] | str:
     }  # fmt: skip
 
 
+def _given(record: Record, argument: str) -> int:
+    """Return the value of one of the other arguments of a row."""
+    return int(re.search(rf"\b{argument}=(\d+)", record["other_args"])[1])  # type: ignore[index]
+
+
+def _inner(record: Record) -> int:
+    """Return the width between the matmuls of a feed-forward layer or expert."""
+    of_experts = record["moe_ffn_hidden_size"] if record["num_experts"] else ""
+    hidden = int(record["hidden_size"])
+    return int(
+        of_experts
+        or record["ffn_hidden_size"]
+        or (8 * hidden // 3 // 64 * 64 if record["swiglu"] else 4 * hidden)
+    )
+
+
 def _stages(record: Record, pp: int) -> dict[str, Any]:
     """Return the options that say how layers are dealt out to stages."""
-    layers = int(record["num_layers"])
+    layers = int(record["num_layers"] or 0)
     if record["num_layers_per_virtual_pipeline_stage"]:
         chunks = layers // pp // int(record["num_layers_per_virtual_pipeline_stage"])
     else:
@@ -140,12 +196,19 @@ def _recompute(record: Record) -> str:
 
 
 def _runtime(record: Record) -> str:
-    """Return the runtime file of a row; images of 2025 ran without fused attention where dropout was to be deterministic."""
-    if "cross-entropy-loss-fusion" in record["other_args"]:
-        return str(DATA / "goldens-fused-loss.toml")
+    """Return the runtime file of a row; images of 2025, and those with long-term support
+    when recordings still kept every fifth step, have no fused attention whose dropout is deterministic."""
     is_stored = record["attention_backend"] == "unfused" or record["transformer_impl"] == "local"
-    is_old = "dracooci" in record["platform"] and "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in record["env_vars"]
-    return str(DATA / ("goldens-unfused.toml" if is_stored or is_old else "goldens.toml"))
+    is_thinned = 5 * int(record["n_steps_measured"]) <= int(record["train_iters"] or 0)
+    is_old = "dracooci" in record["platform"] or (record["environment"] == "lts" and is_thinned)
+    is_stored |= is_old and "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in record["env_vars"]
+    parts = [
+        "goldens",
+        "fused-loss" if "cross-entropy-loss-fusion" in record["other_args"] else "",
+        "unfused" if is_stored else "",
+        "grouped" if record["moe_grouped_gemm"] else "",
+    ]
+    return str(DATA / f"{'-'.join(filter(None, parts))}.toml")
 
 
 def _last_allocated(predictions: Predictions) -> float:

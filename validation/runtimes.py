@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,7 +59,14 @@ class Asked:
             for key, value in self.options.items()
             if not isinstance(value, list | tuple | None)
         )
-        return f"{self.model}{''.join(layers)}{width} batch={self.job['global_batch']} {how}"
+        model = Path(self.model).name
+        return f"{model}{''.join(layers)}{width} batch={self.job['global_batch']} {how}"
+
+    @property
+    def graph(self) -> str:
+        """What the graph of a rank depends on."""
+        degrees = [self.options.get(key) for key in ("tp", "cp", "ep", "microbatch", "sequence_parallel")]
+        return json.dumps([self.model, self.changes, self.job | {"global_batch": 0}, degrees])
 
     def predictions(self) -> Predictions:
         """What is printed for it."""
@@ -301,7 +308,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     ]
 
 
-_BESIDE_TORCH = 3.0e9
+_BESIDE_TORCH = 3 * 2**30
 """What `nvidia-smi` showed beside PyTorch's own memory where layers were split, as Sailor's simulator has it."""
 
 
@@ -664,6 +671,25 @@ def answer(asked: Asked) -> Predictions | str:
         return str(error)
 
 
+def answers(asked: Sequence[Asked], pool: Executor) -> list[Predictions | str]:
+    """Return the answers to `asked` in their order. Those of one graph are for one process, which traces it once."""
+    of_graph: dict[str, list[int]] = {}
+    for index, question in enumerate(asked):
+        of_graph.setdefault(question.graph, []).append(index)
+    groups = sorted(of_graph.values(), key=len, reverse=True)
+    found = pool.map(_answers, ([asked[index] for index in group] for group in groups))
+    by_index = {
+        index: prediction
+        for group, predictions in zip(groups, found, strict=True)
+        for index, prediction in zip(group, predictions, strict=True)
+    }
+    return [by_index[index] for index in range(len(asked))]
+
+
+def _answers(asked: Sequence[Asked]) -> list[Predictions | str]:
+    return [answer(question) for question in asked]
+
+
 def _asked(source: Source, record: Record) -> tuple[Asked, list[Judged]] | str:
     """What a row asks; of columns, models or devices that its reader does not know, that."""
     try:
@@ -680,9 +706,9 @@ def rows(
     asked = [(index, _asked(source, records[index])) for index in range(0, len(records), every)]
     left_out.update(made for _, made in asked if isinstance(made, str))
     wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
-    answers = pool.map(answer, [made for _, (made, _) in wanted], chunksize=4)
+    predictions = answers([made for _, (made, _) in wanted], pool)
     predicted: list[tuple[Record, Predictions]] = []
-    for (index, (question, figures)), prediction in zip(wanted, answers, strict=True):
+    for (index, (question, figures)), prediction in zip(wanted, predictions, strict=True):
         if isinstance(prediction, str):
             left_out[prediction] += 1
             continue

@@ -90,22 +90,29 @@ MIXTURE_WIDTHS = [
 
 
 @pytest.mark.parametrize(
-    ("model", "widths"),
-    [*product(["mixtral-8x7b"], MIXTURE_WIDTHS), *product(["qwen3-30b-a3b"], MIXTURE_WIDTHS[2::2])],
+    ("model", "widths", "way"),
+    [
+        *product(["mixtral-8x7b"], MIXTURE_WIDTHS, ["grouped"]),
+        *product(["qwen3-30b-a3b"], MIXTURE_WIDTHS[2::2], ["grouped"]),
+        *product(["mixtral-8x7b"], [(2, False, 1, 4), (2, True, 1, 1), (2, True, 1, 4)], ["split"]),
+    ],
 )
-def test_experts_of_a_rank_follow_closed_formulas(model: str, widths: tuple[int, bool, int, int]) -> None:
+def test_experts_of_a_rank_follow_closed_formulas(
+    model: str, widths: tuple[int, bool, int, int], way: str
+) -> None:
     tp, splits, cp, ep = widths
     config, of = resolve(model).config, sizes(model)
     assert config is not None
     graph = trace(
         model, SIZE, TOKENS, "bfloat16", {"num_hidden_layers": LAYERS}, target="cuda", tp=tp, splits_sequence=splits, cp=cp,
-        ep=ep, experts="grouped",
+        ep=ep, experts=way,
     )  # fmt: skip
     hidden, queries, keys = of["hidden"], of["queries"], of["keys"]
     num = config.get("num_experts") or config["num_local_experts"]
     active, inner = config["num_experts_per_tok"], config.get("moe_intermediate_size", of["inner"])
-    shared = tp if ep == 1 or not splits else 1  # ranks that hold a part of the features of every expert
-    gathers = splits and ep == 1
+    splits_experts = ep == 1 or not splits or way == "split"
+    shared = tp if splits_experts else 1  # ranks that hold a part of the features of every expert
+    gathers = splits and ep == 1 and way == "grouped"  # for the router too
     vocabulary = -(-of["vocabulary"] // tp)
     attention = hidden * (2 * queries + 2 * keys) // tp
     norms = 2 * hidden + of["head_norms"]
@@ -114,9 +121,10 @@ def test_experts_of_a_rank_follow_closed_formulas(model: str, widths: tuple[int,
     assert graph.num_parameters == LAYERS * layer + hidden + 2 * vocabulary * hidden
 
     tokens = SIZE * TOKENS // cp
-    routed = tokens if gathers or not splits else tokens // tp
+    decided = tokens if gathers or not splits else tokens // tp
+    routed = tokens if splits_experts else tokens // tp
     scores = SIZE * TOKENS * TOKENS // cp * queries // tp
-    products = tokens * attention + routed * (num * hidden + active * 3 * hidden * inner // shared)
+    products = tokens * attention + decided * num * hidden + routed * active * 3 * hidden * inner // shared
     flop = LAYERS * (6 * products + 14 * scores) + 6 * tokens * vocabulary * hidden
     assert sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) == flop
 

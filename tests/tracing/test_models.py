@@ -446,6 +446,37 @@ def test_factory_inputs_are_brought_to_the_microbatch_and_dtype(factory):
     assert any("mean" in str(node.target) for node in program.graph.nodes)
 
 
+LANGUAGE_MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from stagewright.tracing.models.losses import CausalLanguageModel
+
+def made(microbatch_size, sequence_length):
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    tokens = torch.randint(0, 32, (microbatch_size, sequence_length))
+    return CausalLanguageModel(LlamaForCausalLM(config)), {"input_ids": tokens}
+"""
+
+
+def test_a_factory_of_a_language_model_is_split_as_one_with_a_config(tmp_path):
+    path = tmp_path / "nets.py"
+    path.write_text(LANGUAGE_MODEL)
+    config = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for degrees in ({"tp": 2}, {"cp": 2}, {"loss_pieces": 2}):
+        ours, others = (
+            trace(resolve(str(text)), 2, 16, target="cuda", **degrees)
+            for text in (f"{path}:made", tmp_path / "config.json")
+        )
+        assert [node.op for node in ours.nodes] == [node.op for node in others.nodes]
+        assert {ours.values[value].meta.shape for value in ours.parameters.values()} == {
+            others.values[value].meta.shape for value in others.parameters.values()
+        }
+
+
 def test_modules_that_a_factory_copies_stay_of_one_fake_mode(factory):
     """A copied mode frees storages twice, and the process dies some time later."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

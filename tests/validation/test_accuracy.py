@@ -70,7 +70,7 @@ def test_a_set_with_a_card_says_what_was_claimed_measured_and_not_checked(found:
     (measured,) = (line for line in lines if line.startswith("| measured |"))
     assert "time: mean 10.0%, bias -3.3%, worst -20% of 3 (bar 10%)" in measured
     assert f"| command | `python validation/other_pipelines.py --only {name}` |" in lines
-    assert "| rows left out | 3 for 'no such device' |" in lines
+    assert "| rows left out | 3: no such device |" in lines
     assert [line.split(" | ")[0] for line in lines[1:]].count("| not checked") == 1
 
 

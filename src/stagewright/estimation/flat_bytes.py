@@ -58,7 +58,8 @@ class FlatSizes:
         """Return the bytes of a reduction in progress, beyond the gradients that are kept anyway."""
         if self.resident.wire is not None and self.is_cast(flat):
             return flat.num_elements * ITEM_BYTES[self.resident.wire]
-        return self.gradient(flat) if flat.level >= GRADIENTS else 0
+        is_other = flat.level >= GRADIENTS or self.resident.runtime.optimizer.flattens_gradients
+        return self.gradient(flat) if is_other else 0
 
     def summed_shard(self, flat: FlatLayout) -> int:
         """Return the bytes of the part of the reduced gradients that stays on the device until the optimizer step."""

@@ -14,11 +14,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from stagewright.cluster.device import Seconds
 from stagewright.cluster.dispatch import MULTIPROCESSORS
-from stagewright.cluster.schema import SourcedModel, StrictModel, parse_amount, validated
+from stagewright.cluster.schema import SourcedModel, StrictModel, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
@@ -36,6 +36,12 @@ from stagewright.graph.fusion import (
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
+
+_AS_TRACED = {
+    "attention": "traced", "experts": "traced", "embedding": "split", "head": "split", "column_inputs": "shared",
+    "loss": "float32",
+}  # fmt: skip
+"""What a trace does unless it is told otherwise."""
 
 _COMMUNICATION_SHARE = 0.15
 """Of a GPU's multiprocessors. Source: 20 of 132 of an H800 serve communication (DeepSeek-V3, arXiv 2412.19437); NCCL's own
@@ -57,6 +63,7 @@ class FusedKernel(SourcedModel):
     forward_bytes: _Count | None = None
     backward_bytes: _Count | None = None
     scratch_bytes: _Count = 0.0
+    backward_scratch_bytes: _Count = 0.0
 
     @model_validator(mode="after")
     def _products_are_products(self) -> FusedKernel:
@@ -141,6 +148,7 @@ class OptimizerStorage(StrictModel):
       them is kept; state is then kept per parameter.
     * `keeps_shards`: whether replicas that shard state but not parameters keep their shard of the parameters in addition to
       the whole; where there are master copies, these are such shards.
+    * `flattens_gradients`: whether gradients that replicas all hold are copied into one tensor to be summed, and back.
     * `step_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new copy; None: those of fused AdamW.
     """
 
@@ -150,6 +158,7 @@ class OptimizerStorage(StrictModel):
     moves_parameters: bool = False
     gathers_masters: bool = False
     keeps_shards: bool = False
+    flattens_gradients: bool = False
     step_bytes: _Count | None = None
 
 
@@ -178,13 +187,17 @@ class Runtime(SourcedModel):
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as on the device that
       traces (``traced``).
     * `context`: whether context-parallel ranks gather keys and values for one kernel (``gathered``), or use a ``ring``.
-    * `experts`: as the model's own code computes them (``traced``), or ``grouped``, with weights between their matmuls.
+    * `experts`: as the model's own code computes them (``traced``), or ``grouped``, with weights between their matmuls, or
+      grouped and ``split`` over tensor-parallel ranks, which gather their tokens for them under sequence parallelism.
     * `embedding`: whether tensor-parallel ranks each have some rows of the embedding (``split``) or all (``whole``).
     * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
       all tokens before the loss (``gathered``), or compute all of them (``whole``). A parameter that is both embedding and
       head is whole on all ranks if either is whole.
+    * `column_inputs`: whether column-parallel matmuls save an input that is whole on every rank together (``shared``), or
+      each a copy of it (``copied``).
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
     * `holds_logits`: whether the loop keeps logits in a variable while the loss is differentiated.
+    * `keeps_logits`: whether those of the microbatch before are kept until the next are made.
     * `shares_gathers`: whether matmuls with the same input share its gathered copy, and their input gradients are reduced
       together; otherwise each gathers the input and reduces its own gradient. A compiler merges equal gathers. Ignores: the
       memory of further copies.
@@ -207,7 +220,8 @@ class Runtime(SourcedModel):
     * `merges_views`: whether a view of a view is issued as one, and none where its result is at hand.
     * `has_backward_thread`: whether backwards run in a thread of their own, as in autograd, for which the matrix library has
       a second workspace.
-    * `workspace_bytes`: memory of its kernels, in addition to the matrix library's workspace.
+    * `workspaces`: workspaces that its own kernels hold for matmuls, in addition to the matrix library's, each as large as
+      cuBLAS recommends for the device (`stagewright.cluster.Device.recommended_workspace_bytes`).
     * `expandable_segments`: whether PyTorch's allocator grows its segments on NVIDIA's GPUs, instead of reserving others.
     * `unaligned_products`: where batched matmuls run whose rows do not all begin at multiples of 16 bytes, above all those
       of heads of 108 or 150 elements: on ``tensor cores`` as others, or on a device's ``other cores`` at its rate in
@@ -243,7 +257,7 @@ class Runtime(SourcedModel):
     dtypes: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"], ...] = ()
     attention: Literal["traced", "fused", "explicit"] = "fused"
     context: Literal["gathered", "ring"] = "gathered"
-    experts: Literal["traced", "grouped"] = "traced"
+    experts: Literal["traced", "grouped", "split"] = "traced"
     dispatch: Literal["every copy", "once per node"] = "every copy"
     dispatch_multiprocessors: Annotated[int, Field(ge=2, le=1000)] = MULTIPROCESSORS
     hides_dispatch: bool = False
@@ -256,8 +270,10 @@ class Runtime(SourcedModel):
     scatters_boundaries: bool = False
     embedding: Literal["split", "whole"] = "split"
     head: Literal["split", "gathered", "whole"] = "split"
+    column_inputs: Literal["shared", "copied"] = "shared"
     loss: Literal["float32", "as logits"] = "float32"
     holds_logits: bool = False
+    keeps_logits: bool = False
     shares_gathers: bool = True
     casts_gathers: bool = False
     compiles: Literal["layers", "model"] = "layers"
@@ -270,7 +286,7 @@ class Runtime(SourcedModel):
     casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
     has_backward_thread: bool = False
-    workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
+    workspaces: Annotated[int, Field(ge=0, le=100)] = 0
     expandable_segments: bool = False
     unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"
     overlaps_reduction: bool = False
@@ -299,10 +315,7 @@ class Runtime(SourcedModel):
     @property
     def traced(self) -> dict[str, str]:
         """The part of the arguments of `stagewright.tracing.cache.trace` that says how this runtime computes a model."""
-        options = {
-            name: getattr(self, name) for name in ("attention", "experts", "embedding", "head", "loss")
-        }
-        return {name: way for name, way in options.items() if way not in ("traced", "split", "float32")}
+        return {name: getattr(self, name) for name, way in _AS_TRACED.items() if getattr(self, name) != way}
 
     def precision(self, dtype: str) -> Precision:
         """Types of what trains parameters of `dtype` (a torch name)."""

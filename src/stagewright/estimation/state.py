@@ -14,6 +14,8 @@ from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.graph.flat_buffers import GRADIENTS, OPTIMIZER, PARAMETERS, FlatLayout, of_stages
+from stagewright.graph.fusion import logits_of
+from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
 
@@ -59,13 +61,14 @@ def resident_bytes(
     *,
     host_optimizer: bool = False,
     thread_bytes: int = 0,
+    kernel_bytes: int = 0,
 ) -> ResidentBytes:
     """Return the resident bytes of the rank with the stages of `memories`; a tensor that several stages use counts once.
 
     `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
     None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
     type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of one thread; the device has that
-    of the first.
+    of the first; `kernel_bytes` are one workspace of the runtime's own kernels.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
     `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a
@@ -112,10 +115,11 @@ def resident_bytes(
                if memory is static or index not in gathered]  # fmt: skip
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
     fixed = (
-        runtime.workspace_bytes
+        runtime.workspaces * kernel_bytes
         + (thread_bytes if runtime.has_backward_thread else 0)
         + sum(constants.values())
         + cotangents
+        + (sum(map(_logits_bytes, stages)) if runtime.keeps_logits else 0)
         + sum(sum(memory.kept.values()) for memory in lasting)
     )
     categories = {name: sum(entries.values()) for name, entries in sizes.items()} | {"constants": fixed}
@@ -124,6 +128,12 @@ def resident_bytes(
     return ResidentBytes(
         categories, on_host, rederived, transient, flats=flats, derived=gathered, wire=wire, runtime=runtime
     )
+
+
+def _logits_bytes(stage: Stage) -> int:
+    """Return the bytes of the logits of one microbatch, if `stage` makes them."""
+    graph, logits = stage.graph, logits_of(stage.graph) if stage.computes_loss else None
+    return 0 if logits is None else graph.storage_bytes[graph.values[logits].storage]
 
 
 def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:

@@ -234,7 +234,7 @@ class Costing:
         self.device = device.with_attention(
             self.runtime.attention_rate, best=self.runtime.attention_kernels == "best"
         )
-        if self.runtime.experts == "grouped":  # by kernels of its own
+        if self.runtime.experts != "traced":  # by kernels of its own
             self.device = self.device.with_grouped_share(1.0)
         parallel = parallelism(graph)
         self._strides = neighbour_strides(graph)

@@ -39,7 +39,7 @@ class FusionRule:
     * `keeps`: what the forward saves for the backward: ``inputs``, ``results``, or names of operators whose results it
       saves although nothing else uses them.
     * `forward_bytes`, `backward_bytes`: memory traffic per element of the largest input or output; None: every tensor once.
-    * `scratch_bytes`: temporary memory of the forward per element of the largest tensor.
+    * `scratch_bytes`, `backward_scratch_bytes`: temporary memory per element of the largest tensor.
     * `kind`: what bounds it: ``memory``, ``norm`` for kernels that need statistics of a row first, or ``matmul``: products
       of one tensor with several matrices, joined into one matmul whose results lie in one storage.
     """
@@ -51,6 +51,7 @@ class FusionRule:
     forward_bytes: float | None = None
     backward_bytes: float | None = None
     scratch_bytes: float = 0.0
+    backward_scratch_bytes: float = 0.0
     kind: Literal["memory", "norm", "matmul"] = "memory"
     within: Literal["module", "parent", "model"] = "module"
 
@@ -120,23 +121,10 @@ def reducing_once(graph: OperatorGraph) -> OperatorGraph:
 
 def holding_logits(graph: OperatorGraph) -> OperatorGraph:
     """Return `graph` with logits that live until the backward of the loss, as in a training loop that has them in a
-    variable.
-
-    Logits are the result of the last matmul of the forward, or its all-gather.
-    """
-    product = next(
-        (node for node in map(graph.nodes.__getitem__, reversed(graph.forward_ids)) if _multiplies(node)),
-        None,
-    )
-    if product is None or product.outputs[0] is None:
+    variable."""
+    if (logits := logits_of(graph)) is None:
         return graph
-    logits, maker = product.outputs[0], product
-    while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
-        (result,) = user.outputs
-        if result is None:
-            break
-        logits, maker = result, user
-    last_position = graph.position[maker.id]
+    last_position = graph.position[graph.values[logits].node]
     of_loss = [
         node
         for node in graph.nodes
@@ -147,6 +135,23 @@ def holding_logits(graph: OperatorGraph) -> OperatorGraph:
     last = of_loss[-1]
     held = replace(last, kwargs=(*last.kwargs, (HELD, Ref(logits))), inputs=(*last.inputs, logits))
     return replace(graph, nodes=tuple(held if node is last else node for node in graph.nodes))
+
+
+def logits_of(graph: OperatorGraph) -> int | None:
+    """Return the result of the last matmul of the forward, or its all-gather; None if there is none."""
+    product = next(
+        (node for node in map(graph.nodes.__getitem__, reversed(graph.forward_ids)) if _multiplies(node)),
+        None,
+    )
+    if product is None or product.outputs[0] is None:
+        return None
+    logits = product.outputs[0]
+    while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
+        (result,) = user.outputs
+        if result is None:
+            break
+        logits = result
+    return logits
 
 
 def _sole_forward_user(graph: OperatorGraph, value: int) -> Node | None:
@@ -612,8 +617,9 @@ class _Fused:
         if per_element is not None:
             kwargs += (("bytes_moved", per_element * largest * (unit.part is not Part.WEIGHT_GRAD)),)
         scratch: list[int] = []
-        if is_forward and rule.scratch_bytes:
-            scratch = [self._new_value(TensorMeta((int(rule.scratch_bytes * largest),), (1,), "uint8"))]
+        beyond = rule.scratch_bytes if is_forward else rule.backward_scratch_bytes
+        if beyond and unit.part is not Part.WEIGHT_GRAD:
+            scratch = [self._new_value(TensorMeta((int(beyond * largest),), (1,), "uint8"))]
         return replace(
             first,
             op=f"{KERNEL}{rule.name}.{unit.part.name.lower()}",

@@ -98,7 +98,10 @@ def estimate(
         check_streamed(configuration.num_holders, configuration.zero, job)
     _check_loop(job, configuration, request.recompute in ("selective", "full"))
     if fault := expert_parallel_fault(
-        configuration.ep, configuration.num_holders, configuration.tp, configuration.sequence_parallel
+        configuration.ep,
+        configuration.num_holders,
+        configuration.tp,
+        job.divides_tokens(configuration.sequence_parallel),
     ):
         raise InputError(f"{fault}: choose another --ep")
     configuration = replace(configuration, loss_pieces=_pieces(reference, job, configuration, cluster))

@@ -273,6 +273,10 @@ class Job(StrictModel):
             else replace(rewritten, facts=rewritten.facts | {FACT: self.kept})
         )
 
+    def divides_tokens(self, sequence_parallel: bool) -> bool:
+        """Return whether tensor-parallel ranks compute experts for different tokens."""
+        return sequence_parallel and self.profile.experts != "split"
+
     def check_whole(self, tp: int, level: int) -> None:
         """Raise `InputError` where ranks would have parts of parameters that the optimizer needs as a whole."""
         if (tp > 1 or level > 0) and not self.kept.is_elementwise:

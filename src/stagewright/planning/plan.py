@@ -359,7 +359,9 @@ class Plan(StrictModel):
             raise ValueError(
                 f"shard_size {self.shard_size} does not divide the {self.num_holders} ranks of dp x cp"
             )
-        if fault := expert_parallel_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
+        if fault := expert_parallel_fault(
+            self.ep, self.num_holders, self.tp, self.job.divides_tokens(self.sequence_parallel)
+        ):
             raise ValueError(fault)
         shorter = [length.sequence_length for length in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:

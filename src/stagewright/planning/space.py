@@ -195,7 +195,7 @@ def parallel_degrees(cluster: Cluster, job: Job, space: Space) -> Iterator[Confi
     cps = [space.cp] if space.cp else powers(min(space.largest_cp, devices))
     eps = [space.ep] if space.ep else powers(min(space.largest_ep, devices))
     for tp in tps:
-        splits = tp > 1 and space.sequence_parallel is not False
+        splits = tp > 1 and job.divides_tokens(space.sequence_parallel is not False)
         for cp in cps:
             if devices % (tp * cp) == 0 and job.sequence_length % (2 * cp if cp > 1 else 1) == 0:
                 for ep in eps:
@@ -234,7 +234,9 @@ def pipelines(
         if remainder or space.dp not in (None, dp) or job.global_batch % (dp * degrees.microbatch):
             continue
         count = job.global_batch // (dp * degrees.microbatch)
-        fault = expert_parallel_fault(degrees.ep, dp * degrees.cp, degrees.tp, degrees.sequence_parallel)
+        fault = expert_parallel_fault(
+            degrees.ep, dp * degrees.cp, degrees.tp, job.divides_tokens(degrees.sequence_parallel)
+        )
         if 2 * pp * count <= MOST_ACTIONS and fault is None:
             yield replace(degrees, dp=dp, pp=pp, num_microbatches=count)
 

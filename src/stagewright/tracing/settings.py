@@ -44,12 +44,15 @@ class TraceSettings:
     """As it runs on the `target`, by a CPU's kernels or as one logical operator (`stagewright.tracing.attention`), or as one
     operator on every target (``fused``), or with separate operators for its scores (``explicit``), as in runtimes without
     fused kernels; the last two are costed, not run."""
-    experts: Literal["traced", "grouped"] = "traced"
-    """As the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, which is costed, not run."""
+    experts: Literal["traced", "grouped", "split"] = "traced"
+    """As the model computes them, or ``grouped`` as in `stagewright.tracing.experts`, or grouped and ``split`` over the
+    tensor parallel ranks under sequence parallelism too; the last two are costed, not run."""
     embedding: Literal["split", "whole"] = "split"
     """Whether each tensor parallel rank has the rows of some tokens (``split``) or of all."""
     head: Literal["split", "gathered", "whole"] = "split"
     """Likewise; with ``gathered`` each rank computes the logits of some tokens, and gathers all before the loss."""
+    column_inputs: Literal["shared", "copied"] = "shared"
+    """Whether column-parallel layers save the input they share (``shared``), or each a copy of it, where it is whole."""
     loss: Literal["float32", "as logits"] = "float32"
     """In float32, whatever the type of the logits, or ``as logits``."""
     further_inputs: tuple[str, ...] = ()
@@ -83,7 +86,7 @@ class TraceSettings:
             "splits_sequence": self.splits_sequence and self.tp > 1,
         }
         for field in fields(self):
-            is_of_ranks = field.name in ("embedding", "head")
+            is_of_ranks = field.name in ("embedding", "head", "column_inputs")
             if field.name not in facts and (value := getattr(self, field.name)) != field.default:
                 facts |= {field.name: value} if self.tp > 1 or not is_of_ranks else {}
         return facts

@@ -70,7 +70,9 @@ def _trace_reference(
 ) -> OperatorGraph:
     report("building the model without weights")
     tp, cp, ep = settings.tp, settings.cp, settings.ep
-    if cp > 1 and reference.kind == "factory":
+    sizes = (settings.microbatch_size, settings.sequence_length // cp, settings.dtype)
+    built = build(reference, *sizes, fake=True, further_inputs=settings.further_inputs)
+    if cp > 1 and reference.kind == "factory" and not isinstance(built.module, LanguageModel):
         raise InputError(
             f"'{reference.text}' makes its own inputs, and how to split their sequence is unknown: leave out --cp"
         )
@@ -79,8 +81,6 @@ def _trace_reference(
             f"a base of {reference.lora.base} is packed weight by weight, so no weight can be split over ranks: leave out "
             f"--{'tp' if tp > 1 else 'ep'}, or --lora-base"
         )
-    sizes = (settings.microbatch_size, settings.sequence_length // cp, settings.dtype)
-    built = build(reference, *sizes, fake=True, further_inputs=settings.further_inputs)
     if settings.device != "cpu":
         with next(built.module.parameters()).fake_mode, converting_in_place():  # type: ignore[attr-defined]
             built.module.to(settings.device)
@@ -88,16 +88,18 @@ def _trace_reference(
     built.module.train(settings.training)
     facts = {**facts, "num_tokens": built.num_tokens}
     splits_sequence = settings.splits_sequence and tp > 1
-    if ep > 1 or settings.experts == "grouped":
-        facts["expert_parallel"] = group_experts(built.module, ep, 1 if splits_sequence else tp)
+    splits_experts = settings.experts == "split" or not splits_sequence
+    if ep > 1 or settings.experts != "traced":
+        facts["expert_parallel"] = group_experts(built.module, ep, tp if splits_experts else 1)
     if settings.loss == "as logits" and isinstance(built.module, LanguageModel):
         built.module.cross_entropy = cross_entropy_as_logits
     if tp > 1:
         if splits_sequence:
             even("the sequence length", settings.sequence_length // cp, tp)
         facts["tensor_parallel"] = parallelise(
-            built.module, tp, splits_sequence, settings.embedding, settings.head
-        )
+            built.module, tp, splits_sequence, splits_experts, settings.embedding, settings.head,
+            settings.column_inputs == "copied",
+        )  # fmt: skip
     if settings.loss_pieces > 1:
         num_tokens = settings.microbatch_size * settings.sequence_length // cp
         evaluate_in_pieces(built.module, settings.loss_pieces, num_tokens)

@@ -122,10 +122,12 @@ class StagedModel:
         """Return the bytes that a rank keeps from step to step."""
         on_host = pipeline_rank in self.host_optimizer
         memories = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
-        thread_bytes = self.device_of(pipeline_rank).allocated_workspace_bytes
+        device = self.device_of(pipeline_rank)
         resident = resident_bytes(
-            memories, self.flats, self.reduce_dtype, host_optimizer=on_host, thread_bytes=thread_bytes
-        )
+            memories, self.flats, self.reduce_dtype, host_optimizer=on_host,
+            thread_bytes=device.allocated_workspace_bytes,
+            kernel_bytes=device.recommended_workspace_bytes,
+        )  # fmt: skip
         resident = replace(resident, has_slots=self.uses_lanes)
         return resident.with_versions(self._weight_versions[pipeline_rank])
 

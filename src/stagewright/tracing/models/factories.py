@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError, StagewrightError, nearest
 from stagewright.tracing.dependencies import LOADED
-from stagewright.tracing.models.losses import FactoryModel
+from stagewright.tracing.models.losses import FactoryModel, LanguageModel
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import FactoryName, search_last, split_factory
 from stagewright.tracing.private import storage_key
@@ -55,12 +55,14 @@ def build_from_factory(
         torch.set_default_dtype(default)
     net, inputs, loss_fn = _unpack(result, reference.text)
     _keep_as_buffers(net)
+    module = net if isinstance(net, LanguageModel) and loss_fn is None else None
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
     if "microbatch_size" not in arguments:
         size = microbatch.microbatch_size
         named = {key: _resize(value, size, key, reference.text) for key, value in named.items()}
     per_sample = microbatch.sequence_length if "sequence_length" in arguments else 1
-    return FactoryModel(net, taken, loss_fn, reference.text), named, microbatch.microbatch_size * per_sample
+    model = module or FactoryModel(net, taken, loss_fn, reference.text)
+    return model, named, microbatch.microbatch_size * per_sample
 
 
 def function_of(text: str) -> Callable[..., Any]:

@@ -29,10 +29,12 @@ class ColumnLinear(nn.Module):
         gathers: whether every rank gets all features.
 
     `source` is the kind of the input: "whole" and equal on all ranks, "sequence" (a part of the sequence on each rank), or
-    "entered" if the module around it has already made it local. All ranks together have `num_features` without padding.
+    "entered" if the module around it has already made it local. All ranks together have `num_features` without padding. If
+    it `copies`, it computes with a copy of a whole input, which it saves.
     """
 
     source = "whole"
+    copies = False
     num_features: int | None = None
 
     def __init__(
@@ -50,6 +52,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.source == "whole":
             x = enter(x, GROUP, self.size)
+            x = x.clone() if self.copies else x
         elif self.source == "sequence":
             x = all_gather(x, SEQUENCE, GROUP, self.size, sums=True)
         product = functional.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)

@@ -20,8 +20,7 @@ from stagewright.tracing.experts import are_sharded, around
 from stagewright.tracing.models.adapter_names import BASE, INTO, OUT_OF
 from stagewright.tracing.models.losses import (
     IGNORED,
-    CausalLanguageModel,
-    MaskedLanguageModel,
+    LanguageModel,
     cross_entropy_as_logits,
 )
 from stagewright.tracing.tensor_parallel.layers import (
@@ -30,7 +29,7 @@ from stagewright.tracing.tensor_parallel.layers import (
     VocabularyCrossEntropy,
     VocabularyEmbedding,
 )
-from stagewright.tracing.tensor_parallel.operators import all_reduce, enter
+from stagewright.tracing.tensor_parallel.operators import all_gather, all_reduce, enter, reduce_scatter
 from stagewright.tracing.tensor_parallel.sequence import entering, split_sequence
 
 FUSED_QKV = "colwise_qkv"
@@ -86,31 +85,41 @@ def parallelise(
     model: nn.Module,
     size: int,
     sequence: bool = False,
+    splits_experts: bool = False,
     embedding: Literal["split", "whole"] = "split",
     head: Literal["split", "gathered", "whole"] = "split",
+    copies_inputs: bool = False,
 ) -> TensorParallel:
     """Change `model` (a loss around ``net``) into that of one of `size` ranks; all ranks have the same.
 
-    With `sequence`, what lies between its split layers works on parts of the sequence. An `embedding` and a `head` that are
-    ``split`` are so by tokens, with the loss; of a ``gathered`` head every rank has the logits of all before the loss; what
-    is ``whole`` every rank has and computes whole. Where both are one parameter and one is to be whole, both are.
+    With `sequence`, what lies between its split layers works on parts of the sequence; so do sharded experts, which then are
+    whole, unless it `splits_experts`. An `embedding` and a `head` that are ``split`` are so by tokens, with the loss; of a
+    ``gathered`` head every rank has the logits of all before the loss; what is ``whole`` every rank has and computes whole.
+    Where both are one parameter and one is to be whole, both are. With `copies_inputs` every column-parallel layer saves a
+    copy of a whole input.
 
     Raises:
         InputError: no plan is known, or heads or features do not divide.
     """
-    surgeon = _Surgeon(model, size, sequence, embedding, head)
+    surgeon = _Surgeon(model, size, sequence, splits_experts, embedding, head)
     plan = surgeon.operate()
+    for module in model.modules():
+        if isinstance(module, ColumnLinear):
+            module.copies = copies_inputs
     if sequence:
         split_sequence(surgeon.net, plan, size)
     return TensorParallel(size, sequence, surgeon.shards())
 
 
 class _Surgeon:
-    def __init__(self, model: nn.Module, size: int, sequence: bool, embedding: str, head: str) -> None:
+    def __init__(
+        self, model: nn.Module, size: int, sequence: bool, splits_experts: bool, embedding: str, head: str
+    ) -> None:
         net = model.net
         assert isinstance(net, nn.Module), "a model is a loss around its net"
         self.embedding, self.head = embedding, head
-        self.model, self.net, self.size, self.sequence = model, net, size, sequence
+        self.model, self.net, self.size = model, net, size
+        self.sequence, self.splits_experts = sequence, splits_experts
         self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all modules that have it
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -141,7 +150,7 @@ class _Surgeon:
         """Split the layers; returns the plan followed."""
         plan = plan_of(self.net)
         self._check_heads(plan)
-        done = self._vocabulary() if isinstance(self.model, CausalLanguageModel | MaskedLanguageModel) else []
+        done = self._vocabulary() if isinstance(self.model, LanguageModel) else []
         paths = [path for path, _ in (*self.net.named_modules(), *self.net.named_parameters())]
         for path in paths:
             style = next((style for pattern, style in plan.items() if matches(pattern, path)), None)
@@ -160,7 +169,7 @@ class _Surgeon:
 
     def _is_whole(self, path: str) -> bool:
         """Return whether `path` belongs to sharded experts, which get the tokens of each rank's part of the sequence."""
-        if not self.sequence:
+        if not self.sequence or self.splits_experts:
             return False
         owner, name = self._owner(path)
         return are_sharded(owner) or are_sharded(getattr(owner, name))
@@ -261,6 +270,7 @@ class _Surgeon:
     def _experts(self, path: str) -> None:
         module = self.net.get_submodule(path)
         self._change(module, around(_Experts, type(module)))
+        module.gathers_tokens = self.sequence and self.splits_experts  # type: ignore[assignment]
 
     def _change(self, module: nn.Module, kind: type) -> None:
         module.__class__, module.tp_size = kind, self.size  # type: ignore[assignment]
@@ -309,11 +319,23 @@ def _is_transposed(linear: nn.Module, path: str) -> bool:
 
 
 class _Experts:
-    """Tensor parallel experts: each rank has some features of every expert; their inputs are used locally."""
+    """Tensor parallel experts: each rank has some features of every expert; their inputs are used locally.
+
+    Ranks with a part of the tokens each gather them before, and reduce-scatter the results.
+    """
 
     tp_size: int
+    gathers_tokens: bool
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.gathers_tokens:
+            hidden_states, top_k_weights = (
+                all_gather(tensor, 0, GROUP, self.tp_size, sums=True)
+                for tensor in (hidden_states, top_k_weights)
+            )
+            top_k_index = all_gather(top_k_index, 0, GROUP, self.tp_size, sums=False)
+            part = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+            return reduce_scatter(part, 0, GROUP, self.tp_size)
         hidden_states = enter(hidden_states, GROUP, self.tp_size)
         top_k_weights = enter(top_k_weights, GROUP, self.tp_size)
         part = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]

@@ -2,9 +2,9 @@
 
 It begins with the first layer and ends with the last. A module whose parameters are all split, such as attention, gathers
 the sequence on entry and reduce-scatters its output. Normalisations and the like work on parts, and the gradients of their
-parameters are all-reduced. Gates also work on parts with expert parallelism. Any other module (experts with their router,
-attention that is not split) is an island: its input is gathered, every rank computes it as without sequence parallelism, and
-its output is split again.
+parameters are all-reduced. Gates also work on parts where experts are sharded, or gather their tokens themselves. Any other
+module (experts with their router, attention that is not split) is an island: its input is gathered, every rank computes it
+as without sequence parallelism, and its output is split again.
 
 Source: "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 """
@@ -56,11 +56,11 @@ def _visit(module: nn.Module, size: int) -> None:
         module.source = "sequence"
     elif _is_split(module):
         _open(module, size)
-    elif any(are_sharded(child) for child in module.children()):
+    elif any(_are_experts_of_parts(child) for child in module.children()):
         for child in module.children():
             if _has_columns(child):
                 _visit(child, size)
-            elif not are_sharded(child):
+            elif not _are_experts_of_parts(child):
                 _enter_parameters(child, size)
         _enter_parameters(module, size)
     elif _works_on_tokens(module):
@@ -79,6 +79,11 @@ def _visit(module: nn.Module, size: int) -> None:
             _visit(child, size)
     else:
         _put_around(module, _Island, size)
+
+
+def _are_experts_of_parts(module: nn.Module) -> bool:
+    """Return whether a module has experts that take a part of the sequence: sharded ones, or such as gather the others."""
+    return are_sharded(module) or getattr(module, "gathers_tokens", False)
 
 
 def _has_columns(module: nn.Module) -> bool:
