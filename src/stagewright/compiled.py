@@ -74,7 +74,7 @@ def is_in_kernel(frame: FrameType | None) -> bool:
 
 
 def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:
-    folder, default_folder = kernel_folder(), numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    folder, default_folder = _folder(), numba.config.CACHE_DIR  # type: ignore[attr-defined]
     if folder is None:
         return decorator(function)
     numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:
 
 
 @cache
-def kernel_folder() -> Path | None:
+def _folder() -> Path | None:
     """Return the folder for the machine code of these sources; None, for numba's default, if it cannot be created."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in SOURCES:

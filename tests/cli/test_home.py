@@ -19,7 +19,7 @@ user = int(sys.argv[1])
 os.setgid(user)
 os.setuid(user)
 find_home()
-print(Path.home(), getpass.getuser(), compiled.kernel_folder(), sep="|")
+print(Path.home(), getpass.getuser(), compiled._folder(), sep="|")
 """
 
 

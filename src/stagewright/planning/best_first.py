@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from operator import itemgetter
-from subprocess import Popen
 from typing import Any, Self
 
 from stagewright.cluster import Cluster
@@ -23,14 +22,12 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import fitter_of
 from stagewright.planning.job import Job
-from stagewright.planning.joint.compiling import compiling
 from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search_result import LARGER, Excluded, NextBest, SearchResult, operator_warnings
 from stagewright.planning.space import (
-    JOINT,
     Space,
     configurations,
     microbatch_sizes,
@@ -148,12 +145,9 @@ class Search:
     """Step seconds with the loss evaluated in one piece."""
 
     _processes: ExitStack = field(default_factory=ExitStack)
-    """Processes that trace ahead or compile kernels, until the search is closed."""
-    _compiling: Popen[bytes] | None = None
+    """Processes that trace ahead, until the search is closed."""
 
     def __enter__(self) -> Self:
-        if JOINT in (self.space.schedules or ()):
-            self._compiling = self._processes.enter_context(compiling())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -531,12 +525,6 @@ class Search:
             return False
         self.has_pieces = False
         return True
-
-    def wait_for_kernels(self) -> None:
-        """Wait for the kernels of the joint search if another process compiles them."""
-        if self._compiling is not None:
-            self.report("compiling")
-            self._compiling.wait()
 
     # -- result ------------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,6 @@ def _search_jointly(search: Search, slower: Sequence[Fit]) -> None:
     """Add plans of the joint search that are faster than the best of the built schedules; `slower` are pipelines that it may
     make faster, too."""
     stop = threading.Event()
-    search.wait_for_kernels()
     for fit in joint_plans(search.fits, slower, search.coarse, search.space, stop):
         search.fits.append(fit)
     if stop.is_set():
