@@ -168,9 +168,17 @@ def _work(options: argparse.Namespace) -> None:
         measured = statistics.median(
             there / here for here, there in zip(seconds[False][1:], seconds[True][1:], strict=True)
         )
-        predicted = plans[True].predictions.step_seconds / plans[False].predictions.step_seconds
+        expected = {streamed: plan.predictions.step_seconds for streamed, plan in plans.items()}
+        predicted = expected[True] / expected[False]
+        plain = expected[False] / statistics.median(seconds[False][1:])
         rows.append(
-            {"case": name, "measured": measured, "predicted": predicted, "off": predicted / measured - 1}
+            {
+                "case": name,
+                "measured": measured,
+                "predicted": predicted,
+                "off": predicted / measured - 1,
+                "plain": plain,
+            }
         )
         for session in sessions.values():
             session.close()
