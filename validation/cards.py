@@ -124,6 +124,8 @@ UNCHECKED = (
     "What PyTorch's allocator reserves with expandable segments, which our ranks on NVIDIA's GPUs use: "
     "its model follows the source and has not been compared with a GPU.",
     "Frozen weights in 4 and 8 bits on a GPU: dequantising is predicted as memory traffic.",
+    "Weights streamed from the host to a GPU: copies take the link's rate, or the host memory's where all cards read "
+    "at once; offloaded activations on the same link are left out.",
     "Clusters with unequal cards, hosts that keep optimizer state, offload over PCIe: only parts of them were measured.",
 )
 """What no measurement has judged, most important first."""
