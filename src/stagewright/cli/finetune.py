@@ -61,8 +61,8 @@ def finetune(
 ) -> None:
     """Fine-tune a model on this machine's cards.
 
-    Measures the machine (once), plans for its cards, trains low-rank adapters, evaluates them on held-out data and writes
-    them as peft loads them. Started again, it continues where it was.
+    Measures the machine once, plans for its cards, trains adapters, evaluates them and writes them for peft. Started again,
+    it goes on where it was.
 
     Example:
         stagewright finetune models/llama --data chat.jsonl

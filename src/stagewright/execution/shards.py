@@ -330,14 +330,13 @@ def _view(buffer: torch.Tensor, entry: BufferEntry) -> torch.Tensor:
 
 def _reserve(flats: Iterable[FlatLayout], weights: Weights) -> None:
     """Pin the host memory of streamed parameters and gradients."""
-    accelerator = accelerator_of(weights.device)
     sizes: list[int] = []
     for flat in flats:
         if flat.is_streamed:
             dtype = DTYPES[flat.dtype]
             kinds = [dtype, weights.accumulate_dtype or dtype] if flat.is_trained else [dtype]
             sizes += [flat.num_elements * kind.itemsize for kind in kinds]
-    if sizes and accelerator.is_asynchronous:
+    if sizes and (accelerator := accelerator_of(weights.device)).is_asynchronous:
         accelerator.arena.reserve_lasting(sizes)
 
 
