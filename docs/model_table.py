@@ -82,16 +82,13 @@ def answer(model: str, machine: str, within: str) -> dict[str, Any]:
 
 
 def table(answers: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table."""
+    """Yield the lines of the table, of the machines for which there are all answers."""
+    shown = [machine for machine in MACHINES if all(f"{model} {machine}" in answers for model in MODELS)]
     yield ""
-    yield "| model | " + " | ".join(MACHINES.values()) + " |"
-    yield "| --- |" + " --- |" * len(MACHINES)
+    yield "| model | " + " | ".join(MACHINES[machine] for machine in shown) + " |"
+    yield "| --- |" + " --- |" * len(shown)
     for model in MODELS:
-        yield (
-            f"| {model} | "
-            + " | ".join(_cell(answers.get(f"{model} {machine}")) for machine in MACHINES)
-            + " |"
-        )
+        yield f"| {model} | " + " | ".join(_cell(answers[f"{model} {machine}"]) for machine in shown) + " |"
     days = sorted({entry["day"] for entry in answers.values()})
     yield ""
     yield (
@@ -101,9 +98,7 @@ def table(answers: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _cell(entry: dict[str, Any] | None) -> str:
-    if entry is None:
-        return ""
+def _cell(entry: dict[str, Any]) -> str:
     if "error" in entry:
         return "-"
     return f"{entry['base']}{' +W' if entry['streamed'] else ''}, {entry['tokens_per_second']:,.0f}"
