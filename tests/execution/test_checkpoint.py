@@ -229,7 +229,11 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
     resumed = RunOptions(checkpoint=used, resume=True)
     check_start(resumed, plan)
     more = plan.model_copy(
-        update={"job": plan.job.model_copy(update={"num_steps": 90, "memory_limit": 2**30})}
+        update={
+            "job": plan.job.model_copy(
+                update={"num_steps": 90, "memory_limit": 2**30, "memory_to_spare": 0.1}
+            )
+        }
     )
     check_start(resumed, more)
     with pytest.raises(InputError, match=r"no checkpoint in .* without --resume"):

@@ -37,7 +37,7 @@ _OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "documents
 # What a run computes does not depend on these.
 _FREE = {"stagewright": True, "cluster": True, "devices": True, "predictions": True, "shorter_lengths": True}
 _FREE_OF_MODEL: dict[str, Any] = {"text": True, "lora": {"folder": True}}
-_FREE_OF_JOB = {"num_steps": True, "memory_limit": True, "optimizer_state": True}
+_FREE_OF_JOB = {"num_steps": True, "memory_limit": True, "memory_to_spare": True, "optimizer_state": True}
 
 
 def folder_name(step: int) -> str:

@@ -28,6 +28,8 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     limit = job.usable_bytes(device, staged.cluster)
     needed = limit + best.excess_bytes
     allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
+    if job.memory_limit is None and job.memory_to_spare:
+        allowance += f" with {job.memory_to_spare:.0%} to spare"
     remedies = "; or ".join(_remedies(best, fullest, device, limit, needed, job))
     return PlanError(
         f"no configuration fits: the best ({best.configuration}) needs {format_bytes(needed)} on rank "
@@ -43,9 +45,11 @@ def _remedies(
     growing = sum(fullest.categories.get(name, 0) for name in _PER_MICROBATCH)
     fixed = needed - growing
     configuration = best.configuration
-    is_asked = job.memory_limit is not None and needed <= device.usable_bytes  # the device itself has enough
+    has_enough = needed <= device.usable_bytes  # the device itself
+    is_asked = has_enough and (job.memory_limit is not None or job.memory_to_spare > 0)
     if is_asked:
-        yield f"a memory limit of about {format_bytes(needed)}"
+        limited = job.memory_limit is not None
+        yield f"a memory limit of about {format_bytes(needed)}" if limited else "less memory to spare"
     if _fits_in_bf16(job, fixed, growing, limit):
         yield "bf16"
     if configuration.microbatch > 1 and fixed + growing / configuration.microbatch <= limit:
