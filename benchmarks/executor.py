@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from figures import interval, machine
+from local_cluster import start_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -69,13 +70,7 @@ def main() -> None:
     if "RANK" in os.environ:
         _work(options)
         return
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        1, 1, 2, run_id="executor", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    elastic_launch(config, sys.executable)(__file__, *sys.argv[1:])
+    start_ranks(__file__, 2, *sys.argv[1:])
 
 
 def _work(options: argparse.Namespace) -> None:

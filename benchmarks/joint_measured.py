@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from local_cluster import start_ranks
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
@@ -290,11 +291,6 @@ def main() -> None:
     if "RANK" in os.environ:
         work(options)
         return
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        1, 1, options.ranks, run_id="joint", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-    )
     # Freed memory stays with the process, as with the allocator of a GPU: getting it anew takes processor time.
     settings = {
         "OMP_NUM_THREADS": "1",
@@ -302,7 +298,7 @@ def main() -> None:
         "MALLOC_TRIM_THRESHOLD_": str(2**34),
     }
     os.environ.update(settings)
-    elastic_launch(config, sys.executable)(__file__, *sys.argv[1:])
+    start_ranks(__file__, options.ranks, *sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import interval, machine
-from local_cluster import local
+from local_cluster import local, start_ranks
 
 BAR = 1.05
 
@@ -39,15 +39,9 @@ def main() -> None:
     if "RANK" in os.environ:
         _work(options)
         return
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     with tempfile.TemporaryDirectory() as folder:
         _planned(options).save(f"{folder}/plan.json")
-        config = LaunchConfig(
-            1, 1, 2, run_id="saving", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-        )
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        elastic_launch(config, sys.executable)(__file__, *sys.argv[1:], "--folder", folder)
+        start_ranks(__file__, 2, *sys.argv[1:], "--folder", folder)
 
 
 def _planned(options: argparse.Namespace) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from local_cluster import start_ranks
+
 OMITTED = 2
 """First rounds, which warm up."""
 
@@ -28,16 +30,10 @@ def step_seconds(
 
     Every rank has a thread of its own, or what `seats` says.
     """
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = LaunchConfig(
-        1, 1, num_ranks, run_id="in-turn", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-    )
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
         taken = json.dumps(seats or [Seat()] * num_ranks)
-        elastic_launch(config, sys.executable)(__file__, str(rounds), str(out), taken, *map(str, plans))
+        start_ranks(__file__, num_ranks, str(rounds), str(out), taken, *map(str, plans))
         return json.loads(out.read_text())
 
 

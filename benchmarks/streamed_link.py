@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import machine
+from local_cluster import start_ranks
 
 BAR = 0.10
 CASES = {
@@ -44,19 +45,13 @@ def main() -> None:
     if "RANK" in os.environ:
         _work(options)
         return
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES.values()):
             for streamed in (False, True):
                 planned(**case, is_streamed=streamed, rate=options.rate).save(
                     f"{folder}/{number}-{streamed}.json"
                 )
-        config = LaunchConfig(
-            1, 1, 2, run_id="streamed", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-        )
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        elastic_launch(config, sys.executable)(__file__, *sys.argv[1:], "--folder", folder)
+        start_ranks(__file__, 2, *sys.argv[1:], "--folder", folder)
 
 
 def planned(lora: bool, samples: int, tokens: int, is_streamed: bool, rate: float) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,56 +291,61 @@ def test_transfers_overlap_where_ranks_have_several_stages(tmp_path: Path) -> No
         assert costs["overlapped", is_interleaved] != costs["sends", is_interleaved]
 
 
-def test_a_thread_for_backwards_has_a_workspace(tmp_path: Path) -> None:
+def added_bytes(folder: Path, texts: tuple[str, str], length: int = 64, **options: Any) -> list[int]:
+    """By how much the second of two runtimes adds to the allocated peak of every rank, for samples of `length` tokens;
+    `options` are those of the estimate, and the model and the cluster if these are others than usual."""
+    model, cluster = options.pop("model", "tiny-llama"), options.pop("cluster", CLUSTER)
     peaks = []
-    for has_thread in ("false", "true"):
-        text = f'based_on = "megatron-core+te"\nhas_backward_thread = {has_thread}'
-        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, has_thread, text))
-        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
-        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
-    assert peaks[1] - peaks[0] == CLUSTER.device.workspace_bytes
+    for number, text in enumerate(texts):
+        job = Job(global_batch=8, sequence_length=length, runtime=written(folder, str(number), text))
+        ranks = estimate(model, cluster, job, **options).predictions.ranks
+        peaks.append([rank.allocated_peak_bytes for rank in ranks])
+    return [more - less for less, more in zip(*peaks, strict=True)]
+
+
+def config_of(model: str) -> dict[str, Any]:
+    config = resolve(model).config
+    assert config is not None
+    return config
+
+
+def test_a_thread_for_backwards_has_a_workspace(tmp_path: Path) -> None:
+    without, with_thread = (
+        f'based_on = "megatron-core+te"\nhas_backward_thread = {has_thread}'
+        for has_thread in ("false", "true")
+    )
+    added = added_bytes(tmp_path, (without, with_thread), dp=8, pp=1)
+    assert added == [CLUSTER.device.workspace_bytes]
 
 
 @pytest.mark.parametrize(("cluster", "mebibytes"), [("8x-a100-80", 4), ("8x-h100", 32)])
 def test_kernels_of_a_runtime_have_workspaces_as_the_device_wants_them(
     tmp_path: Path, cluster: str, mebibytes: int
 ) -> None:
-    peaks = []
-    for count in (1, 5):
-        text = f'based_on = "megatron-core+te"\nworkspaces = {count}'
-        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, str(count), text))
-        plan = estimate("tiny-llama", load_cluster(cluster), job, dp=8, pp=1)
-        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
-    assert peaks[1] - peaks[0] == 4 * mebibytes * 2**20
+    fewer, more = (f'based_on = "megatron-core+te"\nworkspaces = {count}' for count in (1, 5))
+    added = added_bytes(tmp_path, (fewer, more), cluster=load_cluster(cluster), dp=8, pp=1)
+    assert added == [4 * mebibytes * 2**20]
 
 
 def test_logits_of_the_microbatch_before_are_kept(tmp_path: Path) -> None:
-    peaks = []
-    for keeps in ("false", "true"):
-        text = f'based_on = "megatron-lm"\nkeeps_logits = {keeps}'
-        job = Job(global_batch=8, sequence_length=64, runtime=written(tmp_path, keeps, text))
-        plan = estimate("tiny-llama", CLUSTER, job, dp=1, pp=2)
-        peaks.append([rank.allocated_peak_bytes for rank in plan.predictions.ranks])
-    config = resolve("tiny-llama").config
-    assert config is not None
-    assert [kept - freed for freed, kept in zip(*peaks, strict=True)] == [0, 2 * 64 * config["vocab_size"]]
+    freed, kept = (f'based_on = "megatron-lm"\nkeeps_logits = {keeps}' for keeps in ("false", "true"))
+    added = added_bytes(tmp_path, (freed, kept), dp=1, pp=2)
+    assert added == [0, 2 * 64 * config_of("tiny-llama")["vocab_size"]]
 
 
 def test_gradients_may_be_flattened_to_be_summed(tmp_path: Path) -> None:
-    peaks = []
-    for flattens in ("false", "true"):
-        text = f'based_on = "megatron-lm"\n[optimizer]\nflattens_gradients = {flattens}'
-        job = Job(global_batch=8, sequence_length=1, runtime=written(tmp_path, flattens, text))
-        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
-        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
+    apart, flat = (
+        f'based_on = "megatron-lm"\n[optimizer]\nflattens_gradients = {flattens}'
+        for flattens in ("false", "true")
+    )
+    (added,) = added_bytes(tmp_path, (apart, flat), length=1, dp=8, pp=1)
     parameters = trace("tiny-llama", 1, 1, "bfloat16", target="cuda").num_parameters
-    assert 0 < peaks[1] - peaks[0] <= 4 * parameters
+    assert 0 < added <= 4 * parameters
 
 
 def test_kernels_of_the_backward_have_scratch_of_their_own(tmp_path: Path) -> None:
-    peaks = []
-    for scratch in (0, 8):
-        text = f"""based_on = "megatron-lm"
+    none, eight = (
+        f"""based_on = "megatron-lm"
 [[kernels]]
 name = "softmax"
 around = ["_softmax"]
@@ -347,22 +353,18 @@ absorbs = ["mul", "masked_fill", "_to_copy"]
 keeps = ["results"]
 backward_scratch_bytes = {scratch}
 """
-        job = Job(global_batch=8, sequence_length=2048, runtime=written(tmp_path, str(scratch), text))
-        plan = estimate("tiny-llama", CLUSTER, job, dp=8, pp=1)
-        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
-    config = resolve("tiny-llama").config
-    assert config is not None
-    assert 0 < peaks[1] - peaks[0] <= 8 * config["num_attention_heads"] * 2048**2
+        for scratch in (0, 8)
+    )
+    (added,) = added_bytes(tmp_path, (none, eight), length=2048, dp=8, pp=1)
+    assert 0 < added <= 8 * config_of("tiny-llama")["num_attention_heads"] * 2048**2
 
 
 def test_column_parallel_matmuls_may_keep_copies_of_their_input(tmp_path: Path) -> None:
-    peaks = []
-    for inputs in ("shared", "copied"):
-        text = f'based_on = "megatron-lm"\nattention = "fused"\ncolumn_inputs = "{inputs}"'
-        job = Job(global_batch=8, sequence_length=2048, runtime=written(tmp_path, inputs, text))
-        plan = estimate(resolve("tiny-llama", {"num_hidden_layers": 8}), CLUSTER, job, tp=2, dp=4, pp=1)
-        peaks.append(plan.predictions.ranks[0].allocated_peak_bytes)
-    config = resolve("tiny-llama").config
-    assert config is not None
+    shared, copied = (
+        f'based_on = "megatron-lm"\nattention = "fused"\ncolumn_inputs = "{inputs}"'
+        for inputs in ("shared", "copied")
+    )
+    deep = resolve("tiny-llama", {"num_hidden_layers": 8})
+    (added,) = added_bytes(tmp_path, (shared, copied), length=2048, model=deep, tp=2, dp=4, pp=1)
     # Two of three copies for queries, keys and values, and one of two for both parts of the gate, are in addition.
-    assert peaks[1] - peaks[0] == pytest.approx(8 * 3 * 2 * 2048 * config["hidden_size"], rel=0.15)
+    assert added == pytest.approx(8 * 3 * 2 * 2048 * config_of("tiny-llama")["hidden_size"], rel=0.15)

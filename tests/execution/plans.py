@@ -106,8 +106,7 @@ def make_plan(
         program = insert_recomputation(program, range(stages))
     levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
     if streamed:
-        placed = program.placement.rank_of_stage
-        on_host = [stage for stage, rank in enumerate(placed) if rank in host_optimizer]
+        on_host = program.placement.stages_on(host_optimizer)
         program = streamed_program(program, split_stages, on_host)
     elif sharding is not None:
         program = sharded_program(program, split_stages, levels)

@@ -202,24 +202,17 @@ def _arrived_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
     return mock.patch.object(HostCopies, "fetched", at_once)
 
 
-def _gathered_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
-    gathered = FlatBuffer.gathered
+def _gathered_at_once(
+    kind: type[FlatBuffer], waited_for: str
+) -> Callable[[FakeAccelerator], AbstractContextManager[Any]]:
+    """Parameters are used without a wait for what the attribute `waited_for` of their buffer stands for."""
+    gathered = kind.gathered
 
     def at_once(self: FlatBuffer) -> Any:
-        self._gathering = None
+        setattr(self, waited_for, None)
         return gathered(self)
 
-    return mock.patch.object(FlatBuffer, "gathered", at_once)
-
-
-def _streamed_at_once(fake: FakeAccelerator) -> AbstractContextManager[Any]:
-    gathered = StreamedBuffer.gathered
-
-    def at_once(self: StreamedBuffer) -> Any:
-        self._copied = None
-        return gathered(self)
-
-    return mock.patch.object(StreamedBuffer, "gathered", at_once)
+    return lambda fake: mock.patch.object(kind, "gathered", at_once)
 
 
 @contextmanager
@@ -352,8 +345,8 @@ FAULTS = {
     "what leaves is freed too early": Fault("transport and offload", _without(HostCopies, "offloaded"), _REUSE),
     "what comes back overwrites others": Fault("transport and offload", _copies_at_once(1), _RACE),
     "what comes back is used too early": Fault("transport and offload", _arrived_at_once, _RACE),
-    "a gather is used at once": Fault("ZeRO 3, offload", _gathered_at_once, _RACE),
-    "streamed weights are used at once": Fault("streamed", _streamed_at_once, _RACE),
+    "a gather is used at once": Fault("ZeRO 3, offload", _gathered_at_once(FlatBuffer, "_gathering"), _RACE),
+    "streamed weights are used at once": Fault("streamed", _gathered_at_once(StreamedBuffer, "_copied"), _RACE),
     "streamed weights overwrite others": Fault("streamed", _copies_at_once(1), _RACE),
     "gradients leave before they are added": Fault("streamed", _copies_at_once(0), _RACE),
     "gradients that leave are freed": Fault("streamed", _gradients_freed_at_once, _REUSE),

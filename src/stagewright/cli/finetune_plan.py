@@ -261,7 +261,7 @@ class Preparation:
     def _from_host(self, refusals: list[str]) -> Plan | None:
         """Return the best plan that streams the weights from the host."""
         from stagewright.planning.memory.host_optimizer import may_stream
-        from stagewright.report.finetuning import hides_copies
+        from stagewright.planning.plan_stages import hides_copies
 
         if not may_stream(self.cluster):
             return None

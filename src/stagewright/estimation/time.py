@@ -601,7 +601,7 @@ def _is_of_routing(sent: TensorMeta) -> bool:
 
 def host_optimizer_seconds(
     num_parameters: float,
-    device: Device,
+    device: Device | None,
     host: Host,
     gradient: int,
     parameter: int,
@@ -609,29 +609,17 @@ def host_optimizer_seconds(
     kept: OptimizerState = ADAMW,
 ) -> float:
     """Return the seconds of an optimizer on the host: gradients are copied there, the optimizer runs, parameters are copied
-    back, in elements of `gradient` and `parameter` bytes.
+    back, in elements of `gradient` and `parameter` bytes. Without a `device` both are on the host already.
 
     These follow each other, as in the executor. Ignores: launches; that transfers use bandwidth of the host's memory.
     """
-    moved = 0.0 if device.shares_host_memory else (gradient + parameter) / device.host_link_bandwidth
-    on_host = streamed_optimizer_seconds(num_parameters, host, gradient, parameter, clips=False, kept=kept)
-    clipping = (device.pace or 1.0) * device.memory_seconds(3.0 * gradient) if clips else 0.0
-    return on_host + (moved + clipping) * num_parameters
-
-
-def streamed_optimizer_seconds(
-    num_parameters: float,
-    host: Host,
-    gradient: int,
-    parameter: int,
-    clips: bool,
-    kept: OptimizerState = ADAMW,
-) -> float:
-    """Return the seconds of an optimizer on the host, where gradients and parameters are too, in elements of `gradient` and
-    `parameter` bytes."""
-    rounding = gradient + parameter if parameter != gradient else 0.0
+    on_host = kept.passes * gradient + (gradient + parameter if parameter != gradient else 0.0)
     clipping = 3.0 * gradient if clips else 0.0
-    return host.memory_seconds((kept.passes * gradient + rounding + clipping) * num_parameters)
+    if device is None:
+        return host.memory_seconds(on_host + clipping) * num_parameters
+    moved = 0.0 if device.shares_host_memory else (gradient + parameter) / device.host_link_bandwidth
+    clipped = (device.pace or 1.0) * device.memory_seconds(clipping)
+    return (moved + host.memory_seconds(on_host) + clipped) * num_parameters
 
 
 def optimizer_seconds(

@@ -144,21 +144,9 @@ def flats(
             entries, end = _laid_out(stage, (*decayed, *others), dtype)
             unit = shards * _aligned(1, dtype)
             total = -(-end // unit) * unit
-            buffers.append(
-                FlatLayout(
-                    users,
-                    dtype,
-                    bool(training),
-                    level,
-                    shards,
-                    entries,
-                    total,
-                    copies,
-                    step,
-                    len(decayed),
-                    is_streamed,
-                )
-            )
+            buffers.append(FlatLayout(
+                users, dtype, bool(training), level, shards, entries, total, copies, step, len(decayed), is_streamed,
+            ))  # fmt: skip
     return tuple(buffers)
 
 

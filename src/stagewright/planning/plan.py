@@ -22,6 +22,7 @@ from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_ST
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
+from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import check_name
 from stagewright.tracing.cache import is_compared
 from stagewright.tracing.dependencies import Dependencies, other_contents
@@ -472,7 +473,7 @@ class Plan(StrictModel):
     @property
     def updated_on_host(self) -> frozenset[int]:
         """Stages whose optimizer is on the host."""
-        return frozenset(stage for stage, rank in enumerate(self.placement) if rank in self.host_optimizer)
+        return Placement(self.placement).stages_on(self.host_optimizer)
 
     @property
     def degrees(self) -> str:

@@ -193,6 +193,22 @@ def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
         )
 
 
+def hides_copies(plan: Plan) -> bool:
+    """Return whether ranks compute for longer than their streamed weights are copied to them."""
+    costs, program = plan.predictions.costs, stage_program(plan)
+    if costs is None or not costs.gather_seconds:
+        return True
+    return all(
+        sum(
+            costs.gather_seconds[action.stage]
+            for action in program.actions(rank.rank)
+            if action.kind is Kind.GATHER
+        )
+        <= rank.busy_seconds
+        for rank in plan.predictions.ranks
+    )
+
+
 def configuration_of(plan: Plan) -> Configuration:
     """Return the configuration of `plan`: degrees, schedule, sharding, and the recompute setting if all stages share one."""
     has_sums = any("REDUCE" in text for actions in plan.program for text in actions)

@@ -98,18 +98,6 @@ def device_table(plan: Plan) -> Table:
     return table("", ("device", "", "layers", "predicted", "usable", "spare"), rows, text=3)
 
 
-def hides_copies(plan: Plan) -> bool:
-    """Return whether ranks compute for longer than their streamed weights are copied to them."""
-    costs = plan.predictions.costs
-    if costs is None or not costs.gather_seconds:
-        return True
-    copying = [0.0] * plan.pp
-    for rank, actions in enumerate(plan.program):
-        gathers = (text.removesuffix("GATHER") for text in actions if text.endswith("GATHER"))
-        copying[rank] = sum(costs.gather_seconds[int(stage)] for stage in gathers)
-    return all(copying[rank.rank] <= rank.busy_seconds for rank in plan.predictions.ranks)
-
-
 def _layers(plan: Plan) -> list[str]:
     """Return the layers of every pipeline rank, as ranges."""
     counts = layers_per_stage(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
@@ -36,6 +37,10 @@ class Placement:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in increasing order."""
         return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
+
+    def stages_on(self, ranks: Container[int]) -> frozenset[int]:
+        """Return the stages of all `ranks`."""
+        return frozenset(stage for stage, holder in enumerate(self.rank_of_stage) if holder in ranks)
 
 
 def linear(num_ranks: int) -> Placement:

@@ -193,10 +193,8 @@ class Coarse:
         fastest = max({group.device for group in cluster.nodes}, key=lambda device: device.memory_bandwidth)
         gradients = parameters * ITEM_BYTES[precision.gradient]
         if configuration.host_optimizer:
-            there = configuration.streamed
-            seconds = host_step_seconds(
-                self.job, gradients / shards, fastest, host_of(cluster, 0), are_there=there
-            )
+            copied_from = None if configuration.streamed else fastest
+            seconds = host_step_seconds(self.job, gradients / shards, copied_from, host_of(cluster, 0))
         else:
             seconds = optimizer_step_seconds(self.job, gradients / shards, fastest)
         holders = range(0, configuration.ranks_per_stage, configuration.tp)

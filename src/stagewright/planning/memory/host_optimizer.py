@@ -76,7 +76,8 @@ def host_excess_bytes(staged: StagedModel) -> int:
     """
     on_node: Counter[int] = Counter()
     for rank in range(staged.pp):
-        state = staged.resident(rank).host_bytes
+        has_state = staged.is_streamed or rank in staged.host_optimizer
+        state = staged.resident(rank).host_bytes if has_state else 0
         saved = staged.offloaded_bytes(rank)
         for member in range(staged.first_rank(rank), staged.first_rank(rank + 1)):
             if staged.cluster.group_of(member).host is not None:

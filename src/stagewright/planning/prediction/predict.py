@@ -16,11 +16,7 @@ from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import RangeCosts, StageSummary
-from stagewright.estimation.time import (
-    host_optimizer_seconds,
-    optimizer_seconds,
-    streamed_optimizer_seconds,
-)
+from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
 from stagewright.graph.flat_buffers import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
@@ -351,8 +347,8 @@ def _rank_optimizer_seconds(
     if rank not in staged.host_optimizer:
         return optimizer_step_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
     host = host_of(staged.cluster, staged.first_rank(rank))
-    there = staged.is_streamed
-    return host_step_seconds(job, gradient_bytes, device, host, are_there=there) + job.profile.host.step_s
+    copied_from = None if staged.is_streamed else device
+    return host_step_seconds(job, gradient_bytes, copied_from, host) + job.profile.host.step_s
 
 
 def _matmul_seconds(staged: StagedModel, rank: int) -> float:
@@ -371,16 +367,11 @@ def _matmul_seconds(staged: StagedModel, rank: int) -> float:
     return (device.pace or 1.0) * flop / device.matmul_flops(dtype)
 
 
-def host_step_seconds(
-    job: Job, gradient_bytes: float, device: Device, host: Host, *, are_there: bool = False
-) -> float:
-    """Return the seconds of AdamW of one rank on its host; `are_there`: gradients and parameters are there already."""
+def host_step_seconds(job: Job, gradient_bytes: float, device: Device | None, host: Host) -> float:
+    """Return the seconds of AdamW of one rank on its host; without a `device` gradients and parameters are there already."""
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     clips = job.clip_norm is not None
-    num_parameters = gradient_bytes / sizes[0]
-    if are_there:
-        return streamed_optimizer_seconds(num_parameters, host, *sizes, clips=clips, kept=job.kept)
-    return host_optimizer_seconds(num_parameters, device, host, *sizes, clips=clips, kept=job.kept)
+    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips, kept=job.kept)
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:

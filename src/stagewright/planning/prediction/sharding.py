@@ -137,8 +137,10 @@ class HostCopies:
 
     def reduce(self, flats: Iterable[FlatLayout]) -> float:
         """Return the seconds to copy the gradients of `flats` to the host."""
-        item = {flat: ITEM_BYTES[self.runtime.precision(flat.dtype).gradient] for flat in flats}
-        return self._seconds(sum(flat.num_elements * size for flat, size in item.items()))
+        precision = self.runtime.precision
+        return self._seconds(
+            sum(flat.num_elements * ITEM_BYTES[precision(flat.dtype).gradient] for flat in flats)
+        )
 
     def _seconds(self, num_bytes: int) -> float:
         if self.device.shares_host_memory:  # read and written

@@ -92,8 +92,7 @@ class StagedModel:
     @property
     def updated_on_host(self) -> frozenset[int]:
         """Stages whose optimizer is on the host."""
-        placed = self.program.placement.rank_of_stage
-        return frozenset(stage for stage, rank in enumerate(placed) if rank in self.host_optimizer)
+        return self.program.placement.stages_on(self.host_optimizer)
 
     @property
     def num_shards(self) -> int:
