@@ -114,6 +114,10 @@ def _runtime() -> Any:
         ({"dp": 2}, "streamed weights are for one replica"),
         ({"zero": 3}, "streamed weights are for one replica"),
         ({"streamed": "sometimes"}, "--streamed sometimes"),
+        (
+            {"pp": 1, "tp": 1},
+            "need one replica .* 3 stages a rank of a layer or more, but the model has 8 layers",
+        ),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(options: dict[str, Any], words: str) -> None:

@@ -34,6 +34,7 @@ from stagewright.planning.space import (
     most_stages,
     obstacle,
     parallel_degrees,
+    streamed_obstacle,
 )
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
@@ -232,6 +233,8 @@ class Search:
         if self.coarse.graphs:
             num_layers = self.coarse.costs(next(iter(self.coarse.graphs))).num_layers
             most = most_stages(num_layers, self.cluster, self.job)
+            if self.space.streamed == "always" and not lacks:
+                raise InputError(streamed_obstacle(num_layers))
         if not lacks or not self.fitter.excluded:
             raise InputError(obstacle(self.cluster, self.job, self.space, most))
 

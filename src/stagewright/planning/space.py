@@ -131,7 +131,7 @@ class Space:
                 )
         if self.streamed not in STREAMED:
             raise InputError(
-                f"--streamed {self.streamed}{nearest(self.streamed, STREAMED)}: give {' or '.join(STREAMED)}"
+                f"--streamed {self.streamed}{nearest(self.streamed, STREAMED)}: give auto, never or always"
             )
         if self.streamed == "always":
             check_streamed((self.dp or 1) * (self.cp or 1), level, job)
@@ -296,6 +296,14 @@ def streamed_configurations(
                 configuration, schedule="breadth-first", chunks=chunks, zero=None, shard_units=None, shard_size=None,
                 reduce_dtype=None, streamed=True, host_optimizer=not is_frozen(graph),
             )  # fmt: skip
+
+
+def streamed_obstacle(num_layers: int) -> str:
+    """Return why no configuration with streamed weights can be tried for a model of `num_layers` numbered layers."""
+    return (
+        f"streamed weights need one replica (--dp 1, with --pp x --tp as many as devices), and {NUM_BUFFERS + 1} stages a "
+        f"rank of a layer or more, but the model has {num_layers} layers: use fewer devices, or leave out --streamed always"
+    )
 
 
 def _recomputes(graph: OperatorGraph, job: Job, space: Space) -> tuple[Recompute, ...]:

@@ -42,10 +42,9 @@ def check_streamed(num_holders: int, zero: int | None, job: Job) -> None:
             f"runtime '{job.runtime}' does not stream weights from the host: leave out --streamed, or --runtime"
         )
     if num_holders > 1 or zero:
-        shared = f"--zero {zero}" if zero else f"{num_holders} ranks of dp x cp"
+        several = f"--zero {zero} is for several" if zero else f"dp x cp makes {num_holders}"
         raise InputError(
-            f"streamed weights are for one replica, and {shared} shares parameters between several: give --dp 1 and leave "
-            "out --zero, or leave out --streamed"
+            f"streamed weights are for one replica, but {several}: give --dp 1 and leave out --zero, or leave out --streamed"
         )
 
 
