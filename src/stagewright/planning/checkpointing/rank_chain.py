@@ -236,12 +236,19 @@ class RankChain:
     def least(self) -> ChainChoice | None:
         """Return a choice with nearly the lowest peak."""
         low, high = 0.0, self.most_bytes
-        best: ChainChoice | None = None
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            choice = self.choose(middle)
-            low, high, best = (middle, high, best) if choice is None else (low, middle, choice)
-        return best or self.choose(high)
+            if self._is_enough(middle):
+                high = middle
+            else:
+                low = middle
+        return self.choose(high)
+
+    def _is_enough(self, limit: float) -> bool:
+        """Return whether a choice stays within `limit`."""
+        if self._holds_one_set:
+            return self._within(limit, limit) is not None
+        return any(self._within(limit, limit - reserve) is not None for reserve in reversed(self._reserves))
 
     def _within(self, limit: float, kept_limit: float) -> ChainChoice | None:
         """Return the fastest choice that keeps at most `kept_limit` bytes in all sets."""

@@ -48,9 +48,11 @@ class FitsAhead:
 
     def fit(self, attempt: Attempt, later: Iterable[Attempt]) -> Fit | Miss:
         """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
-        the most likely first; others that were begun are given up."""
+        the most likely first; others that were begun with other seconds are given up."""
+        for other in [other for other in self._running if other[1:] != attempt[1:]]:
+            self._give_up(other)
         process = self._running.pop(attempt, None)
-        self._start(later, num_idle=_num_more_processes() + (process is not None))
+        self._start(later, num_idle=_num_more_processes() + (process is not None) - len(self._running))
         if process is not None and (result := _answer_of(*process)) is not None:
             return replace(result, entry=attempt.entry)
         began_s = time.monotonic()
@@ -61,13 +63,10 @@ class FitsAhead:
     def _start(self, later: Iterable[Attempt], num_idle: int) -> None:
         if sys.platform != "linux" or self._latest_s < _WORTH_S:
             return
-        wanted = list(islice(later, num_idle))
-        for attempt in [attempt for attempt in self._running if attempt not in wanted]:
-            self._give_up(attempt)
-        for attempt in wanted:
-            if attempt not in self._running:
-                with suppress(OSError):  # no more processes
-                    self._running[attempt] = forked(partial(self._answer, attempt))
+        new = (attempt for attempt in later if attempt not in self._running)
+        for attempt in islice(new, max(0, num_idle)):
+            with suppress(OSError):  # no more processes
+                self._running[attempt] = forked(partial(self._answer, attempt))
 
     def close(self) -> None:
         """End all processes."""
