@@ -23,6 +23,8 @@ MOST_POINTS = 4.0
 """Bar: mean size of the difference between predicted and measured change, in percentage points."""
 LEAST_RIGHT = 0.95
 """Bar: fraction of the changes whose sign is right."""
+MEASURED, COMPOSED = "all changes", "all changes of composed steps"
+"""Summaries: of runs, which the bars are for, and of steps that vTrain's simulator composed."""
 _NOISE_POINTS = 1.0
 """Measured changes below are noise, whose sign is not judged."""
 
@@ -39,6 +41,11 @@ class Change:
     @property
     def source(self) -> Source:
         return (runtimes.SOURCES | pipelines.SOURCES | pipelines.COMPARED)[self.table]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its table is of runs; steps that a simulator composed have no part in the verdict."""
+        return runtimes.COMPOSED not in self.source.bars
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def main() -> None:
     parser.add_argument("--only", choices=[change.name for change in CHANGES], help="one kind of change")
     given = parser.parse_args()
     documents: dict[str, Any] = {}
-    everything: list[Pair] = []
+    everything: dict[str, list[Pair]] = {MEASURED: [], COMPOSED: []}
     with ProcessPoolExecutor() as pool:
         for change in CHANGES:
             path: Path = given.data / change.source.folder / change.table
@@ -158,19 +165,21 @@ def main() -> None:
                 judged = list(pairs(change, list(csv.DictReader(file)), pool))
             if not judged:
                 continue
-            everything += judged
+            everything[MEASURED if change.is_measured else COMPOSED] += judged
             documents[f"{change.table}, {change.name}"] = found = document(judged)
             if not given.json:
                 _show(f"{change.table}, {change.name}", found)
-    if not everything:
+    wholes = {name: document(judged) for name, judged in everything.items() if judged}
+    if not wholes:
         sys.exit("no pair of runs was found")
-    whole = document(everything)
     if given.json:
-        json.dump(documents | {"all changes": whole}, sys.stdout, indent=1)
+        json.dump(documents | wholes, sys.stdout, indent=1)
         print()
     else:
-        _show("all changes", whole)
-    if whole["right"] < LEAST_RIGHT * whole["clear"] or whole["mean_points"] > MOST_POINTS:
+        for name, whole in wholes.items():
+            _show(name, whole)
+    whole = wholes.get(MEASURED)
+    if whole and (whole["right"] < LEAST_RIGHT * whole["clear"] or whole["mean_points"] > MOST_POINTS):
         sys.exit(f"above the bars: signs right in {LEAST_RIGHT:.0%}, {MOST_POINTS:.0f} points on average")
 
 

@@ -30,6 +30,16 @@ _OTHER_ARGUMENTS = {
     "optimizer=muon": "Muon, with which other runtimes are not predicted",
 }
 MODELS = Path(__file__).with_name("megatron_models.py")
+_DETERMINISTIC = {
+    "A100": {"device.attention_backward_efficiency": 0.52 * 0.52},
+    "H100": {"device.attention_efficiency": 0.71, "device.attention_backward_efficiency": 0.95 * 0.55},
+    "GB200": {"device.attention_efficiency": 0.144, "device.attention_backward_efficiency": 0.52 * 0.134},
+}
+"""Rates of the kernels that Transformer Engine takes where attention must be deterministic (`get_attention_backend`):
+cuDNN's on Hopper, FlashAttention-2 before it and on Blackwell, where it attains 361 TFLOP/s forward
+(meta-pytorch/tritonbench#171) and 334 backward (Dao-AILab/flash-attention#1589) of 2,500. With a fixed order of additions
+FlashAttention-2's backward has 0.52 of its rate, 155 of 291 to 303 TFLOP/s, and FlashAttention-3's, which stands for
+cuDNN's, 0.95 (``kernels/attention_forward_backward.csv``)."""
 _CUBLAS = {"device.workspace_bytes": 8 * 4096 * 1024}
 """What ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` makes of cuBLAS's workspace."""
 _WORD_PIECES = 28_998
@@ -81,7 +91,7 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
             "zero": 1 if record["use_distributed_optimizer"] else None,
             "sequence_parallel": bool(record["sequence_parallel"]) and tp > 1, **stages,
         },
-        _CUBLAS if ":4096:8" in record["env_vars"] else {},
+        _figures(record),
     )  # fmt: skip
     figures = [
         Judged("allocated", "MiB", float(record["mem_max_allocated_bytes"]) / 2**20, _last_allocated),
@@ -89,6 +99,13 @@ def golden(record: Record) -> tuple[Asked, list[Judged]] | str:
     if int(record["hidden_size"]) >= _TIMED_FROM and record["family"] != "t5":
         figures.append(Judged("time", "s", float(record["step_s_median"]), step_seconds))
     return asked, figures
+
+
+def _figures(record: Record) -> dict[str, float]:
+    """Return the figures in which a row's environment has a device differ from the catalog's."""
+    workspace = _CUBLAS if ":4096:8" in record["env_vars"] else {}
+    in_order = "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in record["env_vars"]
+    return workspace | (_DETERMINISTIC[record["gpu"].rstrip("?")] if in_order else {})
 
 
 def _model(record: Record) -> tuple[str, dict[str, Any]] | str:

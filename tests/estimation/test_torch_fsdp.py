@@ -10,7 +10,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
-from stagewright.graph import Part
+from stagewright.graph import Node, Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import COLLECTIVES
@@ -280,14 +280,18 @@ def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Pa
         "tiny-llama", 8, 2048, "bfloat16", target="cuda", attention="fused", tp=2, splits_sequence=True
     )
 
-    def sent(runtime: str, dtype: str) -> dict[str, float]:
+    def device_seconds(runtime: str, dtype: str) -> list[tuple[Node, float]]:
         job = Job(global_batch=8, sequence_length=2048, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
         costing = costs_of_model(graph, CLUSTER, job).costing
-        found: dict[str, float] = {}
-        for node, seconds in zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True):
-            if node.op in COLLECTIVES and ".layers.0." in node.module and node.part < Part.WEIGHT_GRAD:
-                found[f"{short_name(node.op)} {node.module} {node.part}"] = seconds
-        return found
+        nodes = zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True)
+        return [(node, seconds) for node, seconds in nodes if ".layers.0." in node.module]
+
+    def sent(runtime: str, dtype: str) -> dict[str, float]:
+        return {
+            f"{short_name(node.op)} {node.module} {node.part}": seconds
+            for node, seconds in device_seconds(runtime, dtype)
+            if node.op in COLLECTIVES and node.part < Part.WEIGHT_GRAD
+        }
 
     whole = changed(tmp_path, "casts_gathers = false")
     assert sent("torch-fsdp", "bf16") == sent(whole, "bf16") == sent(whole, "fp8")
@@ -296,6 +300,20 @@ def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Pa
         name for name in plain if "all_gather" in name
     }
     assert all(cast[name] == plain[name] for name in plain if "all_gather" not in name)
+    cheaper = {
+        node.module.rpartition(".")[2]
+        for (node, cast_s), (_, plain_s) in zip(
+            device_seconds("torch-fsdp", "fp8"), device_seconds(whole, "fp8"), strict=True
+        )
+        if node.op not in COLLECTIVES and node.part is Part.FORWARD and cast_s < plain_s
+    }
+    assert cheaper == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "gate_proj",
+        "up_proj",
+    }  # their input is cast once, before
 
 
 def test_a_model_compiled_as_a_whole_hands_over_all_gradients_at_once(tmp_path: Path) -> None:

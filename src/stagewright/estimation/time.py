@@ -343,7 +343,8 @@ class Costing:
         kind = node.signature * _MOST_COPIES + self._num_copies(node) - 1
         if self.matmul_precision != "fp8":
             return kind
-        return (kind * len(Part) + node.part) * 2 + self._takes_fp8(node)
+        kind = (kind * len(Part) + node.part) * 2 + self._takes_fp8(node)
+        return kind * (_CASTS + 1) + len(self._gathered_in_fp8(node))
 
     @cached_property
     def _not_issued(self) -> frozenset[int]:
@@ -382,6 +383,8 @@ class Costing:
         runtime = self.runtime
         share = self._sent_share(node, value)
         copied_s = share * plain.device_s if runtime.copies_parts else 0.0
+        if share < 1.0:
+            copied_s += self.device.memory_seconds(_CAST_BYTES * value(node.inputs[0]).meta.num_elements)
         once = runtime.dispatch == "once per node"
         copying = runtime.dispatch_multiprocessors if once else None
         sent_s = collective_seconds(node, value, self.cluster, self._strides, copying, share)
@@ -458,9 +461,22 @@ class Costing:
             ]
             cast = cast if node.part < Part.WEIGHT_GRAD else []
             num_bytes, num_casts = sum(_CAST_BYTES * operand.meta.num_elements for operand in cast), len(cast)
+        else:
+            gathered = self._gathered_in_fp8(node)
+            num_bytes = max(0.0, num_bytes - sum(operand.meta.payload_bytes for operand in gathered))
+            num_casts -= len(gathered)
         casts_s = self.device.memory_seconds(num_bytes) + num_casts * self.device.launch_overhead_s
         host_s = plain.host_s + num_casts * self.device.host_overhead_s
         return replace(plain, device_s=plain.device_s + casts_s, host_s=host_s)
+
+    def _gathered_in_fp8(self, node: Node) -> list[Value]:
+        """Return the operands of a matmul that were cast to eight bits before they were gathered."""
+        if not self.runtime.casts_gathers or not self._takes_fp8(node):
+            return []
+        values, nodes = self.graph.values, self.graph.nodes
+        operands = [values[number] for number in dict.fromkeys(node.inputs) if number < len(values)]
+        makers = ((operand, values[operand.storage].node) for operand in operands)
+        return [operand for operand, maker in makers if maker >= 0 and nodes[maker].op == ALL_GATHER]
 
     def _is_weight(self, value: Value) -> bool:
         root = value.storage
