@@ -11,9 +11,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
+from stagewright.tracing.models.reference import resolve
 
-MODEL = (
-    "tiny-llama",
+SIZES = (
     "--set",
     "hidden_size=1024",
     "--set",
@@ -35,8 +35,20 @@ PLAN = (
 BASES = ("bf16", "int8", "nf4")
 
 
-def finetune(folder: Path, *more: object) -> Result:
-    words = ("finetune", *MODEL, *PLAN, "--sequence-length", 64, "--loss-pieces", 1, "--out", folder, *more)
+def finetune(folder: Path, *more: object, model: object = "tiny-llama") -> Result:
+    words = (
+        "finetune",
+        model,
+        *SIZES,
+        *PLAN,
+        "--sequence-length",
+        64,
+        "--loss-pieces",
+        1,
+        "--out",
+        folder,
+        *more,
+    )
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
@@ -63,6 +75,17 @@ def test_the_most_exact_base_that_fits_is_taken_and_explained(tmp_path: Path) ->
         }
         assert f"the model frozen in {base}, {reason[base]}" in done.stdout
         assert (f"--lora-base {base}" in done.stderr) == (base != "bf16")
+
+
+def test_weights_that_are_published_in_fp8_are_held_so_where_they_do_not_fit_in_bf16(tmp_path: Path) -> None:
+    """In the numbers of the files, which no other base of 8 bits has; in others if that is asked for."""
+    config = {**resolve("tiny-llama").config, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = documents(finetune(tmp_path / "fp8", "--base", "fp8", "--json", model=tmp_path))
+    options = ("--memory-limit", peak(plan), "--host-optimizer", "never")
+    done = finetune(tmp_path / "auto", *options, model=tmp_path)
+    assert "the model frozen in fp8, as it does not fit in bf16" in done.stdout, done.stderr
+    assert "--lora-base fp8" in done.stderr and "int8" not in done.stdout + done.stderr
 
 
 def test_a_model_that_fits_in_no_base_is_refused_with_its_sizes(tmp_path: Path) -> None:

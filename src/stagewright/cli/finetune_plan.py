@@ -279,7 +279,7 @@ class Preparation:
     def _bases(self) -> Iterator[str]:
         """Yield what the frozen model may be held in, from the most exact to the smallest."""
         if self.request.training.base == "auto":
-            yield from (self._dtype, *QUANTISED)
+            yield from (self._dtype, *self.request.quantised)
         else:
             yield self.request.training.base
 
@@ -309,7 +309,7 @@ class Preparation:
 
     def _model(self, base: str) -> ModelReference:
         """Return the model with its linear layers stored in `base`."""
-        return self.request.models[base if base in QUANTISED else None]
+        return self.request.models[base if base in self.request.models else None]
 
     def _planned(self, base: str, streamed: Streamed) -> Plan:
         from stagewright.cluster.load import write_toml
@@ -379,7 +379,8 @@ class Preparation:
         if plan.streamed:
             return "streamed from the host, as the model does not fit the devices"
         if base in QUANTISED:
-            larger = (plan.job.dtype, *QUANTISED[: QUANTISED.index(base)])
+            quantised = self.request.quantised
+            larger = (plan.job.dtype, *quantised[: quantised.index(base)])
             return f"as it does not fit in {' or '.join(larger)}"
         return {
             "bf16": "which fits, so nothing is rounded further", "fp16": "as not all devices compute in bf16",
