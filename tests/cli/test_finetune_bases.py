@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from stagewright.cli import finetune_plan
 from stagewright.cli.app import app
 from stagewright.tracing.models.reference import resolve
 
@@ -77,15 +79,51 @@ def test_the_most_exact_base_that_fits_is_taken_and_explained(tmp_path: Path) ->
         assert (f"--lora-base {base}" in done.stderr) == (base != "bf16")
 
 
+def published_in_fp8(folder: Path) -> Path:
+    config = {**(resolve("tiny-llama").config or {}), "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def test_weights_that_are_published_in_fp8_are_held_so_where_they_do_not_fit_in_bf16(tmp_path: Path) -> None:
-    """In the numbers of the files, which no other base of 8 bits has; in others if that is asked for."""
-    config = {**resolve("tiny-llama").config, "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    plan = documents(finetune(tmp_path / "fp8", "--base", "fp8", "--json", model=tmp_path))
+    model = published_in_fp8(tmp_path)
+    plan = documents(finetune(tmp_path / "fp8", "--base", "fp8", "--json", model=model))
     options = ("--memory-limit", peak(plan), "--host-optimizer", "never")
-    done = finetune(tmp_path / "auto", *options, model=tmp_path)
-    assert "the model frozen in fp8, as it does not fit in bf16" in done.stdout, done.stderr
+    done = finetune(tmp_path / "auto", *options, model=model)
+    assert "the model frozen in fp8, the numbers that are published" in done.stdout, done.stderr
     assert "--lora-base fp8" in done.stderr and "int8" not in done.stdout + done.stderr
+
+
+def test_smaller_weights_that_leave_room_for_activations_are_named_and_taken_if_nothing_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_plan, "_GLANCE_S", 120.0)
+    options = (
+        "--sequence-length",
+        512,
+        "--recompute",
+        "auto",
+        "--memory-limit",
+        "300MiB",
+        "--host-optimizer",
+        "never",
+    )
+    done = finetune(tmp_path / "plain", *options)
+    assert "frozen in bf16, which fits" in done.stdout and "+R recomputes activations" in done.stdout, (
+        done.stderr
+    )
+    speed = re.search(
+        r"In nf4 it would be at least (.*) times as fast, with rounded weights: --base nf4.", done.stdout
+    )
+    assert speed is not None and 1.2 <= float(speed[1]) < 1.5
+    slow = re.search(r"([\d,]+) tokens/s", done.stdout)
+    fast = documents(finetune(tmp_path / "nf4", *options, "--base", "nf4", "--json"))
+    assert slow is not None
+    ratio = fast["plan"]["tokens_per_second"] / int(slow[1].replace(",", ""))
+    assert ratio == pytest.approx(float(speed[1]), abs=0.06)
+    done = finetune(tmp_path / "fp8", *options, model=published_in_fp8(tmp_path))
+    assert "frozen in fp8, the numbers that are published" in done.stdout, done.stderr
+    assert done.stderr.index("--lora-base fp8") > done.stderr.index("1. stagewright plan")
 
 
 def test_a_model_that_fits_in_no_base_is_refused_with_its_sizes(tmp_path: Path) -> None:
