@@ -86,10 +86,21 @@ def published_in_fp8(folder: Path) -> Path:
 
 
 def test_weights_that_are_published_in_fp8_are_held_so_where_they_do_not_fit_in_bf16(tmp_path: Path) -> None:
+    """Also if a file of another program says bf16, which is the type that it computes in."""
     model = published_in_fp8(tmp_path)
+    axolotl = {
+        "base_model": str(model),
+        "adapter": "lora",
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_target_linear": True,
+    }
+    (tmp_path / "a.yaml").write_text(
+        json.dumps({**axolotl, "bf16": True, "micro_batch_size": 16, "sequence_len": 64})
+    )
     plan = documents(finetune(tmp_path / "fp8", "--base", "fp8", "--json", model=model))
     options = ("--memory-limit", peak(plan), "--host-optimizer", "never")
-    done = finetune(tmp_path / "auto", *options, model=model)
+    done = finetune(tmp_path / "auto", *options, "--from", tmp_path / "a.yaml", model=model)
     assert "the model frozen in fp8, the numbers that are published" in done.stdout, done.stderr
     assert "--lora-base fp8" in done.stderr and "int8" not in done.stdout + done.stderr
 

@@ -108,7 +108,8 @@ def _fault_of_fp8(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 def unconverted(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return patterns of the modules whose weights `config` says are stored as plain numbers."""
     settings = scheme(config)
-    return tuple(settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ())
+    patterns = settings.get("modules_to_not_convert") or settings.get("ignored_layers")
+    return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
 
 def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:
