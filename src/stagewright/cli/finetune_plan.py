@@ -279,16 +279,13 @@ class Preparation:
         within = self.request.machine.within
         try:
             self._weight_bytes(other)  # traced here, so that the time is that of the search
-            faster, *_ = self._search(
-                other, "never", within if other == FP8 else min(_GLANCE_S, within)
-            ).plans
+            result = self._search(other, "never", within if other == FP8 else min(_GLANCE_S, within))
         except (InputError, PlanError):
             return plan
-        ratio = plan.mean_step_seconds / faster.mean_step_seconds
+        ratio = plan.mean_step_seconds / result.plans[0].mean_step_seconds
         if other == FP8 and ratio > 1:
             self._say_search(other, "never")
-            self._alternatives.clear()
-            return faster
+            return self._taken(result)
         if ratio >= _FASTER:
             self._alternatives.append(
                 f"In {other} it would be at least {ratio:.1f} times as fast, with rounded weights: --base {other}."
@@ -349,11 +346,14 @@ class Preparation:
         return self.request.models[base if base in self.request.models else None]
 
     def _planned(self, base: str, streamed: Streamed) -> Plan:
+        self._say_search(base, streamed)
+        return self._taken(self._search(base, streamed, self.request.machine.within))
+
+    def _taken(self, result: SearchResult) -> Plan:
+        """Return the best plan of a search; print its warnings and keep a line about the next kind of plan."""
         from stagewright.report.finetuning import alternative_line
         from stagewright.report.plans import tight_warnings
 
-        self._say_search(base, streamed)
-        result = self._search(base, streamed, self.request.machine.within)
         warn([*result.warnings, *tight_warnings(result.plans[0])])
         alternative = alternative_line(result.plans)
         self._alternatives = [] if alternative is None else [alternative]
