@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from local_cluster import start_ranks
-from stagewright.execution.rank_runner import RankRunner, stage_edges
+from stagewright.execution.rank_runner import PipelineRank, RankRunner, stage_edges
+from stagewright.execution.stage_runner import StageOptions
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.cuts import find_cuts
@@ -64,7 +65,7 @@ class SlowedRank(RankRunner):
         super()._act(action, microbatches, result)
         if action.kind in COMPUTE:
             used = time.thread_time() - begin
-            over = self._started + self.slowdown * used - time.perf_counter()
+            over = self.slowdown * used - self._started.elapsed_time(self.timer.mark()) / 1e3
             if over > 0:
                 time.sleep(over)
 
@@ -172,7 +173,9 @@ class Trainer:
         weights = Weights(own, {name: tensor.clone() for name, tensor in tensors.items()}, CPU)
         scale = 1.0 / program.num_microbatches
         self.busy: list[float] = []
-        self.runner = SlowedRank(stages, lowered, rank, list(range(ranks)), weights, CPU, scale)
+        self.runner = SlowedRank(
+            stages, lowered, PipelineRank(rank, range(ranks)), weights, CPU, StageOptions(scale)
+        )
 
     def seconds(self, data: Any) -> float:
         """Of one batch, over all ranks."""

@@ -32,6 +32,7 @@ SOURCES = (
     "planning/joint/moves.py",
     "planning/joint/packing.py",
     "planning/partition/solver.py",
+    "planning/checkpointing/pieces.py",
     "planning/checkpointing/rank_chain.py",
     "planning/checkpointing/rerun_kernels.py",
     "schedule/automatic/orders.py",

@@ -1,10 +1,15 @@
-"""Cores and memory of this machine, and the command that starts Python in a process."""
+"""Cores and memory of this machine, and further processes on it."""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def num_cores() -> int:
@@ -16,6 +21,27 @@ def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command of a process that runs `module`. It imports nothing from the current folder (``-P``), where a file
     may have the name of a library."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
+    """Run `work` in a child process that starts as a copy of this one; return the child's id and the descriptor of what it
+    writes. The child uses no other thread and ends without cleaning up."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks of processes with threads
+        child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    try:
+        os.close(reader)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        gc.freeze()  # finalizers of the parent's unused objects may wait for threads that do not exist here
+        with os.fdopen(writer, "wb") as stream:
+            work(stream)
+    finally:
+        os._exit(0)
 
 
 def machine_bytes() -> int:

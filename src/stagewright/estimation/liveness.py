@@ -87,10 +87,10 @@ def function_memory(function: Function, value: Lookup, again: frozenset[int] = f
 
     `value` describes a value by its id; the operators (ids) in `again` run a second time.
     """
-    nodes, returned = function.nodes, frozenset(function.outputs)
-    last_use = {number: index for index, node in enumerate(nodes) for number in node.inputs}
+    nodes = function.nodes
+    used, dying = _last_uses(function)
     # Value -> its storage, an input's or one that is made here; values on resident storages have none.
-    home = {number: number for number in function.inputs if number in last_use or number in returned}
+    home = {number: number for number in function.inputs if number in used}
     num_names = dict.fromkeys(home, 1)  # storage -> how many values keep it alive
     last = dict.fromkeys(function.inputs, -1)
     kept: dict[int, int] = {}
@@ -121,9 +121,7 @@ def function_memory(function: Function, value: Lookup, again: frozenset[int] = f
             num_names[output] = 1
         live_at.append(live)
         again_at.append(live_again)
-        for number in dict.fromkeys((*node.inputs, *node.outputs)):
-            if number is None or number in returned or last_use.get(number, index) != index:
-                continue
+        for number in dying[index]:
             storage = home.get(number)
             if storage is None:
                 continue
@@ -146,6 +144,27 @@ def function_memory(function: Function, value: Lookup, again: frozenset[int] = f
         function.inputs, np.array(live_at, np.int64), last, outputs, kept, tuple(events),
         np.array(again_at, np.int64), frozenset(recomputed), tuple(node.name for node in nodes),
     )  # fmt: skip
+
+
+def _last_uses(function: Function) -> tuple[set[int], list[list[int]]]:
+    """Return the values that `function` uses or returns, and for every statement those that it is the last to use or that
+    nothing uses: inputs before results, each in order."""
+    used = set(function.outputs)
+    dying: list[list[int]] = []
+    for node in reversed(function.nodes):
+        ending: list[int] = []
+        results = [number for number in node.outputs if number is not None and number not in used]
+        for number in node.inputs:
+            if number not in used:
+                used.add(number)
+                ending.append(number)
+        for number in results:
+            if number not in used:
+                used.add(number)
+                ending.append(number)
+        dying.append(ending)
+    dying.reverse()
+    return used, dying
 
 
 def _base(node: Node, root: int, value: Lookup) -> int | None:

@@ -21,6 +21,7 @@ from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
+from stagewright.graph.added_nodes import ACCUMULATE
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
@@ -244,7 +245,7 @@ class Costing:
             )
         self.cluster = cluster
         self.without_rule: set[str] = set()
-        self._by_signature: dict[int, Cost] = {}
+        self._by_signature: dict[object, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
         self._growing_by_kind: dict[tuple[int, Part], float] = {}
         self._products_of: dict[int, int] = {}
@@ -269,8 +270,12 @@ class Costing:
             return _NOTHING
         if node.id in self.fusions and self.graph.nodes[node.id] is node:
             return self._fused(node)
-        kind = self._kind(node)
-        cached = self._by_signature.get(kind) if node.signature >= 0 else None
+        kind: object = self._kind(node)
+        if node.op == ACCUMULATE:  # which splitting adds for every trained parameter
+            gradient = value(node.inputs[0])
+            kind = gradient.meta, value(gradient.storage).meta.num_elements
+        is_kept = node.signature >= 0 or node.op == ACCUMULATE
+        cached = self._by_signature.get(kind) if is_kept else None
         if cached is not None:
             return cached
         operator = work(node, value)
@@ -289,7 +294,7 @@ class Costing:
         if node.op in COLLECTIVES:
             result = self._sent(node, value, result)
         result = self._in_turn(result)
-        if node.signature >= 0:
+        if is_kept:
             self._by_signature[kind] = result
         return result
 

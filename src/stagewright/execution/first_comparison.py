@@ -7,17 +7,15 @@ compared, and a warning says so.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import select
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,7 +31,7 @@ from stagewright.execution.model_comparison import (
 from stagewright.files import write_whole
 from stagewright.graph import OperatorGraph
 from stagewright.graph.split import split_graph
-from stagewright.machine import free_bytes
+from stagewright.machine import forked, free_bytes
 from stagewright.planning.plan import Plan
 from stagewright.text import say
 from stagewright.tracing.cache import compared_file, trace
@@ -80,16 +78,7 @@ def compare_once(plan: Plan, report: Report = lambda stage: None, apart: bool = 
 
 def _apart(work: Callable[[], str], name: str) -> str:
     """Run `work` in a child process; return what it returns, raise what it raises, and `TraceError` if the child dies."""
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # about forks of processes with threads; the child uses none of them
-        child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _answer(work, writer)
-    os.close(writer)
+    child, reader = forked(partial(_answer, work))
     with os.fdopen(reader, "rb") as answers:
         if not select.select([answers], [], [], MOST_SECONDS)[0]:
             os.kill(child, signal.SIGKILL)
@@ -109,22 +98,15 @@ def _apart(work: Callable[[], str], name: str) -> str:
     )
 
 
-def _answer(work: Callable[[], str], writer: int) -> NoReturn:
-    """Write what `work` returns or raises, as JSON, and end this (child) process."""
+def _answer(work: Callable[[], str], answers: BinaryIO) -> None:
+    """Write what `work` returns or raises, as JSON."""
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        gc.freeze()  # finalizers of the parent's unused objects may wait for threads that do not exist here
-        torch.set_num_threads(1)  # nor do the threads that compute
+        torch.set_num_threads(1)  # the threads that compute do not exist in a child process
         answer: tuple[str | None, str] = (None, work())
     except Exception as error:
         is_own = isinstance(error, StagewrightError)
         answer = type(error).__name__, str(error) if is_own else f"{type(error).__name__}: {error}"
-    try:
-        with os.fdopen(writer, "wb") as answers:
-            answers.write(json.dumps(answer).encode())
-    finally:
-        os._exit(0)
+    answers.write(json.dumps(answer).encode())
 
 
 def compare(reference: ModelReference, trace_options: Mapping[str, Any], seed: int = 0) -> str:

@@ -20,7 +20,7 @@ from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.assignment.device_order import orders, usable_bytes_of_ranks
 from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
-from stagewright.planning.fitters import fitter_of
+from stagewright.planning.fitters import OperatorFitter, fitter_of
 from stagewright.planning.job import Job
 from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
@@ -96,6 +96,12 @@ class _Queue:
     def least_s(self) -> float:
         return self.entries[0][0] if self.entries else math.inf
 
+    def split(self, below_s: float) -> Iterator[Entry]:
+        """Yield the partitioned entries with bounds below `below_s`, the most promising first."""
+        for bound_s, _, entry in sorted(self.entries, key=itemgetter(0, 1)):
+            if entry.is_split and bound_s < below_s:
+                yield entry
+
     def push(self, bound_s: float, entry: Entry) -> None:
         heapq.heappush(self.entries, (bound_s, next(self.numbers), entry))
 
@@ -153,6 +159,8 @@ class Search:
 
     def __exit__(self, *error: object) -> None:
         self._processes.close()
+        if isinstance(self.fitter, OperatorFitter):
+            self.fitter.ahead.close()
 
     def __post_init__(self) -> None:
         request, report = self.request, self.report
@@ -482,7 +490,7 @@ class Search:
     def _fit(self, entry: Entry) -> None:
         """Add the plan of an entry, if it fits."""
         best_s = math.inf if self.best is None else self.best.step_seconds
-        fit = self.fitter.fit(entry, best_s, self.longest_s)
+        fit = self.fitter.fit(entry, best_s, self.longest_s, self.waiting.split(self.longest_s))
         if fit is None:
             return
         configuration = entry.configuration

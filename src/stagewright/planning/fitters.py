@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -30,9 +31,10 @@ from stagewright.planning.candidate import (
     with_cuts,
 )
 from stagewright.planning.configuration import Configuration
+from stagewright.planning.memory.fits_ahead import Attempt, FitsAhead
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
 from stagewright.planning.memory.host_optimizer import may_stream, may_use_host, misses_host, steps_once
-from stagewright.planning.partition.stage_terms import Within, partition_within
+from stagewright.planning.partition.stage_terms import Within, known_ranges, partition_within
 from stagewright.planning.prediction.staged_model import allocatable_bytes, costs_by_stage
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import Space, streamed_configurations
@@ -115,12 +117,13 @@ class Fitter(ABC):
         """Return an entry with its cuts, and a lower bound on its seconds; None, with the reason noted, if it cannot fit."""
 
     @abstractmethod
-    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+    def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
         """Return the plan of an entry that was split; None, with the reason noted, if it does not fit or is too slow.
 
         Args:
             best_s: seconds of the best plan so far.
             longest_s: steps that take as long are of no use.
+            others: entries that are likely to be next, the most likely first.
         """
 
     def failure(self) -> PlanError:
@@ -176,7 +179,7 @@ class LayerFitter(Fitter):
         configuration = entry.configuration
         return self.coarse.missing_bytes(configuration, configuration.traced, entry.cluster)
 
-    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+    def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
         candidate = self._candidate(entry, longest_s)
         if candidate is None:
             self.num_slow += 1
@@ -233,9 +236,12 @@ class OperatorFitter(Fitter):
     def __init__(self, coarse: Coarse, space: Space) -> None:
         super().__init__(coarse, space)
         self.fitting = Fitting(coarse.reference, self.job, space.host_optimizer)
+        self.ahead = FitsAhead(self._work_out)
         self._misses: list[Miss] = []
         self._misjudged: dict[Configuration, float] = {}
         """Step seconds of plans as shares of what was expected, by `_alike` configurations."""
+        self._at_least: dict[Configuration, float] = {}
+        """The same for what was too slow, by its configuration: its steps take this share or more."""
         self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, float]]] = {}
         """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
         self._lost_share = 0.0
@@ -266,8 +272,9 @@ class OperatorFitter(Fitter):
     def _judgement(self, configuration: Configuration) -> float:
         """Return a lower bound on step seconds as a share of what coarse costs say: as the same configuration turned out,
         or nearly as it did with its loss at once."""
-        alike = _alike(configuration)
-        whole = self._misjudged.get(replace(alike, loss_pieces=1), 1 - _ROUGH + _ALIKE)
+        alike, at_once = _alike(configuration), replace(configuration, loss_pieces=1)
+        least = self._at_least.get(at_once, 1 - _ROUGH + _ALIKE)
+        whole = self._misjudged.get(_alike(at_once), least)
         return self._misjudged.get(alike, whole - _ALIKE)
 
     # -- cuts --------------------------------------------------------------------------------------------------------
@@ -324,7 +331,10 @@ class OperatorFitter(Fitter):
         stage_costs = costs_by_stage(model_costs, cluster, program, width)
         compute_s = approximate_seconds(stage_costs, cuts, program, cluster, width)
         busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
-        split = replace(entry, cuts=cuts, is_split=True, compute_s=compute_s, busy_s=busy_s)
+        split = replace(entry, cuts=cuts, is_split=True)
+        if configuration.saves and (within := self._within_memory(split)) is not None:
+            compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
+        split = replace(split, compute_s=compute_s, busy_s=busy_s)
         return self.with_network(split, compute_s) * self._judgement(configuration), split
 
     def _more(self, key: Configuration) -> float:
@@ -349,16 +359,20 @@ class OperatorFitter(Fitter):
         placed = program.placement
         width = configuration.ranks_per_stage
         stage_costs = costs_by_stage(model_costs, cluster, program, width)
-        capacities = [
-            allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
-            / len(placed.stages_of(rank))
-            for costs, rank in zip(stage_costs, placed.rank_of_stage, strict=True)
-        ]
+        transient = known_ranges(model_costs).most_transient(0, model_costs.size)
+        capacities = []
+        for costs, rank in zip(stage_costs, placed.rank_of_stage, strict=True):
+            usable = allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
+            number = len(placed.stages_of(rank))
+            # What is alive in one stage at a time is no stage's share.
+            alternates = transient * (1 - 1 / number) if configuration.streamed else 0.0
+            capacities.append(usable / number + alternates)
         firsts = [rank * width for rank in placed.rank_of_stage]
         return partition_within(
             stage_costs, program, cuts, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
-            state_share=configuration.state_share(self.job.precision), offload=configuration.offload,
+            state_share=configuration.state_share(self.job.precision),
+            offload=configuration.offload and not configuration.streamed, is_fixed=configuration.streamed,
         )  # fmt: skip
 
     def _needs(self, configuration: Configuration) -> tuple[Floats, float]:
@@ -381,14 +395,15 @@ class OperatorFitter(Fitter):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def fit(self, entry: Entry, best_s: float, longest_s: float) -> Fit | None:
+    def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
         configuration = entry.configuration
-        model_costs = self.coarse.model_costs(configuration.traced)
-        result = self.fitting.fit(
-            entry, model_costs, below_s=best_s, longest_s=longest_s, lost_share=self._lost_share
-        )
+        later = (Attempt(other, best_s, longest_s, self._lost_share) for other in others)
+        result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
+        expected_s = self.with_network(entry, entry.compute_s)
         if isinstance(result, Miss):
             self._note(result)
+            if result.is_too_slow:
+                self._at_least[configuration] = longest_s / expected_s
             if result.was_short and not self._lacks_more_than_state(result):
                 self._try_on_host(entry)
             return None
@@ -396,9 +411,15 @@ class OperatorFitter(Fitter):
             self._try_on_host(entry)
         if configuration.saves:
             self._lost_share = result.lost_share
-        expected_s = self.with_network(entry, entry.compute_s)
         self._misjudged.setdefault(_alike(configuration), result.step_seconds / expected_s)
         return result
+
+    def _work_out(self, attempt: Attempt) -> Fit | Miss:
+        entry, best_s, longest_s, lost_share = attempt
+        model_costs = self.coarse.model_costs(entry.configuration.traced)
+        return self.fitting.fit(
+            entry, model_costs, below_s=best_s, longest_s=longest_s, lost_share=lost_share
+        )
 
     def _note(self, miss: Miss) -> None:
         """Keep why an entry is no plan."""
@@ -490,7 +511,7 @@ class OperatorFitter(Fitter):
 
     def _nearest_entry(self) -> Entry | None:
         """Return what misses memory by least, as far as is known, with cuts."""
-        if worked_out := [miss for miss in self._misses if miss.candidate is not None]:
+        if worked_out := [miss for miss in self._misses if miss.is_partitioned]:
             return min(worked_out, key=_missing).entry
         bounded = [miss for miss in self._misses if miss.least_bytes is not None]
         if bounded:
@@ -507,19 +528,23 @@ class OperatorFitter(Fitter):
             return None
         entry = replace(entry, cuts=cuts, is_split=True)
         candidate = make_candidate(model_costs, configuration, entry.cluster, self.job)
-        self._misses.append(Miss(entry, "lacks memory", candidate.excess_bytes, candidate))
+        self._misses.append(Miss(entry, "lacks memory", candidate.excess_bytes, True, candidate))
         return entry
 
     def failure(self) -> PlanError:
-        worked_out = [miss for miss in self._misses if miss.candidate is not None]
+        worked_out = [miss for miss in self._misses if miss.is_partitioned]
         on_hosts = [miss for miss in self._misses if miss.is_on_host]
         host_optimizer = self.space.host_optimizer
         if on_hosts and (host_optimizer == "always" or not worked_out):
             nearest = min(on_hosts, key=_missing)
             return misses_host(nearest.entry.configuration, nearest.missing_bytes or 0, host_optimizer)
         if worked_out:
-            candidates = [miss.candidate for miss in worked_out if miss.candidate is not None]
-            return misses_memory(min(candidates, key=lambda candidate: candidate.excess_bytes), self.job)
+            miss: Fit | Miss = min(worked_out, key=_missing)
+            if miss.candidate is None:
+                model_costs = self.coarse.model_costs(miss.entry.configuration.traced)
+                miss = self.fitting.fit(miss.entry, model_costs)
+            if isinstance(miss, Miss) and miss.candidate is not None:
+                return misses_memory(miss.candidate, self.job)
         return super().failure()
 
 

@@ -73,6 +73,8 @@ def trace(
     sizes = {"microbatch_size": microbatch_size, "sequence_length": sequence_length, "dtype": dtype}
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
     wanted = TraceSettings.of(sizes | settings)
+    if reference.lora is not None:
+        reference.lora.check_degrees(wanted.tp, wanted.ep)
     facts = _facts(reference, wanted)
     path, graph, stamp = None, None, ""
     if use_cache:

@@ -76,11 +76,6 @@ def _trace_reference(
         raise InputError(
             f"'{reference.text}' makes its own inputs, and how to split their sequence is unknown: leave out --cp"
         )
-    if reference.lora is not None and reference.lora.base is not None and tp * ep > 1:
-        raise InputError(
-            f"a base of {reference.lora.base} is packed weight by weight, so no weight can be split over ranks: leave out "
-            f"--{'tp' if tp > 1 else 'ep'}, or --lora-base"
-        )
     if settings.device != "cpu":
         with next(built.module.parameters()).fake_mode, converting_in_place():  # type: ignore[attr-defined]
             built.module.to(settings.device)

@@ -80,6 +80,33 @@ class Chain:
         return repr((self.seconds, [*self.storages.values()], uses, self.boundaries, self.results.tobytes()))
 
     @cached_property
+    def relative(self) -> tuple[tuple[object, ...], ...]:
+        """What every operator takes, allocates and uses, with other operators counted from it: equal in equal layers."""
+        place = {
+            root: (number, index)
+            for number, roots in enumerate(self.outputs)
+            for index, root in enumerate(roots)
+        }
+
+        def allocated(number: int, root: int) -> tuple[object, ...]:
+            storage = self.storages[root]
+            return storage.num_bytes, storage.needed, storage.last - number
+
+        def used(number: int, root: int) -> tuple[object, ...]:
+            maker, index = place[root]
+            return number - maker, index, self.storages[root].num_bytes, self.storages[root].needed
+
+        return tuple(
+            (
+                self.seconds[number],
+                *(allocated(number, root) for root in self.outputs[number]),
+                None,
+                *(used(number, root) for root in self.uses[number]),
+            )
+            for number in range(len(self.nodes))
+        )
+
+    @cached_property
     def needed_before(self) -> Floats:
         """Bytes needed by the backward of the storages allocated before each operator; one entry more than operators."""
         needed = np.zeros(len(self.nodes) + 1)

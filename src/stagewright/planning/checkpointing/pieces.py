@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Floats
+from stagewright.arrays import Bools, Floats, Ints
+from stagewright.compiled import compiled
 from stagewright.planning.checkpointing.chain import Chain
 
 _SCALE = 10_000_000
@@ -86,14 +86,6 @@ class PieceNetwork:
                         self.outside_bytes.append(chain.storages[root].num_bytes)
                     taken.append(outside[root])
             self.takes.append(tuple(taken))
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """A key that is equal for pieces with the same points."""
-        return (
-            self.seconds, tuple(self.maker), tuple(self.bytes), tuple(self.needed), tuple(self.kept),
-            tuple(self.uses), tuple(self.takes), tuple(self.outside_bytes),
-        )  # fmt: skip
 
     def corners(self) -> tuple[Point, ...]:
         """Return the corners of the lower hull of (bytes, seconds), from all kept to everything recomputed."""
@@ -217,7 +209,7 @@ class PieceNetwork:
 
     @cached_property
     def _network(self) -> _Network:
-        source, first_root = 0, 2
+        first_root = 2
         first_op = first_root + len(self.maker)
         first_outside = first_op + len(self.seconds)
         network = _Network(
@@ -227,7 +219,7 @@ class PieceNetwork:
             if self.kept[root]:
                 continue
             if self.needed[root]:
-                network.edge(source, first_root + root)
+                network.edge(_SOURCE, first_root + root)
             network.edge(first_root + root, first_op + maker, num_bytes=self.bytes[root])
         for number, seconds in enumerate(self.seconds):
             network.edge(first_op + number, _SINK, seconds=seconds)
@@ -241,7 +233,7 @@ class PieceNetwork:
         return network
 
 
-_SINK = 1
+_SOURCE, _SINK = 0, 1
 
 
 class _Network:
@@ -263,34 +255,82 @@ class _Network:
         )
 
     @cached_property
-    def _sorted(self) -> tuple[Any, Floats, Floats]:
-        """The edges as a sparse matrix, with the fixed and the priced part of its entries."""
-        from scipy.sparse import csr_array
-
-        rows, columns = np.array(list(self.ends), np.int32).T
-        numbers = np.arange(1, len(self.ends) + 1, dtype=np.int32)
-        matrix = csr_array((numbers, (rows, columns)), shape=(self.size, self.size))
-        matrix.sort_indices()
-        order = np.asarray(matrix.data, np.int64) - 1
-        weights = np.array(list(self.ends.values()))[order]
-        return matrix, weights[:, 0], weights[:, 1]
+    def _edges(self) -> tuple[Ints, Ints, Floats, Floats]:
+        """Starts and ends of the edges, with the fixed and the priced part of their capacities."""
+        starts, ends = np.array(list(self.ends), np.int64).T
+        fixed, priced = np.array(list(self.ends.values()), float).T
+        return starts.copy(), ends.copy(), fixed.copy(), priced.copy()
 
     def cut(self, price: float) -> tuple[int, ...]:
         """Return the operators on the source's side of the minimum cut if a byte is worth `price` seconds."""
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-        if not any(start == 0 for start, _ in self.ends):
+        if not any(start == _SOURCE for start, _ in self.ends):
             return ()
-        matrix, fixed, priced = self._sorted
+        starts, ends, fixed, priced = self._edges
         worth = np.minimum(np.rint(price * self.scale * priced), _INFINITE // 4)
-        capacity = matrix.copy()
-        capacity.data = np.rint(np.minimum(fixed + worth, _INFINITE)).astype(np.int32)
-        residual = capacity - maximum_flow(capacity, 0, _SINK).flow
-        residual.data = np.maximum(residual.data, 0)
-        residual.eliminate_zeros()
-        reached = breadth_first_order(residual, 0, return_predecessors=False)
-        places = np.sort(np.asarray(reached, np.int64)) - self.first_op
-        return tuple(place for place in places.tolist() if 0 <= place < self.after_ops - self.first_op)
+        capacities = np.rint(np.minimum(fixed + worth, _INFINITE)).astype(np.int64)
+        reached = _reached(self.size, starts, ends, capacities)
+        return tuple(np.flatnonzero(reached[self.first_op : self.after_ops]).tolist())
+
+
+@compiled
+def _reached(size: int, starts: Ints, ends: Ints, capacities: Ints) -> Bools:
+    """Return for every node whether it is on the side of `_SOURCE` of the smallest minimum cut.
+
+    Source: Dinic 1970, maximum flow along shortest paths with room left, one layered network after the other.
+    """
+    number = len(starts)
+    to, room = np.empty(2 * number, np.int64), np.zeros(2 * number, np.int64)
+    following, first = np.empty(2 * number, np.int64), np.full(size, -1)
+    for edge in range(number):  # edge 2i, and 2i + 1 back
+        to[2 * edge], to[2 * edge + 1] = ends[edge], starts[edge]
+        room[2 * edge] = capacities[edge]
+        following[2 * edge], first[starts[edge]] = first[starts[edge]], 2 * edge
+        following[2 * edge + 1], first[ends[edge]] = first[ends[edge]], 2 * edge + 1
+    level, queue, path = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    while True:
+        level[:] = -1
+        level[_SOURCE], queue[0], count = 0, _SOURCE, 1
+        place = 0
+        while place < count:
+            node = queue[place]
+            place += 1
+            edge = first[node]
+            while edge >= 0:
+                if room[edge] > 0 and level[to[edge]] < 0:
+                    level[to[edge]] = level[node] + 1
+                    queue[count] = to[edge]
+                    count += 1
+                edge = following[edge]
+        if level[_SINK] < 0:
+            return level >= 0
+        current = first.copy()
+        node, length = _SOURCE, 0
+        while True:
+            if node == _SINK:
+                least = room[path[0]]
+                for step in range(1, length):
+                    least = min(least, room[path[step]])
+                full = 0
+                for step in range(length - 1, -1, -1):
+                    room[path[step]] -= least
+                    room[path[step] ^ 1] += least
+                    if room[path[step]] == 0:
+                        full = step
+                length, node = full, to[path[full] ^ 1]
+            edge = current[node]
+            while edge >= 0 and not (room[edge] > 0 and level[to[edge]] == level[node] + 1):
+                edge = following[edge]
+            current[node] = edge
+            if edge >= 0:
+                path[length] = edge
+                length += 1
+                node = to[edge]
+            elif length:
+                level[node] = -1
+                length -= 1
+                node = to[path[length] ^ 1]
+            else:
+                break
 
 
 def _is_above(first: Point, middle: Point, last: Point) -> bool:

@@ -84,6 +84,9 @@ class PieceCache:
         self._of_chain: dict[tuple[int, float], _Pieces] = {}
         self._at: dict[tuple[int, float, int, int], tuple[Point, ...]] = {}
         self._points: dict[tuple[object, ...], tuple[Point, ...]] = {}
+        self._operators: dict[tuple[object, ...], int] = {}
+        self._of_operators: dict[int, Ints] = {}
+        """Numbers of the operators of a chain, equal for equal ones."""
 
     def of_chain(self, chain: Chain, link_s_per_byte: float) -> _Pieces:
         """Return all pieces of a chain that are tried."""
@@ -110,15 +113,25 @@ class PieceCache:
         """Return the points of the piece between two boundaries."""
         key = self._number(chain), link_s_per_byte, start, stop
         if key not in self._at:
-            network = network_of(chain, start, stop)
-            is_thorough = stop - start <= _THOROUGH
-            signature = network.signature, is_thorough
-            points = self._known(signature, lambda: network.points(is_thorough))
+            is_last, is_thorough = stop == len(chain.boundaries) - 1, stop - start <= _THOROUGH
+            operators = self._operators_of(chain)[chain.boundaries[start] : chain.boundaries[stop]]
+            alike = operators.tobytes(), is_last, is_thorough
+            points = self._known(alike, lambda: network_of(chain, start, stop).points(is_thorough))
             if math.isfinite(link_s_per_byte):
-                moved = (*signature, link_s_per_byte)
-                points = self._known(moved, lambda: network.with_moves(points, link_s_per_byte))
+                moved = (*alike, link_s_per_byte)
+                points = self._known(
+                    moved, lambda: network_of(chain, start, stop).with_moves(points, link_s_per_byte)
+                )
             self._at[key] = points
         return self._at[key]
+
+    def _operators_of(self, chain: Chain) -> Ints:
+        """Return the numbers of the operators of a chain."""
+        key = self._number(chain)
+        if key not in self._of_operators:
+            numbers = [self._operators.setdefault(same, len(self._operators)) for same in chain.relative]
+            self._of_operators[key] = np.array(numbers, np.int64)
+        return self._of_operators[key]
 
     def _known(
         self, signature: tuple[object, ...], points: Callable[[], tuple[Point, ...]]
@@ -196,12 +209,13 @@ class RankChain:
         """Return the fastest choice whose peak stays within `limit`, or None if none of those examined does."""
         if self._holds_one_set:
             return self._within(limit, limit)
-        choices = [self._within(limit, limit - reserve) for reserve in self._reserves]
-        return min(
-            (choice for choice in choices if choice is not None),
-            key=lambda choice: choice.seconds,
-            default=None,
-        )
+        best: ChainChoice | None = None
+        for reserve in self._reserves:
+            choice = self._within(limit, limit - reserve)
+            if best is not None and (choice is None or choice.seconds > best.seconds):
+                break  # to reserve more only leaves less to keep
+            best = choice or best
+        return best
 
     @property
     def _holds_one_set(self) -> bool:
@@ -222,12 +236,19 @@ class RankChain:
     def least(self) -> ChainChoice | None:
         """Return a choice with nearly the lowest peak."""
         low, high = 0.0, self.most_bytes
-        best = self.choose(high)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            choice = self.choose(middle)
-            low, high, best = (middle, high, best) if choice is None else (low, middle, choice)
-        return best
+            if self._is_enough(middle):
+                high = middle
+            else:
+                low = middle
+        return self.choose(high)
+
+    def _is_enough(self, limit: float) -> bool:
+        """Return whether a choice stays within `limit`."""
+        if self._holds_one_set:
+            return self._within(limit, limit) is not None
+        return any(self._within(limit, limit - reserve) is not None for reserve in reversed(self._reserves))
 
     def _within(self, limit: float, kept_limit: float) -> ChainChoice | None:
         """Return the fastest choice that keeps at most `kept_limit` bytes in all sets."""

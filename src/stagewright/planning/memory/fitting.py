@@ -111,8 +111,10 @@ class Miss:
     reason: str = ""
     """Empty for one that is too slow."""
     missing_bytes: int | None = None
+    is_partitioned: bool = False
+    """Whether it was worked out how much devices lack, of all partitions tried."""
     candidate: Candidate | None = None
-    """The partition that lacks least, where it was worked out and it is devices that lack memory."""
+    """The partition that lacks least, where this is so; None if another process worked it out."""
     least_bytes: int | None = None
     """What its fullest rank needs at least, where only bounds were worked out."""
     was_short: bool = True
@@ -126,7 +128,7 @@ class Miss:
     @property
     def is_on_host(self) -> bool:
         """Whether it is hosts that lack memory."""
-        return self.missing_bytes is not None and self.candidate is None and self.least_bytes is None
+        return self.missing_bytes is not None and not self.is_partitioned and self.least_bytes is None
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class Fitting:
             if is_last and not fragmented:
                 missing = candidate.excess_bytes
                 reason = f"lacks {format_bytes(missing)} of memory a device"
-                return Miss(entry, reason, missing, candidate, was_short=was_short)
+                return Miss(entry, reason, missing, True, candidate, was_short=was_short)
             ways = ways_on_hosts(candidate, self.host_optimizer)
             lacking = [host_excess_bytes(way.staged) for way in ways]
             if (missing := min(lacking)) > 0:
@@ -213,7 +215,7 @@ class Fitting:
                 break
         least = min(fragmented, key=lambda candidate: candidate.excess_bytes)
         reason = f"lacks {format_bytes(least.excess_bytes)} of memory a device, lost to fragmentation"
-        return Miss(entry, reason, least.excess_bytes, least, was_short=was_short)
+        return Miss(entry, reason, least.excess_bytes, True, least, was_short=was_short)
 
     def without_partition(self, entry: Entry, model_costs: RangeCosts, *, keeps: bool = False) -> Miss | None:
         """Return why no partition holds the state and what stages must save, or None if some does.

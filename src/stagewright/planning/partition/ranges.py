@@ -152,9 +152,10 @@ def _recomputable(model_costs: RangeCosts) -> tuple[Recomputable, Floats]:
     work = np.zeros(len(model_costs.few.forward_ids))
     last = len(chain.nodes)
     for start, stop in pairwise(chain.boundaries):
-        network = PieceNetwork(chain, start, stop, stop == last)
-        corners = points.setdefault(network.signature, ()) or network.corners()
-        points[network.signature] = corners
+        alike = chain.relative[start:stop], stop == last
+        if alike not in points:
+            points[alike] = PieceNetwork(chain, start, stop, stop == last).corners()
+        corners = points[alike]
         for cheap, dear in pairwise(corners):
             dropped = [
                 (position[start + number], chain.storages[root].num_bytes)

@@ -71,6 +71,13 @@ class StageRanges:
         saved = float(ranges.saved_bytes[stop] - ranges.saved_bytes[start])
         return self._static(stage, start, stop) + terms.copies * saved
 
+    def least_capacity(self, stage: int, start: int, stop: int) -> float:
+        """Return the bytes of a stage that recomputes everything it can."""
+        inside = (self.ranges.recomputable.place >= start) & (self.ranges.recomputable.place < stop)
+        freed = self.terms[stage].copies * float(self.ranges.recomputable.num_bytes[inside].sum())
+        work = self.ranges.most_with_work(start, stop) - self.ranges.most_transient(start, stop)
+        return self.demand(stage, start, stop) + work - freed
+
     def least_bytes(self) -> float:
         """Return the bytes that all stages together need, regardless of cuts, recomputation and offload."""
         ranges = self.ranges

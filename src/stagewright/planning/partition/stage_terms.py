@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
@@ -78,6 +79,7 @@ def partition_within(
     *,
     state_share: float,
     offload: bool,
+    is_fixed: bool = False,
 ) -> Within | None:
     """Return `cuts` or, where these do not fit, the cuts of least bottleneck that do, with the seconds of a batch in which
     stages recompute and offload as necessary; None if nothing fits.
@@ -86,6 +88,7 @@ def partition_within(
         stage_costs: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
         between: seconds of a message from a stage to another, by its bytes.
+        is_fixed: whether to keep the cuts, as if stages that recompute everything always fit.
 
     Ignores: memory that ranges do not include.
     """
@@ -104,7 +107,9 @@ def partition_within(
         )
     ]
     stage_ranges = StageRanges(known_ranges(model_costs), terms)
-    if stage_ranges.least_bytes() > sum(capacities):
+    if is_fixed:
+        stage_ranges = _with_enough(stage_ranges, cuts)
+    elif stage_ranges.least_bytes() > sum(capacities):
         return None
     seconds = _makespan(program, stage_ranges, cuts)
     if not math.isfinite(seconds):
@@ -114,6 +119,17 @@ def partition_within(
     ends = [0, *cuts, stage_ranges.ranges.size]
     once_s = sum(stage_ranges.cost(stage, *ends[stage : stage + 2]) for stage in range(len(stage_costs)))
     return Within(cuts, seconds, once_s * program.num_microbatches / program.num_ranks)
+
+
+def _with_enough(stage_ranges: StageRanges, cuts: tuple[int, ...]) -> StageRanges:
+    """Return `stage_ranges` with the memory that stages need which recompute everything."""
+    spans = pairwise([0, *cuts, stage_ranges.ranges.size])
+    least = [stage_ranges.least_capacity(stage, *span) for stage, span in enumerate(spans)]
+    terms = [
+        replace(terms, capacity=max(terms.capacity, enough))
+        for terms, enough in zip(stage_ranges.terms, least, strict=True)
+    ]
+    return StageRanges(stage_ranges.ranges, terms)
 
 
 def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> float:

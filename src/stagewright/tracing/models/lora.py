@@ -55,6 +55,14 @@ class Lora(StrictModel):
         absent = {"base"} if self.base is None else set()
         return self.model_dump(mode="json", exclude={"folder", *absent})
 
+    def check_degrees(self, tp: int, ep: int) -> None:
+        """Raise `InputError` where ranks would have to divide weights that are packed."""
+        if self.base is not None and tp * ep > 1:
+            raise InputError(
+                f"a base of {self.base} is packed weight by weight, so no weight can be split over ranks: leave out "
+                f"--{'tp' if tp > 1 else 'ep'}, or --lora-base"
+            )
+
     @field_validator("targets")
     @classmethod
     def _are_names(cls, targets: Any) -> Any:

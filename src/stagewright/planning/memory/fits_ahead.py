@@ -1,0 +1,102 @@
+"""Fits of the entries that come next in a search, each in a forked process, for the cores that the search leaves idle.
+
+A fit is kept only for exactly the arguments it was worked out for, so the search is the same with any number of cores.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import BinaryIO, NamedTuple
+
+from stagewright.machine import forked, free_bytes, num_cores
+from stagewright.planning.memory.fitting import Entry, Fit, Miss
+
+_MOST = 8
+_BYTES = 2**30
+"""Memory of a process in bytes beyond what it shares with this one, estimated generously."""
+_WORTH_S = 0.2
+"""Seconds of the latest fit above which processes are worth starting: one takes some hundredths to start and to answer."""
+
+
+class Attempt(NamedTuple):
+    """The arguments of a fit."""
+
+    entry: Entry
+    best_s: float
+    longest_s: float
+    lost_share: float
+
+
+@dataclass
+class FitsAhead:
+    """Fits of a search, by itself or by processes that began them ahead of it; close it at the end."""
+
+    work_out: Callable[[Attempt], Fit | Miss]
+    """How a fit is worked out, which depends on nothing else."""
+    _running: dict[Attempt, tuple[int, int]] = field(default_factory=dict)
+    """Processes and the descriptors of what they answer."""
+    _latest_s: float = 0.0
+
+    def fit(self, attempt: Attempt, later: Iterable[Attempt]) -> Fit | Miss:
+        """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
+        the most likely first; others that were begun with other seconds are given up."""
+        for other in [other for other in self._running if other[1:] != attempt[1:]]:
+            self._give_up(other)
+        process = self._running.pop(attempt, None)
+        self._start(later, num_idle=_num_more_processes() + (process is not None) - len(self._running))
+        if process is not None and (result := _answer_of(*process)) is not None:
+            return replace(result, entry=attempt.entry)
+        began_s = time.monotonic()
+        result = self.work_out(attempt)
+        self._latest_s = time.monotonic() - began_s
+        return result
+
+    def _start(self, later: Iterable[Attempt], num_idle: int) -> None:
+        if sys.platform != "linux" or self._latest_s < _WORTH_S:
+            return
+        new = (attempt for attempt in later if attempt not in self._running)
+        for attempt in islice(new, max(0, num_idle)):
+            with suppress(OSError):  # no more processes
+                self._running[attempt] = forked(partial(self._answer, attempt))
+
+    def close(self) -> None:
+        """End all processes."""
+        for attempt in list(self._running):
+            self._give_up(attempt)
+
+    def _answer(self, attempt: Attempt, answers: BinaryIO) -> None:
+        """Write a result without the stages of a candidate, which hold the whole graph."""
+        result = self.work_out(attempt)
+        pickle.dump(replace(result, candidate=None) if isinstance(result, Miss) else result, answers)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        child, answers = self._running.pop(attempt)
+        os.close(answers)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer_of(child: int, answers: int) -> Fit | Miss | None:
+    """Return the answer of a process once it has one; None if it dies."""
+    with os.fdopen(answers, "rb") as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    try:
+        return pickle.loads(answer)
+    except (EOFError, pickle.UnpicklingError):
+        return None
+
+
+def _num_more_processes() -> int:
+    """Return the number of further processes that the machine has cores and memory for."""
+    return min(num_cores() - 1, int(min(free_bytes() / _BYTES, _MOST)))
