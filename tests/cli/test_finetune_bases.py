@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from stagewright.cli import finetune_plan
 from stagewright.cli.app import app
+from stagewright.tracing.models.reference import resolve
 
-MODEL = (
-    "tiny-llama",
+SIZES = (
     "--set",
     "hidden_size=1024",
     "--set",
@@ -35,8 +37,20 @@ PLAN = (
 BASES = ("bf16", "int8", "nf4")
 
 
-def finetune(folder: Path, *more: object) -> Result:
-    words = ("finetune", *MODEL, *PLAN, "--sequence-length", 64, "--loss-pieces", 1, "--out", folder, *more)
+def finetune(folder: Path, *more: object, model: object = "tiny-llama") -> Result:
+    words = (
+        "finetune",
+        model,
+        *SIZES,
+        *PLAN,
+        "--sequence-length",
+        64,
+        "--loss-pieces",
+        1,
+        "--out",
+        folder,
+        *more,
+    )
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
@@ -63,6 +77,64 @@ def test_the_most_exact_base_that_fits_is_taken_and_explained(tmp_path: Path) ->
         }
         assert f"the model frozen in {base}, {reason[base]}" in done.stdout
         assert (f"--lora-base {base}" in done.stderr) == (base != "bf16")
+
+
+def published_in_fp8(folder: Path) -> Path:
+    config = {**(resolve("tiny-llama").config or {}), "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_weights_that_are_published_in_fp8_are_held_so_where_they_do_not_fit_in_bf16(tmp_path: Path) -> None:
+    """Also if a file of another program says bf16, which is the type that it computes in."""
+    model = published_in_fp8(tmp_path)
+    axolotl = {
+        "base_model": str(model),
+        "adapter": "lora",
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_target_linear": True,
+    }
+    (tmp_path / "a.yaml").write_text(
+        json.dumps({**axolotl, "bf16": True, "micro_batch_size": 16, "sequence_len": 64})
+    )
+    plan = documents(finetune(tmp_path / "fp8", "--base", "fp8", "--json", model=model))
+    options = ("--memory-limit", peak(plan), "--host-optimizer", "never")
+    done = finetune(tmp_path / "auto", *options, "--from", tmp_path / "a.yaml", model=model)
+    assert "the model frozen in fp8, the numbers that are published" in done.stdout, done.stderr
+    assert "--lora-base fp8" in done.stderr and "int8" not in done.stdout + done.stderr
+
+
+def test_smaller_weights_that_leave_room_for_activations_are_named_and_taken_if_nothing_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_plan, "_GLANCE_S", 120.0)
+    options = (
+        "--sequence-length",
+        512,
+        "--recompute",
+        "auto",
+        "--memory-limit",
+        "300MiB",
+        "--host-optimizer",
+        "never",
+    )
+    done = finetune(tmp_path / "plain", *options)
+    assert "frozen in bf16, which fits" in done.stdout and "+R recomputes activations" in done.stdout, (
+        done.stderr
+    )
+    speed = re.search(
+        r"In nf4 it would be at least (.*) times as fast, with rounded weights: --base nf4.", done.stdout
+    )
+    assert speed is not None and 1.2 <= float(speed[1]) < 1.5
+    slow = re.search(r"([\d,]+) tokens/s", done.stdout)
+    fast = documents(finetune(tmp_path / "nf4", *options, "--base", "nf4", "--json"))
+    assert slow is not None
+    ratio = fast["plan"]["tokens_per_second"] / int(slow[1].replace(",", ""))
+    assert ratio == pytest.approx(float(speed[1]), abs=0.06)
+    done = finetune(tmp_path / "fp8", *options, model=published_in_fp8(tmp_path))
+    assert "frozen in fp8, the numbers that are published" in done.stdout, done.stderr
+    assert done.stderr.index("--lora-base fp8") > done.stderr.index("1. stagewright plan")
 
 
 def test_a_model_that_fits_in_no_base_is_refused_with_its_sizes(tmp_path: Path) -> None:

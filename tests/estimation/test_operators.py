@@ -14,8 +14,11 @@ from stagewright.cluster.attention import Scores
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.estimation.time import Costing, cost, kernel_seconds
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, TensorMeta, Value
+from stagewright.graph.graph import UNPACKING
 from stagewright.graph.tensor import contiguous
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.lora import Lora
+from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
 
 MODELS = ["tiny-llama", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-mixtral", "tiny-nemotron-h"]
@@ -159,6 +162,22 @@ def test_views_cost_nothing_on_the_device_and_streams_their_bytes() -> None:
             size = graph.values[node.inputs[0]].meta.num_elements * 4
             assert found.bytes_moved == 2 * size
             assert kernel_seconds(found, device) == pytest.approx(device.memory_seconds(2 * size))
+
+
+@pytest.mark.parametrize(("base", "passes"), [("nf4", 1), ("int8", 1), ("fp8", 3)])
+def test_dequantised_weights_are_written_once_and_in_blocks_read_and_written_again(
+    base: str, passes: int
+) -> None:
+    lora = Lora.of(2, targets="q_proj", base=base)
+    graph = trace(resolve("tiny-llama", {"num_hidden_layers": 1}).adapted(lora), 1, 16, "bfloat16")
+    nodes = [node for node in graph.nodes if node.op in UNPACKING]
+    assert len(nodes) >= 7
+    for node in nodes:
+        done = work(node, graph.values.__getitem__)
+        read = sum(graph.values[value].meta.payload_bytes for value in node.inputs)
+        (output,) = node.outputs
+        assert output is not None and done.has_rule and done.kernel is Kernel.MEMORY
+        assert done.bytes_moved == read + passes * graph.values[output].meta.payload_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)

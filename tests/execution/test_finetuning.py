@@ -109,13 +109,13 @@ def test_transformers_and_peft_load_what_was_trained(kind: str, tmp_path: Path) 
         published = with_adapters.unload()  # type: ignore[operator]
 
 
-def saved(kind: str, folder: Path, seed: int = 1) -> Any:
+def saved(kind: str, folder: Path, seed: int = 1, **sizes: object) -> Any:
     """A model as transformers saves it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind]))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind] | sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

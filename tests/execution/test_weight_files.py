@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import cache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from plans import make_plan
 from safetensors.torch import load_file, save_file
+from test_finetuning import saved as published_model
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
@@ -22,8 +24,11 @@ from stagewright.execution.weight_files import INDEX, WeightFiles, check_weights
 from stagewright.graph.split import split_graph
 from stagewright.planning.plan import ModelSection, Plan
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.adapter_names import base_name
 from stagewright.tracing.models.build import DeferredModel, build
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.quantised import refuse_quantised
+from stagewright.tracing.models.quantised_base import packed_weights
 from stagewright.tracing.models.reference import resolve
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "vocab_size": 64, "num_attention_heads": 4,
@@ -108,14 +113,14 @@ def test_weights_are_those_of_the_files(folder: Path) -> None:
 # -- quantised ----------------------------------------------------------------------------------------------------------
 
 
-def quantise(tensors: dict[str, torch.Tensor]) -> None:
+def quantise(tensors: dict[str, torch.Tensor], size: int = BLOCK) -> None:
     """Projections in blocks of float8 with their scales, the last blocks cut off, as transformers stores them."""
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         weight = tensors[name]
-        rows, columns = (-(-size // BLOCK) * BLOCK for size in weight.shape)
+        rows, columns = (-(-length // size) * size for length in weight.shape)
         padded = torch.zeros(rows, columns)
         padded[: weight.shape[0], : weight.shape[1]] = weight
-        blocks = padded.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        blocks = padded.view(rows // size, size, columns // size, size)
         scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
         small = (blocks / scale[:, None, :, None]).view(rows, columns)
         tensors[name] = small[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn)
@@ -123,6 +128,9 @@ def quantise(tensors: dict[str, torch.Tensor]) -> None:
 
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+
+
+IN_BLOCKS = {"quantization_config": FP8["quantization_config"] | {"weight_block_size": [128, 128]}}
 
 
 def test_fp8_weights_are_those_that_were_quantised(folder: Path, tmp_path: Path) -> None:
@@ -148,6 +156,50 @@ def test_fp8_weights_are_those_of_transformers(tmp_path: Path) -> None:
         (wanted,) = Fp8Dequantize(None).convert(parts).values()
         assert isinstance(wanted, torch.Tensor)
         assert torch.equal(got[f"net.{name}"], wanted.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("expert_size", [128, 80])
+def test_a_base_of_fp8_keeps_the_numbers_and_scales_of_the_files(expert_size: int, tmp_path: Path) -> None:
+    """Also of experts stored one by one, unless their blocks do not stay whole in the tensor of all of them."""
+    sizes = {
+        "hidden_size": 160,
+        "intermediate_size": 288,
+        "moe_intermediate_size": expert_size,
+        "num_experts": 3,
+    }
+    published = published_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0], **sizes)
+    change(tmp_path / "model", partial(quantise, size=128), **IN_BLOCKS)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    reference = resolve(str(tmp_path / "model")).adapted(Lora.of(4, targets="q_proj", base="fp8"))
+    module = DeferredModel(reference, 1, 8).module
+    weights = StoredWeights(tmp_path / "model", module, reference.config or {})
+    packed = packed_weights(module)
+    read = {base_name(name): weights.read_packed(name, how) for name, how in packed.items()}
+    dense = [name for name in stored if f"net.{name}" in read]
+    assert {name.rsplit(".", 2)[-2] for name in dense} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    for name in dense:
+        assert_kept(read[f"net.{name}"], [stored[name]], [stored[f"{name}_scale_inv"]])
+    experts = "model.layers.1.mlp.experts"
+    for joined, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        names = [f"{experts}.{expert}.{part}.weight" for expert in range(3) for part in parts]
+        name = f"net.{experts}.{joined}"
+        if expert_size == 128 or joined == "down_proj":
+            assert_kept(
+                read[name], [stored[part] for part in names], [stored[f"{part}_scale_inv"] for part in names]
+            )
+        wanted = dict(published.named_parameters())[name.removeprefix("net.")]
+        torch.testing.assert_close(packed[name].unpack(read[name]), wanted, rtol=2**-3, atol=1e-3)
+
+
+def assert_kept(
+    packed: torch.Tensor, numbers: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> None:
+    wanted = torch.cat([part.flatten().view(torch.uint8) for part in numbers])
+    assert torch.equal(packed[-len(wanted) :], wanted)
+    wanted = torch.cat([part.flatten() for part in scales])
+    assert torch.equal(packed[: 4 * len(wanted)].view(torch.float32), wanted)
 
 
 def test_mxfp4_weights_are_read(tmp_path: Path) -> None:
@@ -361,6 +413,40 @@ def test_fp8_of_other_blocks_is_refused(folder: Path) -> None:
     change(folder, quantise, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 16]})
     with pytest.raises(InputError, match=r"does not fit blocks of \[128, 16\]"):
         starting(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"weight_block_size": None}, r"weight_block_size = None .* keeps weights with \[128, 128\] there"),
+        ({"weight_block_size": [1, 32]}, r"weight_block_size = \[1, 32\]"),
+        (
+            {"activation_scheme": "static"},
+            "activation_scheme = 'static' .* keeps weights with 'dynamic' there",
+        ),
+        ({"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+    ],
+)
+def test_fp8_that_no_base_keeps_is_refused_with_the_remedy(
+    settings: dict[str, Any], match: str, folder: Path, tmp_path: Path
+) -> None:
+    change(folder, quantise, quantization_config=IN_BLOCKS["quantization_config"] | settings)
+    words = [
+        "plan",
+        str(folder),
+        "--cluster",
+        "1x-h100",
+        "--global-batch",
+        "1",
+        "--lora",
+        "4",
+        "--lora-base",
+        "fp8",
+    ]
+    done = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2 and not (tmp_path / "plan.json").exists()
+    said = " ".join(done.stderr.split())
+    assert re.search(match, said) and said.endswith("quantise these with --lora-base int8 or nf4"), said
 
 
 # -- buffers ------------------------------------------------------------------------------------------------------------

@@ -352,6 +352,8 @@ def test_scripts_are_read_and_not_run(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {key: reading.options[key] for key in wanted} == wanted
     assert left_out(reading) == {"use_rslora", "optimizer"}
+    (tmp_path / "fp8.py").write_text(dedent(UNSLOTH).replace("load_in_4bit=True", "load_in_fp8='block'"))
+    assert read_finetuning(tmp_path / "fp8.py").options["base"] == "fp8"
     (tmp_path / "trl.py").write_text(dedent(TRL))
     (tmp_path / "data.jsonl").write_text("{}")
     reading = read_finetuning(tmp_path / "trl.py")

@@ -25,6 +25,7 @@ from stagewright.cli.finetune_options import (
     FinetuneResultOptions,
     MachineOptions,
     TrainingOptions,
+    quantised_bases,
 )
 from stagewright.cli.finetune_plan import Preparation
 from stagewright.cli.from_file import reported
@@ -67,6 +68,8 @@ def finetune(
     Example:
         stagewright finetune models/llama --data chat.jsonl
     """
+    from stagewright.tracing.models.quantised import keeps_fp8
+
     if "RANK" in os.environ:
         raise InputError(
             "finetune starts its processes itself: for several machines give --cluster, and it shows the command for "
@@ -92,9 +95,18 @@ def finetune(
                 f"--lora-base {base} and --base {training.base} contradict each other: give one of them"
             )
         training = replace(training, base=base)
-    models = {
-        stored: replace(model_options, lora_base=stored).reference(model) for stored in (None, *QUANTISED)
-    }
+    plain = replace(model_options, lora_base=None).reference(model)
+    if (
+        reading is not None
+        and training.base == "bf16"
+        and not is_given("base")
+        and keeps_fp8(plain.config or {})
+    ):
+        training = replace(
+            training, base="auto"
+        )  # those programs compute in bf16 and keep what is published in fp8
+    bases = quantised_bases(plain, training.base)
+    models = {None: plain} | {base: replace(model_options, lora_base=base).reference(model) for base in bases}
     request = FinetuneRequest(models, data, training, machine, result, space, tuple(words), job)
     _check(request)
     work = FineTuning(request)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 RANK, TARGETS = 16, "all-linear"
 DTYPES = ("bf16", "fp16", "fp32")
 """Types that the frozen model may be held in as it is computed in."""
-QUANTISED = ("int8", "nf4")
-"""Smaller numbers that its linear layers may be stored in, from the most exact to the smallest."""
+QUANTISED = ("fp8", "int8", "nf4")
+"""Smaller numbers that its linear layers may be stored in."""
 
 
 # fmt: off
@@ -71,7 +71,7 @@ class TrainingOptions:
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the adapters and of the order of samples.")] = 0
     base: Annotated[
         str, typer.Option("--base", metavar="PRECISION",
-            help="Hold the frozen model in bf16, fp16, fp32, int8, nf4, or auto, the most exact that fits.")] = "auto"
+            help="Hold the frozen model in bf16, fp16, fp32, fp8, int8, nf4, or auto, the most exact that fits.")] = "auto"
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,16 @@ class FinetuneResultOptions:
 # fmt: on
 
 
+def quantised_bases(model: ModelReference, base: str) -> tuple[str, ...]:
+    """Return the quantised bases to plan with where the frozen `model` is to be held in `base`, from the most exact to the
+    smallest. Of weights that are published in fp8 that is the most exact in 8 bits, of all others int8."""
+    from stagewright.tracing.models.quantised import keeps_fp8
+
+    if base == "auto":
+        return ("fp8" if keeps_fp8(model.config or {}) else "int8", "nf4")
+    return (base,) if base in QUANTISED else ()
+
+
 @dataclass(frozen=True)
 class FinetuneRequest:
     """All that a fine-tuning is asked to do."""
@@ -131,6 +141,11 @@ class FinetuneRequest:
     def model(self) -> ModelReference:
         """The model with adapters, not quantised."""
         return self.models[None]
+
+    @property
+    def quantised(self) -> tuple[str, ...]:
+        """The quantised bases to plan with, from the most exact to the smallest."""
+        return tuple(base for base in self.models if base is not None)
 
     @property
     def folder(self) -> Path:

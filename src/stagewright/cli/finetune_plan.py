@@ -16,6 +16,7 @@ from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, PlanError
 from stagewright.files import make_writable, write_whole
 from stagewright.text import plural, say
+from stagewright.tracing.models.quantised import FP8
 from stagewright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from stagewright.execution.data.store import TokenStore
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
+    from stagewright.planning.search_result import SearchResult
     from stagewright.planning.space import Space, Streamed
     from stagewright.report.finetuning import DataSummary
     from stagewright.tracing.models.reference import ModelReference
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
 _GLOBAL_BATCH, _LENGTH = 16, 2048
 _MULTIPLE = 64
 """Sequence lengths that are not given are multiples of this."""
+_TIGHT = 0.5
+"""Share of the memory that weights take up, from which on smaller ones may be faster, as they leave more for activations."""
+_GLANCE_S = 5.0
+"""Seconds of the search for such a plan, to be mentioned."""
+_FASTER = 1.2
+"""How many times as fast such a plan must be to be mentioned."""
 
 
 class Preparation:
@@ -40,8 +48,8 @@ class Preparation:
         self.folder = request.folder
         self.verbs: list[str] = []
         """Commands that ran, in order."""
-        self._alternative: str | None = None
-        """A line about another kind of plan, where one was made now."""
+        self._alternatives: list[str] = []
+        """Lines about other kinds of plans that were made now."""
 
     def continue_or_begin(self) -> None:
         """Take the files of an earlier start of the same fine-tuning, without its plan if options of machine or parallelism
@@ -253,10 +261,36 @@ class Preparation:
                 refusals.append(what)
                 continue
             try:
-                return self._planned(base, "never")
+                plan = self._planned(base, "never")
             except PlanError as error:
                 refusals.append(f"{what}: {error}")
+                continue
+            return plan if weights < _TIGHT * self._usable_bytes else self._or_faster(base, plan)
         return None
+
+    def _or_faster(self, base: str, plan: Plan) -> Plan:
+        """Return `plan`, with weights in `base`, or a faster one with the same numbers in fp8 where they are published so;
+        keep a line about one with rounded weights that is much faster."""
+        smaller = tuple(self._bases())
+        smaller = smaller[smaller.index(base) + 1 :]
+        if not smaller:
+            return plan
+        other = FP8 if FP8 in smaller else smaller[-1]
+        within = self.request.machine.within
+        try:
+            self._weight_bytes(other)  # traced here, so that the time is that of the search
+            result = self._search(other, "never", within if other == FP8 else min(_GLANCE_S, within))
+        except (InputError, PlanError):
+            return plan
+        ratio = plan.mean_step_seconds / result.plans[0].mean_step_seconds
+        if other == FP8 and ratio > 1:
+            self._say_search(other, "never")
+            return self._taken(result)
+        if ratio >= _FASTER:
+            self._alternatives.append(
+                f"In {other} it would be at least {ratio:.1f} times as fast, with rounded weights: --base {other}."
+            )
+        return plan
 
     def _from_host(self, refusals: list[str]) -> Plan | None:
         """Return the best plan that streams the weights from the host."""
@@ -279,7 +313,7 @@ class Preparation:
     def _bases(self) -> Iterator[str]:
         """Yield what the frozen model may be held in, from the most exact to the smallest."""
         if self.request.training.base == "auto":
-            yield from (self._dtype, *QUANTISED)
+            yield from (self._dtype, *self.request.quantised)
         else:
             yield self.request.training.base
 
@@ -309,13 +343,25 @@ class Preparation:
 
     def _model(self, base: str) -> ModelReference:
         """Return the model with its linear layers stored in `base`."""
-        return self.request.models[base if base in QUANTISED else None]
+        return self.request.models[base if base in self.request.models else None]
 
     def _planned(self, base: str, streamed: Streamed) -> Plan:
-        from stagewright.cluster.load import write_toml
-        from stagewright.planning.search import plan as search
+        self._say_search(base, streamed)
+        return self._taken(self._search(base, streamed, self.request.machine.within))
+
+    def _taken(self, result: SearchResult) -> Plan:
+        """Return the best plan of a search; print its warnings and keep a line about the next kind of plan."""
         from stagewright.report.finetuning import alternative_line
         from stagewright.report.plans import tight_warnings
+
+        warn([*result.warnings, *tight_warnings(result.plans[0])])
+        alternative = alternative_line(result.plans)
+        self._alternatives = [] if alternative is None else [alternative]
+        return result.plans[0]
+
+    def _say_search(self, base: str, streamed: Streamed) -> None:
+        """Write the job, and say the command that searches for the plan."""
+        from stagewright.cluster.load import write_toml
 
         job, path, model = self.job(self._dtype), self.folder / "job.toml", self._model(base)
         document = job.model_dump(mode="json", exclude_unset=True, exclude_none=True)
@@ -329,18 +375,13 @@ class Preparation:
             "--cluster", machine.cluster or self.folder / "machine.toml", "--job", path, *self._space_words(streamed),
             "--within", f"{machine.within:g}", "-o", self.folder / "plan.json",
         )  # fmt: skip
-        with Progress(f"planning {model.name}") as progress:
-            result = search(
-                model,
-                self.cluster,
-                job,
-                self._space(streamed),
-                report=progress,
-                patience_s=machine.within,
-            )
-        warn([*result.warnings, *tight_warnings(result.plans[0])])
-        self._alternative = alternative_line(result.plans)
-        return result.plans[0]
+
+    def _search(self, base: str, streamed: Streamed, patience_s: float) -> SearchResult:
+        from stagewright.planning.search import plan as search
+
+        job, model, space = self.job(self._dtype), self._model(base), self._space(streamed)
+        with Progress(f"planning {model.name} in {base}") as progress:
+            return search(model, self.cluster, job, space, report=progress, patience_s=patience_s)
 
     def _space(self, streamed: Streamed) -> Space:
         """Return the space of the search; with streamed weights without tensor parallelism, whose traffic is on the same
@@ -366,8 +407,7 @@ class Preparation:
             yield from finetuning.data_lines(self.summary, plan)
         yield finetuning.device_table(plan)
         yield from finetuning.speed_lines(plan, self.summary is not None)
-        if self._alternative is not None:
-            yield self._alternative
+        yield from self._alternatives
 
     def _why(self, plan: Plan) -> str:
         """Return why the model is held in the plan's precision."""
@@ -378,8 +418,11 @@ class Preparation:
         base = held_in(plan)
         if plan.streamed:
             return "streamed from the host, as the model does not fit the devices"
+        if base == FP8:
+            return "the numbers that are published"
         if base in QUANTISED:
-            larger = (plan.job.dtype, *QUANTISED[: QUANTISED.index(base)])
+            quantised = self.request.quantised
+            larger = (plan.job.dtype, *quantised[: quantised.index(base)])
             return f"as it does not fit in {' or '.join(larger)}"
         return {
             "bf16": "which fits, so nothing is rounded further", "fp16": "as not all devices compute in bf16",

@@ -39,7 +39,7 @@ class ModelOptions:
     lora_dropout: Annotated[
         float, typer.Option("--lora-dropout", metavar="P", help="Dropout on the adapters' input.")] = 0.0
     lora_base: Annotated[
-        str | None, typer.Option("--lora-base", metavar="nf4|int8",
+        str | None, typer.Option("--lora-base", metavar="nf4|int8|fp8",
             help="Store the frozen linear layers in 4 or 8 bits (QLoRA); default: in the job's precision.")] = None
 # fmt: on
 

@@ -472,8 +472,17 @@ COUNTED = frozenset(_PRODUCTS)
 """Operators with FLOP."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "shard", "group_rank", "all_to_all")
+
+
+def _dequantised_blocks(call: _OperatorCall) -> Work:
+    """Numbers are converted into the weight, which is read and written again by the multiplication with the scales."""
+    again = 2.0 * sum(result.payload_bytes for result in call.results())
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved + again)
+
+
 _RULES = {
     **_PRODUCTS,
+    "dequantise_blocks": _dequantised_blocks,
     **dict.fromkeys(_COLLECTIVES, _copied),
     **dict.fromkeys(("embedding", "index", "index_select", "permute_rows"), _gathered),
     **dict.fromkeys(("index_put", "index_add"), _scattered),

@@ -16,6 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -35,6 +37,12 @@ class Conversions:
     def sources(self, key: str) -> list[str]:
         """Return the stored tensors that tensor `key` of the model is made of; may be empty."""
         return [name for name, _ in self._sources.get(key, ())]
+
+    def only_joins(self, key: str) -> bool:
+        """Return whether tensor `key` of the model is a stored one, or several in a row."""
+        pattern = self._sources[key][0][1]
+        operations = () if pattern is None else self._by_pattern[pattern].operations
+        return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
 
     def converted(self, key: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return tensor `key` of the model from the stored tensors that `read` returns. Raises `InputError` where they do

@@ -27,6 +27,8 @@ from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.quantised import (
     BITSANDBYTES,
     FIX,
+    FP8,
+    FP8_BLOCK,
     is_of_activations,
     leftovers_of,
     method_of,
@@ -86,8 +88,7 @@ class StartingTensors(Mapping[str, torch.Tensor]):
     def _parameter(self, name: str) -> torch.Tensor:
         source = self._adapters if is_adapter(name) else self._stored
         if isinstance(source, StoredWeights) and name in self._packed:
-            stored = source.read_packed(name, self._packed[name])
-            return self._packed[name].pack(source.read(name).to(self._device)) if stored is None else stored
+            return source.read_packed(name, self._packed[name], self._device)
         whole = self._model.tensors((name,))[name] if source is None else source.read(name)
         return self._part(name, whole)
 
@@ -229,17 +230,11 @@ class StoredWeights:
 
     def _stored_as(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Read a stored tensor into separate memory as numbers of type `dtype`. Raises as `read`."""
-        parts = parts_of(key, self._files.where, self._method)
-        if leftovers := [name for name in leftovers_of(key, self._stored, self._keys) if name not in parts]:
-            raise InputError(
-                f"'{self._files.folder}' has '{leftovers[0]}' next to '{key}', which is therefore quantised, in a way that "
-                f"its config.json does not name: {FIX}"
-            )
-        tensors = [self._get(part) for part in parts]
+        parts = self._parts(key)
         if self._method == BITSANDBYTES and len(parts) > 1:
-            whole = stored_weight(dict(zip(parts, tensors, strict=True)))
+            whole = stored_weight(parts)
         else:
-            whole = dequantised(key, tensors, self._scheme, dtype)
+            whole = dequantised(key, list(parts.values()), self._scheme, dtype)
         if _kind(whole) != _kind(torch.empty((), dtype=dtype)):
             raise InputError(
                 f"tensor '{key}' in {self._file(key)} is stored as {whole.dtype}, but the model has {dtype} there, so that "
@@ -247,12 +242,46 @@ class StoredWeights:
             )
         return whole.to(dtype, copy=len(parts) == 1)  # a single part is memory of the file
 
-    def read_packed(self, name: str, packed: Packed) -> torch.Tensor | None:
-        """Read tensor `name` as stored in 4 bits; None if it is not, or `packed` is another form. Raises as `read`."""
-        parts = parts_of(_key(name), self._files.where, self._method)
-        if self._method != BITSANDBYTES or len(parts) == 1:
+    def _parts(self, key: str) -> dict[str, torch.Tensor]:
+        """Read the stored tensors that make tensor `key`, by name, in the memory of their files. Raises as `read`."""
+        parts = parts_of(key, self._files.where, self._method)
+        if leftovers := [name for name in leftovers_of(key, self._stored, self._keys) if name not in parts]:
+            raise InputError(
+                f"'{self._files.folder}' has '{leftovers[0]}' next to '{key}', which is therefore quantised, in a way that "
+                f"its config.json does not name: {FIX}"
+            )
+        return {part: self._get(part) for part in parts}
+
+    def read_packed(self, name: str, packed: Packed, device: torch.device = CPU) -> torch.Tensor:
+        """Read tensor `name` in packed form: as it is stored, if in that form, else packed by `device`. Raises as `read`."""
+        key = _key(name)
+        stored: torch.Tensor | None = None
+        if self._method == FP8 == packed.method:
+            stored = self._kept_fp8(key, packed)
+        elif self._method == BITSANDBYTES and len(parts := self._parts(key)) > 1:
+            stored = packed.of_stored(parts)
+        return packed.pack(self.read(name).to(device)) if stored is None else stored
+
+    def _kept_fp8(self, key: str, packed: Packed) -> torch.Tensor | None:
+        """Return tensor `key` in the numbers and scales of the files; None if it is not stored in fp8, or made of tensors
+        whose blocks do not stay whole in it."""
+        is_plain = self._is_plain(key)
+        sources = [key] if is_plain else self._conversions.sources(key)
+        parts = {source: tuple(self._parts(source).values()) for source in sources}
+        if not parts or not all(map(_is_fp8, parts.values())):
             return None
-        return packed.of_stored({part: self._get(part) for part in parts})
+        if not is_plain and not self._conversions.only_joins(key):
+            return None
+
+        def joined(part: Callable[[str], torch.Tensor]) -> torch.Tensor:
+            return part(key) if is_plain else self._conversions.converted(key, part)
+
+        numbers = joined(lambda source: parts[source][0].view(torch.uint8)).view(torch.float8_e4m3fn)
+        for weight, _ in parts.values():
+            sizes = zip(weight.shape[-2:], numbers.shape[-2:], strict=True)
+            if any(size % FP8_BLOCK and size != whole for size, whole in sizes):
+                return None
+        return packed.of_blocks(key, numbers, joined(lambda source: _scales(parts[source][1])))
 
     def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read the buffers among `names` that belong to the model's state, by name; a warning names those in no file."""
@@ -337,16 +366,14 @@ def dequantised(
             f"tensor '{key}' is stored as {weight.dtype} with scales, for which only torch.float8_e4m3fn is supported: "
             "dequantise it once with transformers, or run with --random-weights to start from the seed"
         )
-    return _of_blocks(key, weight, scales, scheme.get("weight_block_size"))
+    return _of_blocks(key, weight, scales, scheme.get("weight_block_size", [FP8_BLOCK] * 2))
 
 
 def _of_blocks(
     key: str, weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
 ) -> torch.Tensor:
     """Multiply every block of ``[rows, columns]`` of a weight by its scale; the last blocks may be cut off."""
-    if scales.dtype == torch.uint8:
-        scales = torch.exp2(scales.float() - _EXPONENT_BIAS)
-    scales, wide = scales.float(), weight.float()
+    scales, wide = _scales(scales), weight.float()
     if scales.numel() == 1:
         return wide * scales.reshape(())
     sizes = tuple(block or ())
@@ -359,6 +386,16 @@ def _of_blocks(
         f"tensor '{key}' is {list(weight.shape)} and its scales are {list(scales.shape)}, which does not fit blocks of "
         f"{list(sizes) or 'no size'} (weight_block_size in config.json): the files belong to another model"
     )
+
+
+def _scales(stored: torch.Tensor) -> torch.Tensor:
+    """Return the scales of blocks, which may be stored as exponents of two."""
+    return torch.exp2(stored.float() - _EXPONENT_BIAS) if stored.dtype == torch.uint8 else stored.float()
+
+
+def _is_fp8(parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether the stored `parts` of a tensor are 8-bit floats and their scales."""
+    return len(parts) == 2 and parts[0].dtype == torch.float8_e4m3fn
 
 
 def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

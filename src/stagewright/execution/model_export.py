@@ -283,10 +283,13 @@ class _Whole:
         return as_published(self._net, base_name(name).removeprefix("net."), self._read(name))
 
     def _read(self, name: str) -> torch.Tensor:
-        is_stored = self._stored is not None and self._stored.has(name)
-        whole = self._stored.read(name) if self._stored and is_stored else self._model.tensors((name,))[name]
-        if name in self._packed:
-            whole = self._packed[name].unpack(self._packed[name].pack(whole))
+        stored = self._stored if self._stored is not None and self._stored.has(name) else None
+        packed = self._packed.get(name)
+        if packed is not None and stored is not None:
+            whole = packed.unpack(stored.read_packed(name, packed))
+        else:
+            whole = self._model.tensors((name,))[name] if stored is None else stored.read(name)
+            whole = whole if packed is None else packed.unpack(packed.pack(whole))
         lora, names = self._reference.lora, adapter_names_of(name)
         if self._adapters is None or lora is None or names is None:
             return whole

@@ -415,6 +415,8 @@ def _of_trainer(draft: _Draft, rank: int, alpha: float, dropout: float, length: 
         if dtype == name or dtype.endswith(f".{name}"):
             draft.settings.setdefault(key, True)
     _precision(draft, bits)
+    if take("load_in_fp8"):
+        options["base"] = "fp8"
     _training(draft, {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3})
     return model
 

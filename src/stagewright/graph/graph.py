@@ -149,7 +149,7 @@ def makers_of(nodes: Iterable[Node]) -> dict[int, Node]:
     return {value: node for node in nodes for value in node.outputs if value is not None}
 
 
-UNPACKING = frozenset({"stagewright.dequantise_4bit.default", "stagewright.dequantise_rows.default"})
+UNPACKING = frozenset(f"stagewright.dequantise_{layout}.default" for layout in ("4bit", "rows", "blocks"))
 """Operators from a packed weight, their first argument, to the weight."""
 
 

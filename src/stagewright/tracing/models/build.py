@@ -19,6 +19,7 @@ from stagewright.limits import MOST_PARAMETERS, MOST_SAMPLES, MOST_TOKENS, check
 from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
+from stagewright.tracing.models.quantised import FP8, unconverted
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import (
     FakeTensor,
@@ -168,8 +169,9 @@ def _add_adapters(module: nn.Module, reference: ModelReference, microbatch: Micr
         add_adapters(module.net, reference.lora, reference.name)
     finally:
         torch.set_default_dtype(default)
-    if reference.lora.base is not None:
-        quantise_base(module.net, reference.lora.base)
+    if (base := reference.lora.base) is not None:
+        plain = unconverted(reference.config or {}) if base == FP8 else ()
+        quantise_base(module.net, base, plain)
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from stagewright.limits import MOST_SIZE
 from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG
 
 NF4, INT8 = "nf4", "int8"
-"""Numbers that a frozen base may be stored in: of 4 bits, spaced as a normal distribution, and of 8 bits."""
+"""Numbers that a frozen base may be stored in, besides `FP8`: of 4 bits, spaced as a normal distribution, and of 8 bits."""
 ALL_LINEAR = "all-linear"
 """Targets: every linear layer but the head."""
 _MOST_CONFIG_BYTES = 2**20
@@ -44,7 +44,7 @@ class Lora(StrictModel):
     """Dropout probability on the adapters' input."""
     is_drawn: bool = False
     """Whether B is drawn too instead of zeros, so that no gradient is zero: for verification."""
-    base: Literal["nf4", "int8"] | None = None
+    base: Literal["nf4", "int8", "fp8"] | None = None
     """Numbers that the weights of frozen linear layers and experts are stored in (QLoRA); None: in the job's type."""
     folder: str | None = None
     """Folder of adapters, written by peft, that a run starts from; None draws new ones."""

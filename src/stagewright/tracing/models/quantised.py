@@ -17,6 +17,8 @@ from typing import Any
 from stagewright.errors import InputError
 
 FP8, MXFP4, BITSANDBYTES = "fp8", "mxfp4", "bitsandbytes"
+FP8_BLOCK = 128
+"""Rows, and columns, that share a scale in a base of fp8."""
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 STATE = ".quant_state.bitsandbytes__nf4"
@@ -76,6 +78,38 @@ def refuse_method(config: Mapping[str, Any], model: str) -> None:
             f"{MXFP4} and nf4 of {BITSANDBYTES} are supported: {_DEQUANTISE} and quantise them again with --lora-base, or "
             "plan for weights from the seed with --set quantization_config=null"
         )
+
+
+def keeps_fp8(config: Mapping[str, Any]) -> bool:
+    """Return whether the weights are stored as a base of fp8 keeps them."""
+    return method_of(config) == FP8 and _fault_of_fp8(config) is None
+
+
+def refuse_fp8(config: Mapping[str, Any], model: str) -> None:
+    """Raise `InputError` if the weights of `model` are stored in fp8, but not as a base of fp8 keeps them."""
+    if method_of(config) == FP8 and (fault := _fault_of_fp8(config)) is not None:
+        key, wanted = fault
+        raise InputError(
+            f"'{model}' has {key} = {scheme(config).get(key)!r} in the quantization_config of its config.json, and a base "
+            f"of fp8 keeps weights with {wanted!r} there: hold them as the numbers they stand for (without --lora-base), or "
+            "quantise these with --lora-base int8 or nf4"
+        )
+
+
+def _fault_of_fp8(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the first setting with another value than a base of fp8 supports, and that value; None if there is none."""
+    supported = {
+        "weight_block_size": [FP8_BLOCK] * 2, "activation_scheme": "dynamic", "fmt": "e4m3", "expert_dtype": "fp8",
+    }  # fmt: skip
+    settings = scheme(config)
+    return next(((key, value) for key, value in supported.items() if settings.get(key, value) != value), None)
+
+
+def unconverted(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return patterns of the modules whose weights `config` says are stored as plain numbers."""
+    settings = scheme(config)
+    patterns = settings.get("modules_to_not_convert") or settings.get("ignored_layers")
+    return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
 
 def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:

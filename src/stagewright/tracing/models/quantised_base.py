@@ -2,10 +2,11 @@
 right before each use, in the forward and again in the backward.
 
 A packed weight is one vector of bytes, under the weight's own name. For ``nf4`` it holds 4-bit numbers in blocks of 64 with
-a scale each, and the scales as 8-bit numbers in blocks of 256; for ``int8``, rows of 8-bit numbers with a scale each.
+a scale each, and the scales as 8-bit numbers in blocks of 256; for ``int8``, rows of 8-bit numbers with a scale each; for
+``fp8``, 8-bit floats with a scale for each block of 128 x 128, the last blocks cut off.
 
 Source: Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314), as `bitsandbytes` computes it; ``int8`` as the weight-only
-quantisation of `torchao`. Ignores: quantisation of activations.
+quantisation of `torchao`; ``fp8`` as ``Fp8Quantize`` of transformers. Ignores: quantisation of activations.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import InputError
-from stagewright.tracing.models.adapter_names import is_adapter
+from stagewright.tracing.models.adapter_names import base_name, is_adapter
 from stagewright.tracing.models.adapters import is_transposed, quiet_bitsandbytes
 from stagewright.tracing.models.lora import NF4
-from stagewright.tracing.models.quantised import NEEDS_BITSANDBYTES
+from stagewright.tracing.models.quantised import FP8, FP8_BLOCK, NEEDS_BITSANDBYTES
 from stagewright.tracing.tensor_parallel.operators import define
 
 _BLOCK, _SCALES_PER_BLOCK = 64, 256
@@ -30,6 +31,7 @@ _BLOCK, _SCALES_PER_BLOCK = 64, 256
 _ALIGNMENT = 16
 _HALF_RANGE = 127.5
 """Half the difference between the smallest and the largest 8-bit number."""
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Packed(NamedTuple):
@@ -67,12 +69,30 @@ class Packed(NamedTuple):
             or state.state2.blocksize != _SCALES_PER_BLOCK
         ):
             return None
-        if tuple(state.shape) != self.shape:
-            raise InputError(
-                f"tensor '{next(iter(parts))}' stands for a weight of shape {list(state.shape)}, expected "
-                f"{list(self.shape)}: the files belong to another model"
-            )
+        self._check_shape(next(iter(parts)), state.shape)
         return _joined(next(iter(parts.values())), state)
+
+    def of_blocks(self, key: str, numbers: Tensor, scales: Tensor) -> Tensor | None:
+        """Return weight `key` in packed form from 8-bit floats with a scale for each block, or one for all; None if that is
+        another form.
+
+        Raises `InputError` where it has another shape."""
+        self._check_shape(key, numbers.shape)
+        grid = _grid(self.shape)
+        if self.method != FP8 or self.is_transposed or (scales.shape != grid and scales.numel() > 1):
+            return None
+        packed = torch.zeros(_num_bytes(self.shape, FP8), dtype=torch.uint8, device=numbers.device)
+        packed_scales, packed_numbers = _parts_blocks(packed, self.shape)
+        packed_scales.copy_(scales.reshape((1,) * len(grid)) if scales.numel() == 1 else scales)
+        packed_numbers.copy_(numbers)
+        return packed
+
+    def _check_shape(self, key: str, shape: Sequence[int]) -> None:
+        if tuple(shape) != self.shape:
+            raise InputError(
+                f"tensor '{key}' stands for a weight of shape {list(shape)}, expected {list(self.shape)}: the files belong "
+                "to another model"
+            )
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the weight as the module uses it."""
@@ -80,21 +100,24 @@ class Packed(NamedTuple):
             scales = torch.ops.stagewright.block_scales(packed, math.prod(self.shape))
             weight = torch.ops.stagewright.dequantise_4bit(packed, scales, self.shape, self.dtype)
         else:
-            weight = torch.ops.stagewright.dequantise_rows(packed, self.shape, self.dtype)
+            dequantise = "dequantise_blocks" if self.method == FP8 else "dequantise_rows"
+            weight = getattr(torch.ops.stagewright, dequantise)(packed, self.shape, self.dtype)
         return weight.t() if self.is_transposed else weight
 
 
-def quantise_base(net: nn.Module, method: str) -> None:
+def quantise_base(net: nn.Module, method: str, unconverted: Sequence[str] = ()) -> None:
     """Change `net`, a transformers model with adapters: the weights of its linear layers and experts are packed.
 
-    Embeddings, head and whatever shares its weight with them keep their type, as in transformers. Raises `InputError` for
-    weights of 64 bits.
+    Embeddings, head and whatever shares its weight with them keep their type, as in transformers, and so do modules that a
+    pattern in `unconverted` names. Raises `InputError` for weights of 64 bits.
     """
     kept = set(_kept(net))
     for path, module in net.named_modules():
+        if is_adapter(f"{path}.") or not _is_converted(path, unconverted):
+            continue
         layouts: dict[str, Packed] = {}
         for name, weight in _weights(module):
-            if id(weight) in kept or is_adapter(f"{path}."):
+            if id(weight) in kept:
                 continue
             if weight.dtype == torch.float64:
                 raise InputError(
@@ -106,6 +129,12 @@ def quantise_base(net: nn.Module, method: str) -> None:
         if layouts:
             module.packed_weights = layouts  # type: ignore[assignment]
             module.__class__ = _unpacking(type(module), tuple(layouts))
+
+
+def _is_converted(path: str, unconverted: Sequence[str]) -> bool:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return should_convert_module(base_name(f"{path}.").removesuffix("."), list(unconverted))
 
 
 def packed_weights(module: nn.Module) -> dict[str, Packed]:
@@ -167,6 +196,8 @@ def _parts_4bit(num_elements: int) -> tuple[int, int, int, int, int]:
 
 
 def _quantise(weight: Tensor, method: str) -> Tensor:
+    if method == FP8:
+        return _quantise_blocks(weight)
     return _quantise_4bit(weight) if method == NF4 else _quantise_rows(weight)
 
 
@@ -242,10 +273,68 @@ def _dequantise_rows(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -
     return torch.mul(numbers, scales, out=packed.new_empty(tuple(shape), dtype=dtype))
 
 
+def _quantise_blocks(weight: Tensor) -> Tensor:
+    """Pack a scale for each block, and the numbers; the experts of a tensor one after the other."""
+    packed = weight.new_zeros(_num_bytes(weight.shape, FP8), dtype=torch.uint8)
+    matrices = (part.reshape(-1, *part.shape[-2:]) for part in (*_parts_blocks(packed, weight.shape), weight))
+    for scales, numbers, matrix in zip(*matrices, strict=True):
+        for (part, scale), (packed_part, _) in zip(
+            _in_blocks(matrix, scales), _in_blocks(numbers, scales), strict=True
+        ):
+            wide = part.float()
+            largest = wide.abs().amax((-3, -1), keepdim=True)
+            factor = torch.where(largest > 0, _LARGEST_FP8 / largest, 1.0)
+            scale.copy_(1.0 / factor)
+            packed_part.copy_((wide * factor).clamp_(-_LARGEST_FP8, _LARGEST_FP8))
+    return packed
+
+
+def _dequantise_blocks(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Convert the numbers, then multiply them in place, since no operator multiplies 8-bit floats."""
+    scales, numbers = _parts_blocks(packed, shape)
+    weight = packed.new_empty(tuple(shape), dtype=dtype).copy_(numbers)
+    for part, scale in _in_blocks(weight, scales):
+        part.mul_(scale)
+    return weight
+
+
+def _grid(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of blocks along each dimension of a weight."""
+    *experts, rows, columns = shape
+    return (*experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+
+
+def _parts_blocks(packed: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the scales and the numbers in a packed weight."""
+    grid = _grid(shape)
+    size = 4 * math.prod(grid)
+    numbers = packed[_aligned(size) :].view(torch.float8_e4m3fn)
+    return packed[:size].view(torch.float32).view(grid), numbers.view(tuple(shape))
+
+
+def _in_blocks(weight: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of a weight in blocks ``[..., place, row, place, column]``, and of their scales: of whole blocks, and of
+    those that the last rows or columns cut off."""
+    for places, rows, height in _runs(weight.shape[-2]):
+        for next_places, columns, width in _runs(weight.shape[-1]):
+            blocks = weight[..., rows, columns].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+            yield blocks, scales[..., places, next_places][..., :, None, :, None]
+
+
+def _runs(size: int) -> Iterator[tuple[slice, slice, int]]:
+    """Yield the places of the whole blocks along a dimension, what they span and the size of one; then of one cut off."""
+    count, remainder = divmod(size, FP8_BLOCK)
+    if count:
+        yield slice(0, count), slice(0, size - remainder), FP8_BLOCK
+    if remainder:
+        yield slice(count, count + 1), slice(size - remainder, size), remainder
+
+
 def _num_bytes(shape: Sequence[int], method: str) -> int:
     if method == NF4:
         return _parts_4bit(math.prod(shape))[-1]
-    return _aligned(4 * math.prod(shape[:-1])) + math.prod(shape)
+    scales = math.prod(_grid(shape) if method == FP8 else shape[:-1])
+    return _aligned(4 * scales) + math.prod(shape)
 
 
 define(
@@ -266,6 +355,11 @@ define(
 define(
     "dequantise_rows(Tensor packed, int[] shape, ScalarType dtype) -> Tensor",
     run=_dequantise_rows,
+    lay_out=lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
+)
+define(
+    "dequantise_blocks(Tensor packed, int[] shape, ScalarType dtype) -> Tensor",
+    run=_dequantise_blocks,
     lay_out=lambda packed, shape, dtype: packed.new_empty(shape, dtype=dtype),
 )
 

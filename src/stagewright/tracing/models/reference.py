@@ -23,7 +23,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import apply_overrides, check_sizes
-from stagewright.tracing.models.quantised import refuse_method
+from stagewright.tracing.models.quantised import FP8, refuse_fp8, refuse_method
 from stagewright.tracing.models.source import factory_source, split_factory, takes_sequence_length
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
@@ -69,7 +69,8 @@ class ModelReference:
         """Return this model with adapters, which alone are trained; unchanged if `lora` is None.
 
         Raises:
-            InputError: the factory's code says itself what is trained.
+            InputError: the factory's code says itself what is trained, or the base is one of fp8 and the weights are stored
+                in another kind of fp8.
         """
         if lora is None:
             return self
@@ -78,6 +79,8 @@ class ModelReference:
                 f"'{self.text}' is a factory, whose model is trained as it returns it: call peft.get_peft_model in it, and "
                 "leave out --lora"
             )
+        if lora.base == FP8:
+            refuse_fp8(self.config or {}, self.text)
         return replace(self, lora=lora, digest=_digest([self.digest, lora.structure]))
 
     def on_plain_base(self) -> ModelReference:
