@@ -126,10 +126,7 @@ def test_everything_private_imports_is_listed_here() -> None:
 
 
 def test_every_patch_of_transformers_is_listed_here() -> None:
-    patched = {
-        (module.__name__, name)
-        for module, name, _ in (*transformers_patches._REPLACEMENTS, transformers_patches._UNPACKED)
-    }
+    patched = {(module.__name__, name) for module, name in transformers_patches._REPLACEMENTS}
     listed = {(module, name) for module, name, *_ in USED if module.startswith("transformers")}
     assert patched == listed
 
@@ -237,3 +234,18 @@ def test_the_shape_function_of_grouped_products_still_takes_two_matrices_first()
         product = torch._grouped_mm(torch.empty(6, 8), torch.empty(2, 3, 8).transpose(1, 2), offs=offsets)
     assert tuple(product.shape) == (6, 3)
     assert product.stride() == (4, 1)  # rows are padded to 16 bytes
+
+
+def test_what_an_interrupted_trace_left_replaced_lasts_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    from stagewright.tracing.models import transformers_patches
+
+    find = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils, "find_packed_sequence_indices", transformers_patches._no_packed_sequences
+    )
+    with transformers_patches.trace_as_run(packed=True):
+        assert masking_utils.find_packed_sequence_indices is find
+    with transformers_patches.trace_as_run():
+        assert masking_utils.find_packed_sequence_indices is transformers_patches._no_packed_sequences

@@ -364,9 +364,10 @@ def _partial_choices(
 @compiled
 def _thinned(kept: Floats, seconds: Floats) -> Ints:
     """Return the labels that no other dominates; if there are too many, those that differ most in bytes."""
-    considered = _fastest_by_bytes(kept, seconds) if len(kept) > _BINS else np.arange(len(kept))
-    # Bytes are whole numbers: this is by bytes, and of equal bytes by seconds, in one pass.
-    order = considered[np.argsort(kept[considered] + seconds[considered] / (2 * seconds.max() + 1e-30))]
+    if len(kept) > _BINS:
+        order = _fastest_by_bytes(kept, seconds)
+    else:  # Bytes are whole numbers: this is by bytes, and of equal bytes by seconds, in one pass.
+        order = np.argsort(kept + seconds / (2 * seconds.max() + 1e-30))
     chosen = np.empty(len(order), np.int64)
     count, least = 0, np.inf
     for label in order:
@@ -384,7 +385,7 @@ def _thinned(kept: Floats, seconds: Floats) -> Ints:
 
 @compiled
 def _fastest_by_bytes(kept: Floats, seconds: Floats) -> Ints:
-    """Return the fastest of the labels that keep about equally many bytes, and the one that keeps least."""
+    """Return the fastest of the labels that keep about equally many bytes, and the one that keeps least, by bytes."""
     low, high = kept.min(), kept.max()
     scale = (_BINS - 1) / max(high - low, 1.0)
     fastest = np.full(_BINS, -1, np.int64)

@@ -23,17 +23,15 @@ def trace_as_run(packed: bool = False) -> Iterator[None]:
     No mask is built if `is_causal` (or no mask) means the same; grouped matmuls stay grouped. With `packed` the position
     ids given to the model may start several sequences, which need a separate mask.
     """
-    replacements = _REPLACEMENTS if packed else (*_REPLACEMENTS, _UNPACKED)
-    replaced: list[tuple[Any, str, Any]] = []
+    before = [(module, name, getattr(module, name)) for module, name in _ORIGINALS]
     try:
-        for module, name, value in replacements:
-            if hasattr(module, name):
-                replaced.append((module, name, getattr(module, name)))
-                setattr(module, name, value)
+        for place, original in _ORIGINALS.items():
+            is_as_given = packed and place == _PACKED
+            setattr(*place, original if is_as_given else _REPLACEMENTS[place])
         yield
     finally:
-        for module, name, original in reversed(replaced):
-            setattr(module, name, original)
+        for module, name, value in reversed(before):
+            setattr(module, name, value)
 
 
 def _no() -> bool:
@@ -49,10 +47,13 @@ def _no_packed_sequences(position_ids: Any) -> None:
     return None
 
 
-_is_tracing = getattr(masking_utils, "is_tracing", lambda tensor: False)
-_REPLACEMENTS = (
-    (masking_utils, "is_torchdynamo_exporting", _no),
-    (masking_utils, "is_tracing", _traces_values_of),
-    (moe, "is_torchdynamo_compiling", _no),
-)
-_UNPACKED = (masking_utils, "find_packed_sequence_indices", _no_packed_sequences)
+_PACKED = masking_utils, "find_packed_sequence_indices"
+_REPLACEMENTS: dict[tuple[Any, str], Any] = {
+    (masking_utils, "is_torchdynamo_exporting"): _no,
+    (masking_utils, "is_tracing"): _traces_values_of,
+    (moe, "is_torchdynamo_compiling"): _no,
+    _PACKED: _no_packed_sequences,
+}
+_ORIGINALS = {place: getattr(*place) for place in _REPLACEMENTS if hasattr(*place)}
+"""As transformers has them. What is replaced is set from these: what an interrupted trace left lasts no longer."""
+_is_tracing = _ORIGINALS.get((masking_utils, "is_tracing"), lambda tensor: False)
