@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class CausalLoss(nn.Module):
         self.upcast = upcast
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self.net(input_ids=input_ids, use_cache=False).logits
+        with _as_measured():
+            logits = self.net(input_ids=input_ids, use_cache=False).logits
         logits = logits.float() if self.upcast else logits
         shifted = logits[..., :-1, :].contiguous()
         return functional.cross_entropy(shifted.flatten(0, 1), labels[..., 1:].contiguous().flatten())
@@ -166,7 +168,6 @@ def clip(attention: str, microbatch_size: int, sequence_length: int, image: int 
 
 def llama(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """Llama-3.2-1B."""
-    sdpa_attention.use_gqa_in_sdpa = _copies_heads
     config: Any = LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,
@@ -185,7 +186,6 @@ def llama(attention: str, microbatch_size: int, sequence_length: int) -> Made:
 
 def gemma(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """Gemma-2B."""
-    sdpa_attention.use_gqa_in_sdpa = _copies_heads
     config: Any = GemmaConfig(
         vocab_size=256000,
         hidden_size=2048,
@@ -203,8 +203,24 @@ def _no_mask(*_: Any, **__: Any) -> None:
     """The measured runs gave no mask, so that the fused kernel itself is causal; a tracer would be given an explicit one."""
 
 
-for _module in (modeling_gpt2, modeling_llama, modeling_gemma):
-    setattr(_module, "create_causal_mask", _no_mask)  # noqa: B010, a module has no such attribute to a type checker
+@contextlib.contextmanager
+def _as_measured() -> Iterator[None]:
+    """Let transformers compute inside what it computed in the measured runs."""
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        *(
+            (module, "create_causal_mask", _no_mask)
+            for module in (modeling_gpt2, modeling_llama, modeling_gemma)
+        ),
+        (sdpa_attention, "use_gqa_in_sdpa", _copies_heads),
+    ]
+    before = [getattr(module, name) for module, name, _ in places]
+    try:
+        for module, name, value in places:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
 
 
 def _copies_heads(*_: Any) -> bool:
