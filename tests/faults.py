@@ -79,11 +79,12 @@ class StartedRun:
 
     def left_over(self) -> list[int]:
         """Processes of its session that still run."""
-        return [pid for pid, _, environment in _processes() if environment.get(b"FAULTS_RUN") == self._mark]
+        return processes_of(str(self.log))
 
-    @property
-    def _mark(self) -> bytes:
-        return str(self.log).encode()
+
+def processes_of(run: str) -> list[int]:
+    """Return the processes that run with ``FAULTS_RUN=run``, ranks that outlive their launcher for a moment included."""
+    return [pid for pid, _, environment in _processes() if environment.get(b"FAULTS_RUN") == run.encode()]
 
 
 @contextmanager

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_finetuning import KINDS
 
+from faults import processes_of
 from patience import Deadline, patient
 from stagewright.cluster import load_cluster, save_cluster
 from stagewright.execution.data.order import SampleOrder
@@ -163,6 +165,7 @@ def test_losses_and_adapters_are_those_of_peft_in_the_memory_that_is_predicted(
         assert rank["allocated_peak_bytes"] == pytest.approx(predicted.tensor_peak_bytes, rel=0.01)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("step", [2, 1, 3, 5, 7])
 def test_killed_and_started_again_it_ends_with_the_same_adapters(step: int, tmp_path: Path) -> None:
     for name in ("whole", "killed"):
@@ -173,17 +176,27 @@ def test_killed_and_started_again_it_ends_with_the_same_adapters(step: int, tmp_
     folder = tmp_path / "killed"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            finetune(folder, *more), cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            finetune(folder, *more),
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "FAULTS_RUN": str(folder)},
         )
     deadline = Deadline(120)
     while f"step {step}/8" not in (folder / "log").read_text():
         assert process.poll() is None and deadline, (folder / "log").read_text()
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    is_kept = any((folder / "out" / "checkpoints").glob("step-*"))
+    while running := processes_of(str(folder)):  # ranks too, which outlive their launcher for some steps
+        assert deadline
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+    checkpoints = {file.name for file in (folder / "out" / "checkpoints").glob("step-*")}
     commands = run(folder, *more)["commands"]
-    assert any(command.endswith("--resume") for command in commands) == is_kept
+    is_resumed = any(command.endswith("--resume") for command in commands)
+    assert is_resumed == (bool(checkpoints) and "step-000008" not in checkpoints)
     adapters = [
         tmp_path / name / "out" / "adapter" / "adapter_model.safetensors" for name in ("whole", "killed")
     ]
