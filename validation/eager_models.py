@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from eager_vision import ConvNeXtV2, VisionTransformer
@@ -206,21 +207,11 @@ def _no_mask(*_: Any, **__: Any) -> None:
 @contextlib.contextmanager
 def _as_measured() -> Iterator[None]:
     """Let transformers compute inside what it computed in the measured runs."""
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        *(
-            (module, "create_causal_mask", _no_mask)
-            for module in (modeling_gpt2, modeling_llama, modeling_gemma)
-        ),
-        (sdpa_attention, "use_gqa_in_sdpa", _copies_heads),
-    ]
-    before = [getattr(module, name) for module, name, _ in places]
-    try:
-        for module, name, value in places:
-            setattr(module, name, value)
+    with contextlib.ExitStack() as stack:
+        for module in (modeling_gpt2, modeling_llama, modeling_gemma):
+            stack.enter_context(mock.patch.object(module, "create_causal_mask", _no_mask))
+        stack.enter_context(mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", _copies_heads))
         yield
-    finally:
-        for (module, name, _), value in zip(places, before, strict=True):
-            setattr(module, name, value)
 
 
 def _copies_heads(*_: Any) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+_MOST_PROCESSES = 8
+
 
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
@@ -42,6 +44,11 @@ def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
             work(stream)
     finally:
         os._exit(0)
+
+
+def num_more_processes(num_bytes: float) -> int:
+    """Return the number of further processes of so many bytes that the machine has cores and memory for."""
+    return min(num_cores() - 1, int(min(free_bytes() / num_bytes, _MOST_PROCESSES)))
 
 
 def machine_bytes() -> int:

@@ -37,21 +37,21 @@ def searched() -> SearchResult:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits_ahead, "_WORTH_S", 0.0)
-    monkeypatch.setattr(fits_ahead, "_num_more_processes", lambda: 2)
+    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda num_bytes: 2)
 
 
 def test_a_search_is_the_same_with_other_processes(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[Fit | Miss | None] = []
-    answer_of = fits_ahead._answer_of
+    take = FitsAhead._take
 
-    def noted(child: int, answers: int) -> Fit | Miss | None:
-        answered.append(answer_of(child, answers))
+    def noted(self: FitsAhead, attempt: Attempt) -> Fit | Miss | None:
+        answered.append(take(self, attempt))
         return answered[-1]
 
-    monkeypatch.setattr(fits_ahead, "_answer_of", noted)
+    monkeypatch.setattr(FitsAhead, "_take", noted)
     ahead = searched()
     assert any(isinstance(answer, Miss) for answer in answered) and None not in answered
-    monkeypatch.setattr(fits_ahead, "_num_more_processes", lambda: 0)
+    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda num_bytes: 0)
     alone = searched()
     assert ahead.plans == alone.plans
     assert ahead.excluded == alone.excluded

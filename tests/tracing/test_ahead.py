@@ -40,7 +40,7 @@ def test_what_follows_is_not_traced() -> None:
 
 def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = resolve("tiny-llama"), list[str]()
-    monkeypatch.setattr(ahead, "_num_more_processes", lambda: 2)
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
     asked = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
     with Ahead(model, asked, said.append) as others:
         others.finish(asked)
@@ -53,7 +53,7 @@ def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) 
 
 def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = resolve("tiny-llama"), sizes(1, 2, microbatches=(1,))
-    monkeypatch.setattr(ahead, "_num_more_processes", lambda: 1)
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
     with Ahead(model, asked) as others:
         others.start(asked)
         others._wait()
@@ -68,7 +68,7 @@ def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
             "import os\nopen(os.path.join(os.path.dirname(__file__), 'ran'), 'w')\n"
         )
     monkeypatch.chdir(here)
-    monkeypatch.setattr(ahead, "_num_more_processes", lambda: 1)
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
     with Ahead(model, asked) as others:
         others.start(asked)
         others._wait()
@@ -81,7 +81,7 @@ def test_few_graphs_and_code_of_factories_start_no_process(monkeypatch: pytest.M
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
-    monkeypatch.setattr(ahead, "_num_more_processes", lambda: 2)
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
     for model, asked in (
         ("tiny-llama", sizes(1, microbatches=(1,))),
         (f"{__file__}:sizes", sizes(1, 2, 4)),
@@ -96,7 +96,7 @@ def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) 
 
     model, asked = resolve("tiny-llama"), sizes(1, 2, 4)
     monkeypatch.setattr("subprocess.Popen", refuse)
-    monkeypatch.setattr(ahead, "_num_more_processes", lambda: 2)
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
     with Ahead(model, asked) as others:
         others.start(asked)
         others.finish(asked)

@@ -96,15 +96,10 @@ def finetune(
             )
         training = replace(training, base=base)
     plain = replace(model_options, lora_base=None).reference(model)
-    if (
-        reading is not None
-        and training.base == "bf16"
-        and not is_given("base")
-        and keeps_fp8(plain.config or {})
-    ):
-        training = replace(
-            training, base="auto"
-        )  # those programs compute in bf16 and keep what is published in fp8
+    # Programs whose files say bf16 compute in it and keep what is published in fp8.
+    is_of_file = reading is not None and not is_given("base")
+    if is_of_file and training.base == "bf16" and keeps_fp8(plain.config or {}):
+        training = replace(training, base="auto")
     bases = quantised_bases(plain, training.base)
     models = {None: plain} | {base: replace(model_options, lora_base=base).reference(model) for base in bases}
     request = FinetuneRequest(models, data, training, machine, result, space, tuple(words), job)

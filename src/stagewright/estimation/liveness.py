@@ -153,12 +153,8 @@ def _last_uses(function: Function) -> tuple[set[int], list[list[int]]]:
     dying: list[list[int]] = []
     for node in reversed(function.nodes):
         ending: list[int] = []
-        results = [number for number in node.outputs if number is not None and number not in used]
-        for number in node.inputs:
-            if number not in used:
-                used.add(number)
-                ending.append(number)
-        for number in results:
+        unused = [number for number in node.outputs if number is not None and number not in used]
+        for number in (*node.inputs, *unused):
             if number not in used:
                 used.add(number)
                 ending.append(number)

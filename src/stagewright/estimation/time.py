@@ -245,7 +245,7 @@ class Costing:
             )
         self.cluster = cluster
         self.without_rule: set[str] = set()
-        self._by_signature: dict[object, Cost] = {}
+        self._by_key: dict[object, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
         self._growing_by_kind: dict[tuple[int, Part], float] = {}
         self._products_of: dict[int, int] = {}
@@ -261,7 +261,7 @@ class Costing:
     def of_graph(self, graph: OperatorGraph) -> Costing:
         """Return the costs of another graph on the same device; nodes of equal signature cost the same."""
         costing = Costing(graph, self._given[0], self.cluster, self.matmul_precision, self._given[1])
-        costing._by_signature, costing.without_rule = self._by_signature, self.without_rule
+        costing._by_key, costing.without_rule = self._by_key, self.without_rule
         return costing
 
     def of(self, node: Node, value: Lookup) -> Cost:
@@ -270,14 +270,9 @@ class Costing:
             return _NOTHING
         if node.id in self.fusions and self.graph.nodes[node.id] is node:
             return self._fused(node)
-        kind: object = self._kind(node)
-        if node.op == ACCUMULATE:  # which splitting adds for every trained parameter
-            gradient = value(node.inputs[0])
-            kind = gradient.meta, value(gradient.storage).meta.num_elements
-        is_kept = node.signature >= 0 or node.op == ACCUMULATE
-        cached = self._by_signature.get(kind) if is_kept else None
-        if cached is not None:
-            return cached
+        key = self._key(node, value)
+        if key in self._by_key:
+            return self._by_key[key]
         operator = work(node, value)
         if not operator.has_rule:
             self.without_rule.add(short_name(node.op))
@@ -294,8 +289,8 @@ class Costing:
         if node.op in COLLECTIVES:
             result = self._sent(node, value, result)
         result = self._in_turn(result)
-        if is_kept:
-            self._by_signature[kind] = result
+        if key is not None:
+            self._by_key[key] = result
         return result
 
     def _unaligned(self, operator: Work) -> Work:
@@ -335,6 +330,13 @@ class Costing:
         seconds = self.arrays.device_s
         is_measured = [self.measured_seconds(node, self._of_graph) is not None for node in self.graph.nodes]
         return float(seconds[is_measured].sum() / seconds.sum())
+
+    def _key(self, node: Node, value: Lookup) -> object:
+        """Return what nodes of equal cost share; None for one that is like no other."""
+        if node.op == ACCUMULATE:  # which splitting adds for every trained parameter
+            gradient = value(node.inputs[0])
+            return gradient.meta, value(gradient.storage).meta.num_elements
+        return self._kind(node) if node.signature >= 0 else None
 
     def _kind(self, node: Node) -> int:
         """Return a number that nodes of equal cost share: the signature, and with fp8 also other criteria."""

@@ -96,7 +96,7 @@ class _Queue:
     def least_s(self) -> float:
         return self.entries[0][0] if self.entries else math.inf
 
-    def split(self, below_s: float) -> Iterator[Entry]:
+    def partitioned(self, below_s: float) -> Iterator[Entry]:
         """Yield the partitioned entries with bounds below `below_s`, the most promising first."""
         for bound_s, _, entry in sorted(self.entries, key=itemgetter(0, 1)):
             if entry.is_split and bound_s < below_s:
@@ -152,15 +152,13 @@ class Search:
     """Step seconds with the loss evaluated in one piece."""
 
     _processes: ExitStack = field(default_factory=ExitStack)
-    """Processes that trace ahead, until the search is closed."""
+    """Processes that trace or fit ahead, until the search is closed."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._processes.close()
-        if isinstance(self.fitter, OperatorFitter):
-            self.fitter.ahead.close()
 
     def __post_init__(self) -> None:
         request, report = self.request, self.report
@@ -169,6 +167,8 @@ class Search:
         self.is_own = request.job.runtime == STAGEWRIGHT
         self.coarse = Coarse(request.model, request.cluster, request.job, self.report, self.trace)
         self.fitter = fitter_of(self.coarse, self.space)
+        if isinstance(self.fitter, OperatorFitter):
+            self._processes.callback(self.fitter.ahead.close)
         (self.usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 
     # -- bound -------------------------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ class Search:
     def _fit(self, entry: Entry) -> None:
         """Add the plan of an entry, if it fits."""
         best_s = math.inf if self.best is None else self.best.step_seconds
-        fit = self.fitter.fit(entry, best_s, self.longest_s, self.waiting.split(self.longest_s))
+        fit = self.fitter.fit(entry, best_s, self.longest_s, self.waiting.partitioned(self.longest_s))
         if fit is None:
             return
         configuration = entry.configuration

@@ -34,7 +34,13 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.memory.fits_ahead import Attempt, FitsAhead
 from stagewright.planning.memory.fitting import Entry, Fit, Fitting, Miss, lacking_bytes
 from stagewright.planning.memory.host_optimizer import may_stream, may_use_host, misses_host, steps_once
-from stagewright.planning.partition.stage_terms import Within, known_ranges, partition_within
+from stagewright.planning.partition.stage_terms import (
+    Within,
+    known_ranges,
+    partition_within,
+    recomputed_within,
+    stage_ranges_of,
+)
 from stagewright.planning.prediction.staged_model import allocatable_bytes, costs_by_stage
 from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import Space, streamed_configurations
@@ -368,12 +374,15 @@ class OperatorFitter(Fitter):
             alternates = transient * (1 - 1 / number) if configuration.streamed else 0.0
             capacities.append(usable / number + alternates)
         firsts = [rank * width for rank in placed.rank_of_stage]
-        return partition_within(
-            stage_costs, program, cuts, capacities, in_flight(program),
+        stage_ranges = stage_ranges_of(
+            stage_costs, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
             state_share=configuration.state_share(self.job.precision),
-            offload=configuration.offload and not configuration.streamed, is_fixed=configuration.streamed,
+            offload=configuration.offload and not configuration.streamed,
         )  # fmt: skip
+        if configuration.streamed:
+            return recomputed_within(program, stage_ranges, cuts)
+        return partition_within(program, stage_ranges, cuts)
 
     def _needs(self, configuration: Configuration) -> tuple[Floats, float]:
         """Sets of saved values that every stage has in flight, and the part of its state that a rank keeps."""

@@ -14,12 +14,11 @@ from types import TracebackType
 from typing import Any
 
 from stagewright.errors import StagewrightError
-from stagewright.machine import free_bytes, num_cores, python_command
+from stagewright.machine import num_more_processes, python_command
 from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 
-_MOST = 8
 _BYTES = 1.5 * 2**30
 """Memory of a process in bytes, estimated generously."""
 
@@ -79,7 +78,7 @@ class Ahead:
             for place, setting in enumerate(self._settings)
             if setting in missing and place not in self._given
         ]
-        num = min(_num_more_processes(), len(places))
+        num = min(num_more_processes(_BYTES), len(places))
         if self._model.kind == "factory" or not sys.executable or not num:
             return
         if not self._workers and len(places) < fewest:
@@ -122,11 +121,6 @@ class Ahead:
             self._report(
                 f"{self._num_done} of {len(self._given)} graphs, on {1 + len(self._workers)} processes"
             )
-
-
-def _num_more_processes() -> int:
-    """Return the number of further processes that the machine has cores and memory for."""
-    return min(num_cores() - 1, int(min(free_bytes() / _BYTES, _MOST)))
 
 
 def _next(queue: int, patience_s: float | None) -> int | None:

@@ -17,10 +17,9 @@ from functools import partial
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
-from stagewright.machine import forked, free_bytes, num_cores
+from stagewright.machine import forked, num_more_processes
 from stagewright.planning.memory.fitting import Entry, Fit, Miss
 
-_MOST = 8
 _BYTES = 2**30
 """Memory of a process in bytes beyond what it shares with this one, estimated generously."""
 _WORTH_S = 0.2
@@ -51,9 +50,9 @@ class FitsAhead:
         the most likely first; others that were begun with other seconds are given up."""
         for other in [other for other in self._running if other[1:] != attempt[1:]]:
             self._give_up(other)
-        process = self._running.pop(attempt, None)
-        self._start(later, num_idle=_num_more_processes() + (process is not None) - len(self._running))
-        if process is not None and (result := _answer_of(*process)) is not None:
+        waits = attempt in self._running  # while another process works it out
+        self._start(later, num_idle=num_more_processes(_BYTES) + waits - len(self._running))
+        if waits and (result := self._take(attempt)) is not None:
             return replace(result, entry=attempt.entry)
         began_s = time.monotonic()
         result = self.work_out(attempt)
@@ -78,25 +77,20 @@ class FitsAhead:
         result = self.work_out(attempt)
         pickle.dump(replace(result, candidate=None) if isinstance(result, Miss) else result, answers)
 
+    def _take(self, attempt: Attempt) -> Fit | Miss | None:
+        """Return the answer of a process once it has one; None if it dies."""
+        try:
+            with open(self._running[attempt][1], "rb", closefd=False) as stream:
+                return pickle.loads(stream.read())
+        except (EOFError, pickle.UnpicklingError):
+            return None
+        finally:
+            self._give_up(attempt)
+
     def _give_up(self, attempt: Attempt) -> None:
+        """End a process, whether or not it has an answer."""
         child, answers = self._running.pop(attempt)
         os.close(answers)
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def _answer_of(child: int, answers: int) -> Fit | Miss | None:
-    """Return the answer of a process once it has one; None if it dies."""
-    with os.fdopen(answers, "rb") as stream:
-        answer = stream.read()
-    os.waitpid(child, 0)
-    try:
-        return pickle.loads(answer)
-    except (EOFError, pickle.UnpicklingError):
-        return None
-
-
-def _num_more_processes() -> int:
-    """Return the number of further processes that the machine has cores and memory for."""
-    return min(num_cores() - 1, int(min(free_bytes() / _BYTES, _MOST)))

@@ -112,9 +112,9 @@ class Miss:
     """Empty for one that is too slow."""
     missing_bytes: int | None = None
     is_partitioned: bool = False
-    """Whether it was worked out how much devices lack, of all partitions tried."""
+    """Whether partitions were worked out, and it is devices that lack memory."""
     candidate: Candidate | None = None
-    """The partition that lacks least, where this is so; None if another process worked it out."""
+    """The partition that lacks least, where one was worked out by this process."""
     least_bytes: int | None = None
     """What its fullest rank needs at least, where only bounds were worked out."""
     was_short: bool = True

@@ -49,6 +49,11 @@ class Recomputable:
     num_bytes: Floats
     seconds: Floats
 
+    def within(self, start: int, stop: int) -> Recomputable:
+        """Return those whose makers are in a range."""
+        inside = (self.place >= start) & (self.place < stop)
+        return Recomputable(self.place[inside], self.num_bytes[inside], self.seconds[inside])
+
     @classmethod
     def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Recomputable:
         sizes, costs = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
@@ -87,6 +92,10 @@ class Ranges:
     @cached_property
     def most_transient(self) -> RangeMaximum:
         return RangeMaximum(self.transient_bytes)
+
+    def work(self, start: int, stop: int) -> float:
+        """Return the bytes by which the most alive besides saved values grows where everything is recomputed."""
+        return self.most_with_work(start, stop) - self.most_transient(start, stop)
 
     @cached_property
     def most_with_work(self) -> RangeMaximum:

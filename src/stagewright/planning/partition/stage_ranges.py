@@ -73,10 +73,8 @@ class StageRanges:
 
     def least_capacity(self, stage: int, start: int, stop: int) -> float:
         """Return the bytes of a stage that recomputes everything it can."""
-        inside = (self.ranges.recomputable.place >= start) & (self.ranges.recomputable.place < stop)
-        freed = self.terms[stage].copies * float(self.ranges.recomputable.num_bytes[inside].sum())
-        work = self.ranges.most_with_work(start, stop) - self.ranges.most_transient(start, stop)
-        return self.demand(stage, start, stop) + work - freed
+        freed = self.terms[stage].copies * float(self.ranges.recomputable.within(start, stop).num_bytes.sum())
+        return self.demand(stage, start, stop) + self.ranges.work(start, stop) - freed
 
     def least_bytes(self) -> float:
         """Return the bytes that all stages together need, regardless of cuts, recomputation and offload."""
@@ -104,10 +102,9 @@ class StageRanges:
         needed = self.demand(stage, start, stop) - terms.capacity
         if needed <= 0:
             return 0.0
-        needed += self.ranges.most_with_work(start, stop) - self.ranges.most_transient(start, stop)
-        recomputable = self.ranges.recomputable
-        inside = (recomputable.place >= start) & (recomputable.place < stop)
-        sizes, costs = recomputable.num_bytes[inside], recomputable.seconds[inside] * terms.inverse_speed
+        needed += self.ranges.work(start, stop)
+        inside = self.ranges.recomputable.within(start, stop)
+        sizes, costs = inside.num_bytes, inside.seconds * terms.inverse_speed
         forward = float(self.ranges.forward_seconds[stop] - self.ranges.forward_seconds[start])
         return _least_mixed(terms, sizes, costs, needed, forward * terms.inverse_speed)
 

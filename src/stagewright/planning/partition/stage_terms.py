@@ -69,26 +69,21 @@ class Within:
     busy_s: float
 
 
-def partition_within(
+def stage_ranges_of(
     stage_costs: Sequence[RangeCosts],
-    program: Program,
-    cuts: tuple[int, ...],
     capacities: Sequence[float],
     counts: Sequence[float],
     between: Callable[[int, int, float], float],
     *,
     state_share: float,
     offload: bool,
-    is_fixed: bool = False,
-) -> Within | None:
-    """Return `cuts` or, where these do not fit, the cuts of least bottleneck that do, with the seconds of a batch in which
-    stages recompute and offload as necessary; None if nothing fits.
+) -> StageRanges:
+    """Return the ranges of stages that recompute and offload as necessary.
 
     Args:
         stage_costs: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
         between: seconds of a message from a stage to another, by its bytes.
-        is_fixed: whether to keep the cuts, as if stages that recompute everything always fit.
 
     Ignores: memory that ranges do not include.
     """
@@ -106,30 +101,36 @@ def partition_within(
             zip(stage_costs, capacities, counts, strict=True)
         )
     ]
-    stage_ranges = StageRanges(known_ranges(model_costs), terms)
-    if is_fixed:
-        stage_ranges = _with_enough(stage_ranges, cuts)
-    elif stage_ranges.least_bytes() > sum(capacities):
+    return StageRanges(known_ranges(model_costs), terms)
+
+
+def partition_within(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> Within | None:
+    """Return `cuts` or, where these do not fit, the cuts of least bottleneck that do; None if nothing fits."""
+    if stage_ranges.least_bytes() > sum(terms.capacity for terms in stage_ranges.terms):
         return None
-    seconds = _makespan(program, stage_ranges, cuts)
-    if not math.isfinite(seconds):
+    if not math.isfinite(bottleneck(stage_ranges, cuts)):
         if (partition := bisect(stage_ranges)) is None:
             return None
-        cuts, seconds = partition.cuts, _makespan(program, stage_ranges, partition.cuts)
-    ends = [0, *cuts, stage_ranges.ranges.size]
-    once_s = sum(stage_ranges.cost(stage, *ends[stage : stage + 2]) for stage in range(len(stage_costs)))
-    return Within(cuts, seconds, once_s * program.num_microbatches / program.num_ranks)
+        cuts = partition.cuts
+    return _at_cuts(program, stage_ranges, cuts)
 
 
-def _with_enough(stage_ranges: StageRanges, cuts: tuple[int, ...]) -> StageRanges:
-    """Return `stage_ranges` with the memory that stages need which recompute everything."""
+def recomputed_within(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> Within:
+    """Return `cuts` as if stages that recompute everything always fit."""
     spans = pairwise([0, *cuts, stage_ranges.ranges.size])
     least = [stage_ranges.least_capacity(stage, *span) for stage, span in enumerate(spans)]
     terms = [
         replace(terms, capacity=max(terms.capacity, enough))
         for terms, enough in zip(stage_ranges.terms, least, strict=True)
     ]
-    return StageRanges(stage_ranges.ranges, terms)
+    return _at_cuts(program, StageRanges(stage_ranges.ranges, terms), cuts)
+
+
+def _at_cuts(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> Within:
+    spans = pairwise([0, *cuts, stage_ranges.ranges.size])
+    once_s = sum(stage_ranges.cost(stage, *span) for stage, span in enumerate(spans))
+    busy_s = once_s * program.num_microbatches / program.num_ranks
+    return Within(cuts, _makespan(program, stage_ranges, cuts), busy_s)
 
 
 def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> float:
