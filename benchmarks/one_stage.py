@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from stagewright.cluster import Cluster, load_cluster
-from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.operators import work
 from stagewright.estimation.stages import RangeCosts
@@ -26,6 +25,7 @@ from stagewright.execution.weights import Weights
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage
+from stagewright.graph.views import Lookup
 from stagewright.planning.checkpointing.fit import fit
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.predict import rank_memories

@@ -46,10 +46,10 @@ from figures import write
 from min_cut import Joint, Partitioned, as_nodes, joints_of, partition_at, peak_bytes
 from one_stage import OneStage, Recomputed, Saved, repeated
 from small_stages import small_stage
-from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import short_name, work
 from stagewright.graph import Node, Part
 from stagewright.graph.policy import Policy
+from stagewright.graph.views import Lookup
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import BuiltModel
 from stagewright.tracing.models.build import build as build_model

@@ -271,7 +271,7 @@ class Pipeline:
 def predicted(stage: Stage, function: Function, storages: dict[int, int], staying: set[int]) -> list[int]:
     """Bytes alive in front of `function` and after each of its statements, on values that lie in these storages; those that
     are `staying` outlive it."""
-    memory = function_memory(function, stage.value)
+    memory = function_memory(function, stage)
     count = len(function.nodes)
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -281,7 +281,7 @@ def predicted(stage: Stage, function: Function, storages: dict[int, int], stayin
         sizes[storage] = stage.held_bytes([value])
     alive = [sum(sizes[root] for root, end in last.items() if end > place) for place in range(-1, count)]
     made: dict[int, int] = {}
-    for statement, storage, num_bytes in memory.events:
+    for statement, storage, num_bytes in memory.events.tolist():
         change = -made[storage] if num_bytes == FREED else num_bytes
         made[storage] = num_bytes
         for place in range(statement + 1, count + 1):

@@ -25,6 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 PACKAGE = Path(__file__).parent
 SOURCES = (
     "estimation/allocator.py",
+    "estimation/liveness.py",
     "planning/assignment/kernels.py",
     "planning/joint/anneal.py",
     "planning/joint/layout.py",

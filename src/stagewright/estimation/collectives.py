@@ -15,12 +15,12 @@ from stagewright.cluster import (
     dispatch_seconds,
     reduce_scatter_seconds,
 )
-from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, TensorMeta
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, CONTEXT_GROUP, REDUCE_SCATTER, group_of
+from stagewright.graph.views import Lookup
 
 _SECONDS: dict[str, Callable[[Cluster, float, range], float]] = {
     ALL_REDUCE: all_reduce_seconds,

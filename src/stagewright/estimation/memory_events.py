@@ -323,7 +323,7 @@ def _script(
     waiting = deque(sorted(gone))
     sizes: dict[int, int] = {}
     transient = again = 0
-    for statement, home, num_bytes in function.events:
+    for statement, home, num_bytes in function.events.tolist():
         while waiting and waiting[0][0] < statement:
             _, key, freed = waiting.popleft()
             saved -= freed
@@ -332,7 +332,9 @@ def _script(
         sizes[home] = num_bytes
         transient += change
         again += change if home in function.recomputed else 0
-        yield StorageEvent(storages.get(home, -1 - home), num_bytes, saved, transient, again)
+        yield StorageEvent(
+            storages[home] if home in storages else -1 - home, num_bytes, saved, transient, again
+        )
     for _, key, freed in waiting:
         saved -= freed
         yield StorageEvent(key, FREED, saved, transient, again)

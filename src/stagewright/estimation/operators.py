@@ -14,11 +14,11 @@ from typing import Any
 
 from stagewright.cluster.attention import Scores
 from stagewright.cluster.matmul import MatmulShape
-from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
+from stagewright.graph.views import Lookup
 
 ALIGNMENT = 16
 """Bytes that a thread loads or stores at once."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, Symbol, TensorMeta
 from stagewright.graph.tensor import contiguous
+from stagewright.graph.views import Lookup
 
 
 def signature_of(node: Node, value: Lookup) -> str | None:

@@ -29,7 +29,7 @@ class StageMemory:
 
     @cached_property
     def forward(self) -> FunctionMemory:
-        return function_memory(self.stage.forward, self.stage.value)
+        return function_memory(self.stage.forward, self.stage)
 
     @cached_property
     def input_grad(self) -> FunctionMemory:
@@ -68,7 +68,7 @@ class StageMemory:
     def _kept(self, nodes: Sequence[Node]) -> FunctionMemory:
         """Return the memory of `nodes`, whose used results stay."""
         kept = tuple(sorted(made_by(nodes) & self._used))
-        return function_memory(Function(tuple(nodes), (), kept), self.stage.value)
+        return function_memory(Function(tuple(nodes), (), kept), self.stage)
 
     def _handing_over(self, function: Function) -> Function:
         if not self.hands_over:
@@ -78,7 +78,7 @@ class StageMemory:
     def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.recomputed.nodes)
         again = frozenset(node.id for node in nodes if node.op not in HOST_COPIES)
-        return function_memory(function, self.stage.value, again)
+        return function_memory(function, self.stage, again)
 
     @cached_property
     def saved_bytes(self) -> int:

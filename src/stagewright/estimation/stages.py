@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Floats
 from stagewright.cluster import Device
-from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
@@ -24,6 +23,7 @@ from stagewright.graph.messages import num_bytes
 from stagewright.graph.repeat import Copies, expanded
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.graph.views import Lookup
 
 
 @dataclass(frozen=True)

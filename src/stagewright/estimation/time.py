@@ -15,7 +15,6 @@ from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
 from stagewright.estimation.collectives import collective_seconds, ring_seconds, slowest_group
 from stagewright.estimation.compiled import Fusion, fused
-from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.estimation.runtime import runtime_of
@@ -34,7 +33,7 @@ from stagewright.graph.tensor_parallel import (
     neighbour_strides,
     parallelism,
 )
-from stagewright.graph.views import not_issued
+from stagewright.graph.views import Lookup, not_issued
 
 OVERLAP = 2.5
 """Exponent p of the overlap of arithmetic and memory traffic in one kernel: seconds are (a^p + m^p)^(1/p), between the sum

@@ -200,6 +200,16 @@ class OperatorGraph:
         return {node: index for index, node in enumerate(self.forward_ids)}
 
     @cached_property
+    def roots(self) -> Ints:
+        """The storage of every value."""
+        return np.array([value.storage for value in self.values], np.int64)
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Bytes of a storage of its own for every value."""
+        return np.array([value.meta.storage_bytes for value in self.values], np.int64)
+
+    @cached_property
     def late(self) -> int:
         """Index in `forward_ids` of the first operator that runs with the backward; their number where all run with F.
 

@@ -30,6 +30,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+
+from stagewright.arrays import Ints
 from stagewright.graph.graph import Node, OperatorGraph, Value, made_by
 
 
@@ -86,6 +89,23 @@ class Stage:
 
     def value(self, index: int) -> Value:
         return self.extra[index] if index in self.extra else self.graph.values[index]
+
+    @cached_property
+    def roots(self) -> Ints:
+        """The storage of every value."""
+        return self._of_values(self.graph.roots, lambda value: value.storage)
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Bytes of a storage of its own for every value."""
+        return self._of_values(self.graph.sizes, lambda value: value.meta.storage_bytes)
+
+    def _of_values(self, of_graph: Ints, number_of: Callable[[Value], int]) -> Ints:
+        numbers = np.zeros(max(len(of_graph), max(self.extra, default=-1) + 1), np.int64)
+        numbers[: len(of_graph)] = of_graph
+        if self.extra:
+            numbers[list(self.extra)] = list(map(number_of, self.extra.values()))
+        return numbers
 
     @cached_property
     def after_rebuild(self) -> frozenset[int]:

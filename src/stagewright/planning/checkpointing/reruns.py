@@ -179,7 +179,7 @@ class RerunStage:
         to the next phase."""
         during = self.memory.backward.allocated.astype(np.float64)
         in_front = during.copy()
-        for place, _, num_bytes in self.memory.backward.events:
+        for place, _, num_bytes in self.memory.backward.events.tolist():
             in_front[place] -= num_bytes if num_bytes != FREED else 0
         places = [place for place, _ in self._phases]
         ends = [*places[1:], len(during)]
