@@ -399,6 +399,8 @@ class Search:
             else:
                 self.waiting.push(max(bound_s, split[0]), split[1])
                 self._grow(split[1])
+        elif (judged_s := self.fitter.judged_s(entry)) > bound_s:  # by what others have taken since
+            self.waiting.push(judged_s, entry)
         else:
             self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
             self.fitted_s = bound_s

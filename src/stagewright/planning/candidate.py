@@ -576,10 +576,12 @@ def fastest_fitted(
             _of(first, with_layers_recomputed(first.staged, model_costs, offload=True)) if offload else None
         )
     whole = _whole_stages(first, model_costs) if first.cuts else None
+    precision = first.staged.job.precision
+    kept_state = configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)
     for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
         tried = [()] if whole is None else cuts_to_try(
             whole, first.memories, model_costs, () if shrink else by_cuts,
-            state_share=configuration.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
+            state_bytes=kept_state, offload=offload, shrink=shrink, below_s=below_s,
         )  # fmt: skip
         for cuts in tried[:_MOST_FITTED]:
             plain = by_cuts.get(cuts) or with_cuts(
@@ -613,10 +615,10 @@ def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget
     program = make_program(tried.configuration)
     counts = saved_counts(program, model_costs)
     ends = np.array([0, *tried.cuts, model_costs.size])
-    share = tried.configuration.state_share(job.precision)
-    stage_bytes = share * np.diff(model_costs.state_bytes[ends]) + np.array(counts) * np.diff(
-        model_costs.saved_bytes[ends]
+    kept_state = tried.configuration.kept_state(
+        model_costs.state_bytes, model_costs.trained_bytes, job.precision
     )
+    stage_bytes = np.diff(kept_state[ends]) + np.array(counts) * np.diff(model_costs.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
@@ -624,7 +626,7 @@ def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget
         spare = staged.usable_bytes(memory.rank) - reserved_bytes(memory, staged.device_of(memory.rank))
         for stage in stages:
             allowed[stage] = float(stage_bytes[stage]) + spare / len(stages)
-    return MemoryBudget(allowed, counts, share)
+    return MemoryBudget(allowed, counts, kept_state)
 
 
 def make_plan(candidate: Candidate, model_costs: RangeCosts, reference: ModelReference) -> Plan:

@@ -7,9 +7,11 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, check_names
 from stagewright.estimation.precision import Precision
+from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.planning.job import Job
 from stagewright.schedule import Program
 from stagewright.schedule.sharding import NUM_BUFFERS
@@ -184,13 +186,17 @@ class Configuration:
             return None
         return max(size for size in range(1, self.shard_size + 1) if self.num_holders % size == 0)
 
-    def state_share(self, precision: Precision) -> float:
-        """The part of a stage's state that one rank keeps on its device."""
-        kept = precision.kept_per_parameter(
-            self.level, self.shard_group or self.num_holders, self.host_optimizer
-        )
+    def kept_state(self, state_bytes: Floats, trained_bytes: Floats, precision: Precision) -> Floats:
+        """Return how much of `state_bytes`, of which trained parameters have `trained_bytes`, a rank keeps on its device.
+
+        Frozen parameters have neither gradients nor optimizer state, so that only sharding of parameters divides them.
+        """
+        shards = self.shard_group or self.num_holders
+        kept = precision.kept_per_parameter(self.level, shards, self.host_optimizer)
+        frozen = 1 / shards if self.level >= PARAMETERS else 1.0
         held = min(1.0, NUM_BUFFERS / (self.chunks or 1)) if self.streamed else 1.0
-        return held * kept / precision.bytes_per_parameter
+        trained = kept / precision.bytes_per_parameter
+        return held * (trained * trained_bytes + frozen * (state_bytes - trained_bytes))
 
     def __str__(self) -> str:
         """

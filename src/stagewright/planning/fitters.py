@@ -16,8 +16,10 @@ import numpy as np
 from stagewright.arrays import Floats
 from stagewright.errors import PlanError
 from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import cluster_for
+from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
     Candidate,
@@ -55,7 +57,10 @@ _ROUGH = 0.005
 A100, each of the 53 plans took at least 1.005 times what they say."""
 
 _ALIKE = 0.005
-"""Share of a step by which coarse costs are misjudged otherwise where the loss is evaluated in pieces."""
+"""Share of a step by which coarse costs are misjudged otherwise of `_nearly_alike` configurations."""
+
+_LITTLE = 0.02
+"""Share of a device's memory below which it makes no difference how state is sharded."""
 
 _WHOLE_BACKWARDS = "1f1b", "gpipe", "interleaved-1f1b", "breadth-first"
 """Schedules that run nothing while a rank waits for its first microbatch or for cotangents."""
@@ -121,6 +126,10 @@ class Fitter(ABC):
     @abstractmethod
     def split(self, entry: Entry) -> tuple[float, Entry] | None:
         """Return an entry with its cuts, and a lower bound on its seconds; None, with the reason noted, if it cannot fit."""
+
+    def judged_s(self, entry: Entry) -> float:
+        """Return the lower bound of `split` for an entry that was split, after what others have turned out to take since."""
+        return 0.0
 
     @abstractmethod
     def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
@@ -245,15 +254,17 @@ class OperatorFitter(Fitter):
         self.ahead = FitsAhead(self._work_out)
         self._misses: list[Miss] = []
         self._misjudged: dict[Configuration, float] = {}
-        """Step seconds of plans as shares of what was expected, by `_alike` configurations."""
-        self._at_least: dict[Configuration, float] = {}
-        """The same for what was too slow, by its configuration: its steps take this share or more."""
-        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, float]]] = {}
+        """Step seconds as shares of what was expected, or at least so many for what was too slow, by alike
+        configurations."""
+        self._nearly: dict[Configuration, float] = {}
+        """The least of these by `_nearly_alike` configurations."""
+        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats]]] = {}
         """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
-        self._tried_on_host: set[Configuration] = set()
-        self._tried_streamed: set[Configuration] = set()
+        self._added: set[Configuration] = set()
+        """Configurations of the alternatives so far."""
+        (self._usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 
     def fits_in_smaller(self, entry: Entry) -> bool:
         return True  # what is saved is given up where it does not fit
@@ -275,13 +286,30 @@ class OperatorFitter(Fitter):
         sharding_s = self.coarse.sharding_s(entry.configuration, traced, entry.cluster)
         return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, traced, entry.cluster)
 
-    def _judgement(self, configuration: Configuration) -> float:
-        """Return a lower bound on step seconds as a share of what coarse costs say: as the same configuration turned out,
-        or nearly as it did with its loss at once."""
-        alike, at_once = _alike(configuration), replace(configuration, loss_pieces=1)
-        least = self._at_least.get(at_once, 1 - _ROUGH + _ALIKE)
-        whole = self._misjudged.get(_alike(at_once), least)
-        return self._misjudged.get(alike, whole - _ALIKE)
+    def judged_s(self, entry: Entry) -> float:
+        alike = self._alike(entry.configuration)
+        nearly = self._nearly.get(_nearly_alike(alike), 1 - _ROUGH + _ALIKE) - _ALIKE
+        return self._expected_s(entry) * self._misjudged.get(alike, nearly)
+
+    def _expected_s(self, entry: Entry) -> float:
+        """Return what a step of a partitioned entry takes by coarse costs."""
+        return self.with_network(entry, entry.compute_s)
+
+    def _alike(self, configuration: Configuration) -> Configuration:
+        """Return the same wherever the optimizer is, which takes little time, for all ways to save, and where trained
+        parameters take little memory, as adapters do, for all ways to shard these."""
+        alike = replace(configuration, host_optimizer=False, offload=False)
+        trained_bytes = float(self.coarse.costs(configuration.traced).trained_bytes.sum()) / configuration.pp
+        if configuration.level < PARAMETERS and trained_bytes < _LITTLE * self._usable_bytes:
+            alike = replace(alike, zero=0)
+        return alike
+
+    def _learn(self, entry: Entry, seconds: float) -> None:
+        """Note that a step of a partitioned entry takes so long, or longer if it is too slow."""
+        alike, share = self._alike(entry.configuration), seconds / self._expected_s(entry)
+        self._misjudged.setdefault(alike, share)
+        nearly = _nearly_alike(alike)
+        self._nearly[nearly] = min(share, self._nearly.get(nearly, share))
 
     # -- cuts --------------------------------------------------------------------------------------------------------
 
@@ -326,7 +354,7 @@ class OperatorFitter(Fitter):
             return None
         more = self._more(key)
         split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
-        return self.with_network(split, split.compute_s) * self._judgement(configuration), split
+        return self.judged_s(split), split
 
     def _split_streamed(self, entry: Entry) -> tuple[float, Entry]:
         """Return an entry with streamed weights cut between layers; raises `PlanError` for too few of them."""
@@ -341,7 +369,7 @@ class OperatorFitter(Fitter):
         if configuration.saves and (within := self._within_memory(split)) is not None:
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
         split = replace(split, compute_s=compute_s, busy_s=busy_s)
-        return self.with_network(split, compute_s) * self._judgement(configuration), split
+        return self.judged_s(split), split
 
     def _more(self, key: Configuration) -> float:
         """Return how many times the seconds of ranges the whole model takes: they leave out what splitting adds, such as
@@ -377,25 +405,28 @@ class OperatorFitter(Fitter):
         stage_ranges = stage_ranges_of(
             stage_costs, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
-            state_share=configuration.state_share(self.job.precision),
+            state_bytes=configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision),
             offload=configuration.offload and not configuration.streamed,
         )  # fmt: skip
         if configuration.streamed:
             return recomputed_within(program, stage_ranges, cuts)
         return partition_within(program, stage_ranges, cuts)
 
-    def _needs(self, configuration: Configuration) -> tuple[Floats, float]:
-        """Sets of saved values that every stage has in flight, and the part of its state that a rank keeps."""
+    def _needs(self, configuration: Configuration) -> tuple[Floats, Floats]:
+        """Sets of saved values that every stage has in flight, and the state that a rank keeps of every operator."""
         counts = np.array(in_flight(make_program(configuration)), float)
-        return counts, configuration.state_share(self.job.precision)
+        model_costs = self.coarse.model_costs(configuration.traced)
+        return counts, np.diff(
+            configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision)
+        )
 
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
         """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
         if not self._without_headroom:
             return False
-        counts, share = self._needs(entry.configuration)
+        counts, state = self._needs(entry.configuration)
         misses = self._without_headroom.get(_headroom_key(entry, len(counts)), ())
-        return any(share >= least and (counts >= fewest).all() for fewest, least in misses)
+        return any((counts >= fewest).all() and (state >= least).all() for fewest, least in misses)
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
         self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")
@@ -408,11 +439,10 @@ class OperatorFitter(Fitter):
         configuration = entry.configuration
         later = (Attempt(other, best_s, longest_s, self._lost_share) for other in others)
         result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
-        expected_s = self.with_network(entry, entry.compute_s)
         if isinstance(result, Miss):
             self._note(result)
             if result.is_too_slow:
-                self._at_least[configuration] = longest_s / expected_s
+                self._learn(entry, longest_s)
             if result.was_short and not self._lacks_more_than_state(result):
                 self._try_on_host(entry)
             return None
@@ -420,7 +450,7 @@ class OperatorFitter(Fitter):
             self._try_on_host(entry)
         if configuration.saves:
             self._lost_share = result.lost_share
-        self._misjudged.setdefault(_alike(configuration), result.step_seconds / expected_s)
+        self._learn(entry, result.step_seconds)
         return result
 
     def _work_out(self, attempt: Attempt) -> Fit | Miss:
@@ -444,21 +474,21 @@ class OperatorFitter(Fitter):
             return False
         configuration = miss.entry.configuration
         on_host = replace(configuration, host_optimizer=True)
-        saved_share = configuration.state_share(self.job.precision) - on_host.state_share(self.job.precision)
-        state_bytes = self.coarse.model_costs(configuration.traced).state_bytes[-1]
-        return miss.missing_bytes > saved_share * state_bytes / configuration.pp
+        model_costs, precision = self.coarse.model_costs(configuration.traced), self.job.precision
+        kept, kept_on_host = (
+            float(each.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)[-1])
+            for each in (configuration, on_host)
+        )
+        return miss.missing_bytes > (kept - kept_on_host) / configuration.pp
 
     def _try_on_host(self, entry: Entry) -> None:
         """Add the entry with the optimizer on the host, and with streamed weights, to the alternatives, if these are more
         ways to try."""
         self._try_streamed(entry)
-        on_host = replace(entry.configuration, host_optimizer=True, offload=False)
         chooses = self.space.host_optimizer == "auto" and not entry.configuration.streamed
         is_free = chooses and not entry.configuration.host_optimizer
-        is_new = on_host not in self._tried_on_host
-        if is_free and is_new and may_use_host(entry.cluster) and steps_once(entry.configuration):
-            self._tried_on_host.add(on_host)
-            self.alternatives.append(Entry(on_host, entry.cluster, entry.larger))
+        if is_free and may_use_host(entry.cluster) and steps_once(entry.configuration):
+            self._add_alternative(entry, replace(entry.configuration, host_optimizer=True, offload=False))
 
     def _try_streamed(self, entry: Entry) -> None:
         """Add the entry with streamed weights to the alternatives."""
@@ -467,15 +497,23 @@ class OperatorFitter(Fitter):
             return
         key = entry.graph_key
         plain = replace(configuration, host_optimizer=False, offload=self.space.offload)
+        has_host = self.space.host_optimizer != "never" and may_use_host(entry.cluster)
         for streamed in streamed_configurations(
             plain, self.coarse.costs(key).num_layers, self.coarse.graph(key)
         ):
-            if streamed not in self._tried_streamed and not (
-                streamed.host_optimizer
-                and (self.space.host_optimizer == "never" or not may_use_host(entry.cluster))
-            ):
-                self._tried_streamed.add(streamed)
-                self.alternatives.append(Entry(streamed, entry.cluster, entry.larger))
+            if has_host or not streamed.host_optimizer:
+                self._add_alternative(entry, streamed)
+
+    def _add_alternative(self, entry: Entry, changed: Configuration) -> None:
+        """Add an entry with a changed configuration to the alternatives, in the sizes of microbatches not added before."""
+        alternative = Entry(changed, entry.cluster, entry.larger)
+        sizes = [alternative]
+        while sizes[-1].larger:
+            sizes.append(sizes[-1].grown())
+        new = [size for size in sizes if size.configuration not in self._added]
+        if new:
+            self._added.update(size.configuration for size in new)
+            self.alternatives.append(replace(new[0], larger=tuple(size.configuration for size in new[1:])))
 
     def afresh(self, fit: Fit, below_s: float, *, offload: bool, headroom: int | None = None) -> Fit | None:
         """Return the plan of the same cuts as if they were the first looked at; None if it takes `below_s` or longer."""
@@ -561,9 +599,9 @@ def _missing(miss: Miss) -> float:
     return math.inf if miss.missing_bytes is None else miss.missing_bytes
 
 
-def _alike(configuration: Configuration) -> Configuration:
-    """The same wherever the optimizer is, which takes little time, and for all ways to save."""
-    return replace(configuration, host_optimizer=False, offload=False)
+def _nearly_alike(alike: Configuration) -> Configuration:
+    """The same also where the loss is in pieces, and for all ways to shard that leave parameters whole."""
+    return replace(alike, loss_pieces=1, zero=alike.level if alike.level >= PARAMETERS else 0)
 
 
 def _headroom_key(entry: Entry, num_stages: int) -> tuple[object, ...]:

@@ -64,20 +64,23 @@ def improve(search: Search) -> None:
 
 def _try_pieces(search: Search) -> None:
     """Try what is short of the memory that logits take once more with the loss in pieces."""
-    is_divided = False
+    divided: set[tuple[int, int]] = (
+        set()
+    )  # tensor parallel degrees and microbatch sizes, once their loss is in pieces
     for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
-        if is_divided and search.fits:
-            break
         plans = [fit.plan for fit in search.fits]
         shapes = short_of_memory(plans, search.fitter.excluded, search.logits_bytes, search.usable_bytes)
         search.piece_tokens = tokens
         for shape in shapes:
+            if plans and (shape.tp, shape.microbatch_size) in divided:
+                continue
             same = [
                 replace(key, loss_pieces=1)
                 for key in search.coarse.graphs
                 if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
             ]
-            is_divided |= any(search.with_pieces(key).loss_pieces > 1 for key in same)
+            if any(search.with_pieces(key).loss_pieces > 1 for key in same):
+                divided.add((shape.tp, shape.microbatch_size))
             _try_degrees(search, same, set(shape.degrees))
 
 

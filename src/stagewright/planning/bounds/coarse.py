@@ -248,9 +248,11 @@ class Coarse:
         costs = self.columns(configuration, key, cluster)[0]
         kept, state = (
             stage_sums([column] * configuration.num_stages, configuration.layers_per_stage)
-            for column in (costs.saved_bytes, costs.state_bytes)
+            for column in (
+                costs.saved_bytes,
+                configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision),
+            )
         )
-        share = configuration.state_share(self.job.precision)
         lacking = []
         usable = usable_bytes_of_ranks(self.job, cluster, configuration.pp)
         for rank in {0, configuration.pp - 1}:
@@ -262,14 +264,16 @@ class Coarse:
                 rank,
             )
             on_rank = slice(rank, None, configuration.pp)
-            needed = share * state[on_rank].sum() + float((alive @ kept[on_rank]).max())
+            needed = state[on_rank].sum() + float((alive @ kept[on_rank]).max())
             lacking.append(needed - usable[rank])
         return int(max(lacking))
 
     def missing_anywhere(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
         """Return the average bytes by which ranks are over, regardless of cuts, from their state alone."""
-        share = configuration.state_share(self.job.precision)
-        needed = share * float(self.costs(key).state_bytes.sum())
+        costs = self.costs(key)
+        needed = float(
+            configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision).sum()
+        )
         return int(
             (needed - sum(usable_bytes_of_ranks(self.job, cluster, configuration.pp))) / configuration.pp
         )

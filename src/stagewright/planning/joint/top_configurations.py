@@ -309,7 +309,9 @@ def calibrated(base: Plan, model_costs: RangeCosts, configuration: Configuration
     """Return what the predictions of `base` show beyond the costs of ranges."""
     stages, ranks = base.predictions.stages, base.predictions.ranks
     extra = 0.0
-    share = configuration.state_share(base.job.precision)
+    kept_state = configuration.kept_state(
+        model_costs.state_bytes, model_costs.trained_bytes, base.job.precision
+    )
     state = [0.0] * base.pp
     for stage, rank in zip(stages, base.placement, strict=True):
         stage_s = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
@@ -318,15 +320,13 @@ def calibrated(base: Plan, model_costs: RangeCosts, configuration: Configuration
             - stage.recompute_seconds
             - float(model_costs.seconds[stage.stop] - model_costs.seconds[stage.start])
         )
-        state[rank] += share * float(
-            model_costs.state_bytes[stage.stop] - model_costs.state_bytes[stage.start]
-        )
+        state[rank] += float(kept_state[stage.stop] - kept_state[stage.start])
     limit = base.job.usable_bytes(base.cluster.load().device)
     limits = []
     for rank, state_bytes in zip(ranks, state, strict=True):
         other_bytes = rank.reserved_peak_bytes - state_bytes - sum(saved.num_bytes for saved in rank.saved)
         limits.append(max(1.0, limit - max(0.0, other_bytes)))
-    return Calibration(max(0.0, extra) / (3 * len(stages)), limits, share)
+    return Calibration(max(0.0, extra) / (3 * len(stages)), limits, kept_state)
 
 
 def _searched(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stagewright.arrays import Ints
+from stagewright.arrays import Floats, Ints
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.joint.plan import JointPlan, judged
@@ -28,11 +28,11 @@ _RECOMPUTING_TABLES = 12
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Figures from a plan of a configuration: seconds that every action of a stage takes besides its operators, bytes that a
-    rank may fill with state and saved values, and the fraction of the state that it keeps."""
+    rank may fill with state and saved values, and the state that it keeps, as prefix sums."""
 
     overhead_s: float
     memory_bytes: Sequence[float]
-    state_share: float
+    state_bytes: Floats
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def problem_of(
         forward,
         input_grad,
         weight_grad,
-        parameter_bytes=calibration.state_share * np.diff(model_costs.state_bytes[ends]),
+        parameter_bytes=np.diff(calibration.state_bytes[ends]),
         saved_bytes=np.diff(model_costs.saved_bytes[ends]),
         boundary_bytes=model_costs.boundary_bytes[ends[1:]] / 2,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import RangeCosts
 from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
@@ -228,14 +229,16 @@ class Fitting:
         gives_up = configuration.saves or configuration.recompute == "full"
         if configuration.recompute == "model" or (not keeps and gives_up):
             counts = [0.0] * len(counts)
-        share = configuration.state_share(self.job.precision)
+        kept_state = configuration.kept_state(
+            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
+        )
         limits = usable_bytes_of_ranks(self.job, entry.cluster, configuration.pp)
         ranks = program.placement.rank_of_stage
         stage_costs = costs_by_stage(model_costs, entry.cluster, program, configuration.ranks_per_stage)
-        budget = MemoryBudget([limits[rank] for rank in ranks], counts, share)
+        budget = MemoryBudget([limits[rank] for rank in ranks], counts, kept_state)
         if has_partition(stage_costs, budget):
             return None
-        limit, least = min(limits), _least_bytes(model_costs, counts, share, configuration.pp)
+        limit, least = min(limits), _least_bytes(model_costs, counts, kept_state, configuration.pp)
         if least <= limit:
             reason = f"no partition keeps every device within {format_bytes(limit)}"
             return Miss(entry, reason, least_bytes=least)
@@ -300,7 +303,7 @@ def lacking_bytes(plan: Plan, candidate: Candidate) -> int:
     )
 
 
-def _least_bytes(model_costs: RangeCosts, counts: Sequence[float], state_share: float, pp: int) -> int:
+def _least_bytes(model_costs: RangeCosts, counts: Sequence[float], kept_state: Floats, pp: int) -> int:
     """Bytes of the fullest rank if what it keeps of the state, and saved values, could be spread evenly."""
     saved = float(model_costs.saved_bytes[-1]) * float(np.mean(counts))
-    return round((state_share * float(model_costs.state_bytes[-1]) + saved) / pp)
+    return round((float(kept_state[-1]) + saved) / pp)

@@ -66,7 +66,7 @@ class Ranges:
     """Prefix sums with one entry per cut index, all for one microbatch.
 
     * `seconds`: forward and backward; `forward_seconds`: the forward's part;
-    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes`: the parameters' part;
+    * `state_bytes`: what a rank keeps of parameters, gradients and optimizer state; `parameter_bytes`: all parameters;
     * `saved_bytes`: kept from forward to backward;
     * `transient_bytes`: per operator, the peak bytes alive besides saved values while it runs;
     * `boundary_bytes`: bytes that cross each cut index, in both directions;

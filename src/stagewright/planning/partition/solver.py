@@ -16,11 +16,12 @@ from stagewright.estimation.stages import RangeCosts
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory budget of every stage: its bytes, the microbatches it holds at once, and the fraction of state it keeps."""
+    """The memory budget of every stage: its bytes, the microbatches it holds at once, and the state that a rank keeps, as
+    prefix sums; by default all."""
 
     stage_bytes: Sequence[float]
     in_flight: Sequence[float]
-    state_share: float = 1.0
+    state_bytes: Floats | None = None
 
 
 def partition(
@@ -98,8 +99,9 @@ class _Stages:
         self.load: list[Floats] | None = None
         self.budget = budget
         if budget is not None:
-            state, saved = whole.state_bytes[self.ends], whole.saved_bytes[self.ends]
-            self.load = [budget.state_share * state + count * saved for count in budget.in_flight]
+            state = whole.state_bytes if budget.state_bytes is None else budget.state_bytes
+            saved = whole.saved_bytes[self.ends]
+            self.load = [state[self.ends] + count * saved for count in budget.in_flight]
 
     def is_feasible(self, bottleneck: float) -> bool:
         return self._reach(bottleneck) is not None

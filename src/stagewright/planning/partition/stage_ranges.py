@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ class StageTerms:
 
     * `copies`: sets of saved values in flight; `versions`: number of versions of its weights, including the newest;
     * `capacity`: bytes of the rank;
-    * `state_share`: fraction of the state that one replica keeps;
     * `inverse_speed`: factor on the times of the ranges;
     * `link_s_per_byte`: to the host, infinite without offloading; `boundary_s_per_byte`: to the next stage, where
       transfers overlap with computation.
@@ -30,7 +29,6 @@ class StageTerms:
     inverse_speed: float = 1.0
     link_s_per_byte: float = math.inf
     boundary_s_per_byte: float = 0.0
-    state_share: float = 1.0
 
 
 class StageRanges:
@@ -76,10 +74,35 @@ class StageRanges:
         freed = self.terms[stage].copies * float(self.ranges.recomputable.within(start, stop).num_bytes.sum())
         return self.demand(stage, start, stop) + self.ranges.work(start, stop) - freed
 
+    def shared(self, spans: Mapping[int, tuple[int, int]]) -> dict[int, float] | None:
+        """Return the capacities of the stages of one rank, given their ranges, that together are theirs and with which they
+        recompute for the least time; None where that is not enough. What lives in one stage at a time they share."""
+        demands = {stage: self.demand(stage, *span) for stage, span in spans.items()}
+        transients = {stage: self.ranges.most_transient(*span) for stage, span in spans.items()}
+        steady = sum(demands.values()) - sum(transients.values())
+        capacity = sum(self.terms[stage].capacity for stage in spans)
+        if steady + max(transients.values()) <= capacity:
+            return demands
+        needed = steady + max(self.ranges.most_with_work(*span) for span in spans.values()) - capacity
+        inside = {stage: self.ranges.recomputable.within(*span) for stage, span in spans.items()}
+        sizes = np.concatenate([inside[stage].num_bytes * self.terms[stage].copies for stage in spans])
+        costs = np.concatenate([inside[stage].seconds * self.terms[stage].inverse_speed for stage in spans])
+        owners = np.concatenate([np.full(len(inside[stage].place), stage) for stage in spans])
+        order = np.argsort(costs / np.maximum(sizes, 1e-300), kind="stable")
+        freed_before = np.cumsum(sizes[order]) - sizes[order]
+        freed = np.clip(needed - freed_before, 0.0, sizes[order])
+        if freed.sum() < needed * (1 - 1e-12):
+            return None
+        freed_of = {stage: float(freed[owners[order] == stage].sum()) for stage in spans}
+        return {
+            stage: demands[stage] + (self.ranges.work(*spans[stage]) - freed if freed > 0 else 0.0)
+            for stage, freed in freed_of.items()
+        }
+
     def least_bytes(self) -> float:
         """Return the bytes that all stages together need, regardless of cuts, recomputation and offload."""
         ranges = self.ranges
-        state = min(terms.state_share for terms in self.terms) * float(ranges.state_bytes[-1])
+        state = float(ranges.state_bytes[-1])
         if any(math.isfinite(terms.link_s_per_byte) for terms in self.terms):
             return state
         saved = float(ranges.saved_bytes[-1] - ranges.recomputable.num_bytes.sum())
@@ -93,9 +116,7 @@ class StageRanges:
         terms, ranges = self.terms[stage], self.ranges
         state = float(ranges.state_bytes[stop] - ranges.state_bytes[start])
         parameters = float(ranges.parameter_bytes[stop] - ranges.parameter_bytes[start])
-        return (
-            terms.state_share * state + (terms.versions - 1) * parameters + ranges.most_transient(start, stop)
-        )
+        return state + (terms.versions - 1) * parameters + ranges.most_transient(start, stop)
 
     def _overhead(self, stage: int, start: int, stop: int) -> float:
         terms = self.terms[stage]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
+from stagewright.arrays import Floats
 from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import RangeCosts
@@ -35,7 +36,7 @@ def cuts_to_try(
     model_costs: RangeCosts,
     others: Iterable[tuple[int, ...]],
     *,
-    state_share: float = 1.0,
+    state_bytes: Floats | None = None,
     offload: bool = True,
     shrink: float = 0.0,
     below_s: float = math.inf,
@@ -46,12 +47,14 @@ def cuts_to_try(
 
     Args:
         staged: any partition that keeps everything; the error of the ranges for its `memories` is corrected everywhere.
-        state_share: fraction of the state of a stage that one replica keeps.
+        state_bytes: state that a rank keeps, as prefix sums; by default all.
         shrink: fraction of the memory to leave free.
         below_s: partitions whose batches take as long or longer are left out.
     """
-    terms = terms_of(staged, model_costs, state_share=state_share, offload=offload)
-    stage_ranges = corrected(staged, memories, StageRanges(known_ranges(model_costs), terms), shrink)
+    terms = terms_of(staged, model_costs, offload=offload)
+    stage_ranges = corrected(
+        staged, memories, StageRanges(known_ranges(model_costs, state_bytes), terms), shrink
+    )
     fastest = best_partition(stage_ranges)
     tried = set(others)
     if fastest is not None:
@@ -75,7 +78,7 @@ def stage_ranges_of(
     counts: Sequence[float],
     between: Callable[[int, int, float], float],
     *,
-    state_share: float,
+    state_bytes: Floats,
     offload: bool,
 ) -> StageRanges:
     """Return the ranges of stages that recompute and offload as necessary.
@@ -84,6 +87,7 @@ def stage_ranges_of(
         stage_costs: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
         between: seconds of a message from a stage to another, by its bytes.
+        state_bytes: state that a rank keeps, as prefix sums.
 
     Ignores: memory that ranges do not include.
     """
@@ -95,19 +99,20 @@ def stage_ranges_of(
             inverse_speed=float(own_costs.seconds[-1] / model_costs.seconds[-1]),
             link_s_per_byte=_link_seconds(own_costs.device) if offload else math.inf,
             boundary_s_per_byte=between(stage, min(stage + 1, last), _PROBE_BYTES) / _PROBE_BYTES / 2,
-            state_share=state_share,
         )
         for stage, (own_costs, capacity, count) in enumerate(
             zip(stage_costs, capacities, counts, strict=True)
         )
     ]
-    return StageRanges(known_ranges(model_costs), terms)
+    return StageRanges(known_ranges(model_costs, state_bytes), terms)
 
 
 def partition_within(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> Within | None:
     """Return `cuts` or, where these do not fit, the cuts of least bottleneck that do; None if nothing fits."""
     if stage_ranges.least_bytes() > sum(terms.capacity for terms in stage_ranges.terms):
         return None
+    if (shared := _shared(program, stage_ranges, cuts)) is not None:
+        return _at_cuts(program, shared, cuts)
     if not math.isfinite(bottleneck(stage_ranges, cuts)):
         if (partition := bisect(stage_ranges)) is None:
             return None
@@ -124,6 +129,23 @@ def recomputed_within(program: Program, stage_ranges: StageRanges, cuts: tuple[i
         for terms, enough in zip(stage_ranges.terms, least, strict=True)
     ]
     return _at_cuts(program, StageRanges(stage_ranges.ranges, terms), cuts)
+
+
+def _shared(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> StageRanges | None:
+    """Return `stage_ranges` with the memory of every rank divided among its stages as takes least time at `cuts`; None where
+    a rank lacks memory, and with offloading."""
+    if any(math.isfinite(terms.link_s_per_byte) for terms in stage_ranges.terms):
+        return None
+    spans = list(pairwise([0, *cuts, stage_ranges.ranges.size]))
+    terms = list(stage_ranges.terms)
+    for rank in range(program.num_ranks):
+        stages = program.placement.stages_of(rank)
+        capacities = stage_ranges.shared({stage: spans[stage] for stage in stages})
+        if capacities is None:
+            return None
+        for stage, capacity in capacities.items():
+            terms[stage] = replace(terms[stage], capacity=capacity)
+    return StageRanges(stage_ranges.ranges, terms)
 
 
 def _at_cuts(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]) -> Within:
@@ -153,9 +175,7 @@ def _makespan(program: Program, stage_ranges: StageRanges, cuts: tuple[int, ...]
     return simulate(program, costs, between).makespan_s
 
 
-def terms_of(
-    staged: StagedModel, model_costs: RangeCosts, *, state_share: float = 1.0, offload: bool = True
-) -> list[StageTerms]:
+def terms_of(staged: StagedModel, model_costs: RangeCosts, *, offload: bool = True) -> list[StageTerms]:
     """Return the terms of every stage of `staged`, a partition of `model_costs`; stages of one rank share its memory evenly.
 
     Ignores: that a device may be slower at some operators than at others.
@@ -174,7 +194,6 @@ def terms_of(
             inverse_speed=float(stage_costs[stage].seconds[-1] / model_costs.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
             boundary_s_per_byte=_boundary_seconds(staged, stage),
-            state_share=state_share,
         )
         for stage, rank in enumerate(placed.rank_of_stage)
     ]
@@ -208,7 +227,10 @@ def corrected(
     return StageRanges(stage_ranges.ranges, terms)
 
 
-@lru_cache(maxsize=64)
-def known_ranges(model_costs: RangeCosts) -> Ranges:
-    """Return the ranges of a model, computed once."""
-    return ranges_of(model_costs)
+def known_ranges(model_costs: RangeCosts, state_bytes: Floats | None = None) -> Ranges:
+    """Return the ranges of a model of whose state a rank keeps `state_bytes`, by default all; the rest is computed once."""
+    ranges = _ranges_of(model_costs)
+    return ranges if state_bytes is None else replace(ranges, state_bytes=state_bytes)
+
+
+_ranges_of = lru_cache(maxsize=64)(ranges_of)
