@@ -174,7 +174,7 @@ class RangeCosts:
     @cached_property
     def _bound(self) -> Floats:
         """Seconds of every node of `few`: of the device or of the host, whichever is busier for the whole graph."""
-        device_s, host_s, *_ = self.few_costing.arrays
+        device_s, host_s = self.few_costing.device_seconds, self.few_costing.arrays.host_s
         counts = self.copies.counts
         return device_s if counts @ device_s >= counts @ host_s else host_s
 
@@ -272,13 +272,13 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
     nodes = list(nodes)
     if not any(node.op in HOST_COPIES for node in nodes):
         return 0.0
-    costs = [costing.of(node, value) for node in nodes]
-    by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
+    device_s, host_s, _ = costing.columns(nodes, value)
+    seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     device, now, waits = costing.device, 0.0, 0.0
     free = {OFFLOAD: 0.0, FETCH: 0.0}
     done: dict[int, float] = {}
-    for node, cost in zip(nodes, costs, strict=True):
-        now += cost.device_s if by_device else cost.host_s
+    for node, node_s in zip(nodes, seconds.tolist(), strict=True):
+        now += node_s
         if node.op in free and node.outputs[0] is not None:
             num_bytes = _num_bytes(node, value)
             if device.shares_host_memory:
