@@ -63,19 +63,22 @@ class _Pairing:
         self._has_layers = any(layer_of(node.module) for node in graph.nodes)
 
     def pairs(self) -> Iterator[Pair]:
+        groups = (GROUP, CONTEXT_GROUP) if self.which == "all" else (GROUP,)
         for node in self.graph.nodes:
-            if node.op not in (ALL_GATHER, REDUCE_SCATTER):
-                continue
-            name, size = group_of(node)
-            if name not in ((GROUP, CONTEXT_GROUP) if self.which == "all" else (GROUP,)):
+            if node.op not in (ALL_GATHER, REDUCE_SCATTER) or group_of(node)[0] not in groups:
                 continue
             if self.which != "backward" and (layer_of(node.module) or not self._has_layers):
-                gathers, is_forward = node.op == ALL_GATHER, node.part is Part.FORWARD
-                splits = _SPLITS if self.which == "all" and is_forward and not gathers else size
-                kernels = takers(self.graph, node) if gathers else self.maker(node)
-                yield Pair(node.id, kernels, 1 / splits, 1 / splits if splits != size else 0.0)
+                yield self.in_parts(node)
             if self.which != "fused":
                 yield Pair(node.id, self.in_backward(node))
+
+    def in_parts(self, node: Node) -> Pair:
+        """Return the pair of `node` with the kernels that take its result, or whose result it adds up."""
+        if node.op == ALL_GATHER:
+            return Pair(node.id, takers(self.graph, node), alone=1 / group_of(node)[1])
+        if self.which == "all" and node.part is Part.FORWARD:
+            return Pair(node.id, self.maker(node), alone=1 / _SPLITS, exposed=1 / _SPLITS)
+        return Pair(node.id, self.maker(node), alone=1 / group_of(node)[1])
 
     def maker(self, node: Node) -> tuple[int, ...]:
         """Return the matmul or attention whose result `node` adds up, directly or through views."""
@@ -87,7 +90,7 @@ class _Pairing:
     def in_backward(self, node: Node) -> tuple[int, ...]:
         """Return the kernels of the backward with which `node` overlaps as a whole."""
         entry = self.graph.nodes[node.forward]
-        if entry.op != ALL_GATHER:
+        if node.forward < 0 or entry.op != ALL_GATHER:
             return ()
         part = Part.INPUT_GRAD if node.op == ALL_GATHER else Part.WEIGHT_GRAD
         backward = (grad for kernel in takers(self.graph, entry) for grad in self._backward_of[kernel])
@@ -139,11 +142,10 @@ class Overlaps:
         self._num_nodes = len(collective_s)
         self._collectives = np.array([pair.collective for pair in pairs], np.int64)
         self._kernels = np.array([kernel for pair in pairs for kernel in pair.kernels], np.int64)
-        self._pairs = np.repeat(np.arange(len(pairs)), [len(pair.kernels) for pair in pairs])
-        self._kernel_s = (
-            kernel_s[self._kernels] * (1.0 - np.array([pair.alone for pair in pairs]))[self._pairs]
-        )
-        self._exposed_s = self._collective_s * np.array([pair.exposed for pair in pairs])
+        sizes = [len(pair.kernels) for pair in pairs]
+        self._starts = np.cumsum([0, *sizes[:-1]])
+        self._kernel_s = kernel_s[self._kernels] * np.repeat([1.0 - pair.alone for pair in pairs], sizes)
+        self._most_s = collective_s[self._collectives] * np.array([1.0 - pair.exposed for pair in pairs])
 
     def hidden_seconds(self, nodes: Ints) -> Floats:
         """Return how many seconds of every node of the graph overlap with others in a function that runs `nodes`, and a zero
