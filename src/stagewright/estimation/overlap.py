@@ -67,10 +67,11 @@ class _Pairing:
         for node in self.graph.nodes:
             if node.op not in (ALL_GATHER, REDUCE_SCATTER) or group_of(node)[0] not in groups:
                 continue
-            if self.which != "backward" and (layer_of(node.module) or not self._has_layers):
+            whole = () if self.which == "fused" else self.in_backward(node)
+            yield Pair(node.id, whole)
+            is_whole = self.which == "backward" or (whole and node.op == REDUCE_SCATTER)
+            if not is_whole and (layer_of(node.module) or not self._has_layers):
                 yield self.in_parts(node)
-            if self.which != "fused":
-                yield Pair(node.id, self.in_backward(node))
 
     def in_parts(self, node: Node) -> Pair:
         """Return the pair of `node` with the kernels that take its result, or whose result it adds up."""
@@ -153,6 +154,7 @@ class Overlaps:
         runs = np.zeros(self._num_nodes + 1, np.bool_)
         runs[nodes] = True
         computing_s = np.add.reduceat(self._kernel_s * runs[self._kernels], self._starts)
+        hidden_s = np.minimum(computing_s, self._most_s) * runs[self._collectives]
         hidden = np.zeros(self._num_nodes + 1)
-        np.maximum.at(hidden, self._collectives, np.minimum(computing_s, self._most_s))
+        np.maximum.at(hidden, self._collectives, hidden_s)
         return hidden
