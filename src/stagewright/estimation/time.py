@@ -55,6 +55,9 @@ _CASTS = 2
 _CAST_BYTES = 4
 """Bytes of a cast: half precision read, and a copy in eight bits written for each of two matmuls."""
 
+_TRANSPOSE_BYTES = 2
+"""Bytes of the second of these copies where the first was gathered: read and written in eight bits."""
+
 _NOT_RECOMPUTED = 4 / 5
 """One of the five matmuls of fused attention's backward recomputes the scores."""
 
@@ -444,6 +447,7 @@ class Costing:
         plain = cost(replace(operator, dtype="fp8"), self.device)
         # Read in two bytes, written in one, which the matmul reads.
         num_bytes, num_casts = operator.bytes_moved, _CASTS
+        gathered = self._gathered_in_fp8(node)
         if self.runtime.casts == "once":
             operands = [value(number) for number in dict.fromkeys(node.inputs)]
             cast = [
@@ -452,9 +456,12 @@ class Costing:
                 if operand.meta.is_differentiable and not self._is_weight(operand)
             ]
             cast = cast if node.part < Part.WEIGHT_GRAD else []
-            num_bytes, num_casts = sum(_CAST_BYTES * operand.meta.num_elements for operand in cast), len(cast)
+            num_casts = len(cast)
+            num_bytes = sum(
+                (_TRANSPOSE_BYTES if operand in gathered else _CAST_BYTES) * operand.meta.num_elements
+                for operand in cast
+            )
         else:
-            gathered = self._gathered_in_fp8(node)
             num_bytes = max(0.0, num_bytes - sum(operand.meta.payload_bytes for operand in gathered))
             num_casts -= len(gathered)
         casts_s = self.device.memory_seconds(num_bytes) + num_casts * self.device.launch_overhead_s

@@ -1,0 +1,118 @@
+"""Which collectives overlap with which matmuls, and what of them remains."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.overlap import Overlaps, Pair, Which, pairs_of
+from stagewright.estimation.time import Costing
+from stagewright.graph import OperatorGraph
+from stagewright.graph.graph import short_name
+from stagewright.graph.split import split_graph
+from stagewright.graph.tensor_parallel import ALL_GATHER, REDUCE_SCATTER
+from stagewright.planning.bounds.layer_costs import Layers
+from stagewright.planning.job import Job
+from stagewright.planning.prediction.regions import kept_policy, layers_policy
+from stagewright.planning.prediction.staged_model import costs_of_model
+from stagewright.tracing.cache import trace
+
+CLUSTER = load_cluster("2x8x-h100")
+RANKS = 4
+
+
+@cache
+def traced(cp: int = 1) -> OperatorGraph:
+    return trace(
+        "tiny-llama",
+        2,
+        64,
+        "bfloat16",
+        target="cuda",
+        attention="fused",
+        tp=RANKS,
+        cp=cp,
+        splits_sequence=True,
+    )
+
+
+def costing(folder: Path, which: Which, based_on: str = "megatron-core+te", cp: int = 1) -> Costing:
+    file = folder / f"{which}.toml"
+    file.write_text(f'based_on = "{based_on}"\noverlapped_collectives = "{which}"\n')
+    job = Job(global_batch=16, sequence_length=64, runtime=str(file))
+    return costs_of_model(job.rewritten(traced(cp)), CLUSTER, job).costing
+
+
+def described(
+    graph: OperatorGraph, which: Which, layer: str
+) -> set[tuple[str, str, tuple[str, ...], float, float]]:
+    """Return the pairs of one layer, by the last part of modules and the names of operators and parts."""
+    pairs = set()
+    for pair in pairs_of(graph, which):
+        node = graph.nodes[pair.collective]
+        if f".layers.{layer}." in f"{node.module}.":
+            kernels = [graph.nodes[kernel] for kernel in pair.kernels]
+            names = tuple(f"{short_name(kernel.op)} {kernel.part.name.lower()}" for kernel in kernels)
+            place = f"{node.module.rpartition('.')[2]} {node.part.name.lower()}"
+            pairs.add((f"{short_name(node.op)} {place}", *([names]), pair.alone, pair.exposed))
+    return pairs
+
+
+def test_a_worked_example() -> None:
+    """Around a ring of four, with a matmul of 40 microseconds: three quarters of it hide 30 of a gather's 50. With a
+    reduce-scatter of 20 in four parts the last part remains, and 12 of another's 20 hide during 16 of a matmul."""
+    collective_s = np.array([0, 50.0, 0, 20, 0, 20])
+    kernel_s = np.array([40.0, 0, 60, 0, 16, 0])
+    pairs = [
+        Pair(1, (0,), alone=1 / 4),
+        Pair(3, (2,), alone=1 / 4, exposed=1 / 4),
+        Pair(5, (4,), alone=1 / 4),
+    ]
+    overlaps = Overlaps(pairs, collective_s, kernel_s)
+    assert overlaps.hidden_seconds(np.arange(6)).tolist() == [0, 30, 0, 15, 0, 12, 0]
+    assert overlaps.hidden_seconds(np.array([1, 2, 3, 5, -1])).tolist() == [0, 0, 0, 15, 0, 0, 0]
+    assert overlaps.hidden_seconds(np.array([0, 2, 4])).tolist() == [0] * 7
+
+
+def test_several_matmuls_hide_one_gather_and_one_of_two_pairs_counts() -> None:
+    pairs = [Pair(0, (1, 2), alone=1 / 2), Pair(0, (3,))]
+    overlaps = Overlaps(pairs, np.array([100.0, 0, 0, 0]), np.array([0, 30.0, 50, 20]))
+    for nodes, hidden_s in (([0, 1, 2], 40), ([0, 1], 15), ([0, 3], 20), ([0, 1, 2, 3], 40), ([0], 0)):
+        assert overlaps.hidden_seconds(np.array(nodes))[0] == hidden_s
+
+
+def test_libraries_pair_collectives_with_the_matmuls_of_their_layer(tmp_path: Path) -> None:
+    quarter = 1 / RANKS
+    joined, single = ("joined products",), ("mm",)
+    graph = costing(tmp_path, "all").graph
+    assert described(graph, "all", "1") == {
+        ("all_gather self_attn forward", (f"{joined[0]} forward",), quarter, 0.0),
+        ("all_gather self_attn forward", (f"{joined[0]} input_grad",), 0.0, 0.0),
+        ("reduce_scatter o_proj forward", (f"{single[0]} forward",), 1 / 4, 1 / 4),
+        ("all_gather mlp forward", (f"{joined[0]} forward",), quarter, 0.0),
+        ("all_gather mlp forward", (f"{joined[0]} input_grad",), 0.0, 0.0),
+        ("reduce_scatter down_proj forward", (f"{single[0]} forward",), 1 / 4, 1 / 4),
+        ("all_gather down_proj input_grad", (f"{single[0]} input_grad",), quarter, 0.0),
+        ("reduce_scatter mlp input_grad", (f"{joined[0]} weight_grad",), 0.0, 0.0),
+        ("all_gather o_proj input_grad", (f"{single[0]} input_grad",), quarter, 0.0),
+        ("reduce_scatter self_attn input_grad", (f"{joined[0]} weight_grad",), 0.0, 0.0),
+    }
+    whole = {pair for pair in described(graph, "all", "1") if pair[2] == 0.0}
+    assert described(graph, "backward", "1") == whole and not pairs_of(graph, "none")
+
+
+def test_a_compiler_leaves_reduced_sums_of_several_matmuls_alone(tmp_path: Path) -> None:
+    graph = costing(tmp_path, "fused", "torch-fsdp").graph
+    quarter = 1 / RANKS
+    assert described(graph, "fused", "1") == {
+        ("all_gather self_attn forward", ("mm forward",) * 3, quarter, 0.0),
+        ("reduce_scatter o_proj forward", ("mm forward",), quarter, 0.0),
+        ("all_gather mlp forward", ("mm forward",) * 2, quarter, 0.0),
+        ("reduce_scatter down_proj forward", ("mm forward",), quarter, 0.0),
+        ("all_gather down_proj input_grad", ("mm input_grad",), quarter, 0.0),
+        ("all_gather o_proj input_grad", ("mm input_grad",), quarter, 0.0),
+    }
