@@ -11,13 +11,13 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.overlap import Overlaps, Pair, Which, pairs_of
 from stagewright.estimation.time import Costing
-from stagewright.graph import OperatorGraph
+from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.split import split_graph
-from stagewright.graph.tensor_parallel import ALL_GATHER, REDUCE_SCATTER
+from stagewright.graph.tensor_parallel import REDUCE_SCATTER
 from stagewright.planning.bounds.layer_costs import Layers
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.regions import kept_policy, layers_policy
+from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.prediction.staged_model import costs_of_model
 from stagewright.tracing.cache import trace
 
@@ -40,11 +40,14 @@ def traced(cp: int = 1) -> OperatorGraph:
     )
 
 
-def costing(folder: Path, which: Which, based_on: str = "megatron-core+te", cp: int = 1) -> Costing:
-    file = folder / f"{which}.toml"
+def job(folder: Path, which: Which, based_on: str = "megatron-core+te") -> Job:
+    file = folder / f"{based_on}-{which}.toml"
     file.write_text(f'based_on = "{based_on}"\noverlapped_collectives = "{which}"\n')
-    job = Job(global_batch=16, sequence_length=64, runtime=str(file))
-    return costs_of_model(job.rewritten(traced(cp)), CLUSTER, job).costing
+    return Job(global_batch=16, sequence_length=64, runtime=str(file))
+
+
+def costing(wanted: Job, cp: int = 1) -> Costing:
+    return costs_of_model(wanted.rewritten(traced(cp)), CLUSTER, wanted).costing
 
 
 def described(
@@ -58,7 +61,7 @@ def described(
             kernels = [graph.nodes[kernel] for kernel in pair.kernels]
             names = tuple(f"{short_name(kernel.op)} {kernel.part.name.lower()}" for kernel in kernels)
             place = f"{node.module.rpartition('.')[2]} {node.part.name.lower()}"
-            pairs.add((f"{short_name(node.op)} {place}", *([names]), pair.alone, pair.exposed))
+            pairs.add((f"{short_name(node.op)} {place}", names, pair.alone, pair.exposed))
     return pairs
 
 
@@ -87,26 +90,25 @@ def test_several_matmuls_hide_one_gather_and_one_of_two_pairs_counts() -> None:
 
 def test_libraries_pair_collectives_with_the_matmuls_of_their_layer(tmp_path: Path) -> None:
     quarter = 1 / RANKS
-    joined, single = ("joined products",), ("mm",)
-    graph = costing(tmp_path, "all").graph
+    graph = costing(job(tmp_path, "all")).graph
     assert described(graph, "all", "1") == {
-        ("all_gather self_attn forward", (f"{joined[0]} forward",), quarter, 0.0),
-        ("all_gather self_attn forward", (f"{joined[0]} input_grad",), 0.0, 0.0),
-        ("reduce_scatter o_proj forward", (f"{single[0]} forward",), 1 / 4, 1 / 4),
-        ("all_gather mlp forward", (f"{joined[0]} forward",), quarter, 0.0),
-        ("all_gather mlp forward", (f"{joined[0]} input_grad",), 0.0, 0.0),
-        ("reduce_scatter down_proj forward", (f"{single[0]} forward",), 1 / 4, 1 / 4),
-        ("all_gather down_proj input_grad", (f"{single[0]} input_grad",), quarter, 0.0),
-        ("reduce_scatter mlp input_grad", (f"{joined[0]} weight_grad",), 0.0, 0.0),
-        ("all_gather o_proj input_grad", (f"{single[0]} input_grad",), quarter, 0.0),
-        ("reduce_scatter self_attn input_grad", (f"{joined[0]} weight_grad",), 0.0, 0.0),
+        ("all_gather self_attn forward", ("joined products forward",), quarter, 0.0),
+        ("all_gather self_attn forward", ("joined products input_grad",), 0.0, 0.0),
+        ("reduce_scatter o_proj forward", ("mm forward",), 1 / 4, 1 / 4),
+        ("all_gather mlp forward", ("joined products forward",), quarter, 0.0),
+        ("all_gather mlp forward", ("joined products input_grad",), 0.0, 0.0),
+        ("reduce_scatter down_proj forward", ("mm forward",), 1 / 4, 1 / 4),
+        ("all_gather down_proj input_grad", ("mm input_grad",), quarter, 0.0),
+        ("reduce_scatter mlp input_grad", ("joined products weight_grad",), 0.0, 0.0),
+        ("all_gather o_proj input_grad", ("mm input_grad",), quarter, 0.0),
+        ("reduce_scatter self_attn input_grad", ("joined products weight_grad",), 0.0, 0.0),
     }
     whole = {pair for pair in described(graph, "all", "1") if pair[2] == 0.0}
     assert described(graph, "backward", "1") == whole and not pairs_of(graph, "none")
 
 
 def test_a_compiler_leaves_reduced_sums_of_several_matmuls_alone(tmp_path: Path) -> None:
-    graph = costing(tmp_path, "fused", "torch-fsdp").graph
+    graph = costing(job(tmp_path, "fused", "torch-fsdp")).graph
     quarter = 1 / RANKS
     assert described(graph, "fused", "1") == {
         ("all_gather self_attn forward", ("mm forward",) * 3, quarter, 0.0),
@@ -116,3 +118,58 @@ def test_a_compiler_leaves_reduced_sums_of_several_matmuls_alone(tmp_path: Path)
         ("all_gather down_proj input_grad", ("mm input_grad",), quarter, 0.0),
         ("all_gather o_proj input_grad", ("mm input_grad",), quarter, 0.0),
     }
+
+
+def test_context_parallel_ranks_exchange_keys_during_attention(tmp_path: Path) -> None:
+    graph = costing(job(tmp_path, "all"), cp=2).graph
+    pairs = described(graph, "all", "1") - described(graph, "backward", "1")
+    rings = {(name, kernels) for name, kernels, alone, _ in pairs if alone == 1 / 2}
+    assert rings == {
+        ("all_gather self_attn forward", ("shared_attention forward",)),
+        ("reduce_scatter self_attn input_grad", ("shared_attention_backward input_grad",)),
+    }
+
+
+def test_what_is_not_hidden_is_time_of_the_device(tmp_path: Path) -> None:
+    costs = costing(job(tmp_path, "all"))
+    (stage,) = split_graph(costs.graph, [], [kept_policy(costs.graph)])
+    value = stage.value
+    columns = costs.columns(stage.forward.nodes, value)
+    for place, node in enumerate(stage.forward.nodes):
+        cost = costs.of(node, value)
+        if node.op == REDUCE_SCATTER and ".layers." in node.module:
+            maker = stage.forward.nodes[place - 2]
+            assert short_name(maker.op) == "mm"
+            sent_s, matmul_s = cost.overlapped_s, costs.of(maker, value).kernel_s
+            shown_s = cost.device_s - sent_s + max(sent_s / 4, sent_s - 3 / 4 * matmul_s)
+            assert columns[0, place] == pytest.approx(shown_s)
+        elif node.op not in ("stagewright.all_gather.default", REDUCE_SCATTER):
+            assert columns[0, place] == cost.device_s
+    assert costs.sums(stage.forward.nodes, value).device_s == pytest.approx(columns[0].sum())
+
+
+def test_reductions_wait_where_gradients_of_weights_come_later(tmp_path: Path) -> None:
+    costs = costing(job(tmp_path, "all"))
+    (stage,) = split_graph(costs.graph, [], [kept_policy(costs.graph)])
+    hidden: dict[str, list[float]] = {}
+    for name, function in (("whole", stage.backward), ("split", stage.input_grad)):
+        columns = costs.columns(function.nodes, stage.value)
+        hidden[name] = [
+            costs.of(node, stage.value).device_s - seconds
+            for node, seconds in zip(function.nodes, columns[0].tolist(), strict=True)
+            if node.op == REDUCE_SCATTER and node.part is Part.INPUT_GRAD and ".layers." in node.module
+        ]
+    assert min(hidden["whole"]) > 0 and hidden["split"] == [0.0] * len(hidden["whole"])
+
+
+def test_costs_of_layers_add_up_to_those_of_the_model(tmp_path: Path) -> None:
+    for which, based_on in (("all", "megatron-core+te"), ("fused", "torch-fsdp"), ("none", "torch-fsdp")):
+        wanted = job(tmp_path, which, based_on)  # type: ignore[arg-type]
+        layers = Layers(traced(), CLUSTER, wanted)
+        costs, stage = costing(wanted), layers.stage("none")
+        by_layer = layers.costs(CLUSTER.device, "none")
+        for columns, nodes in (
+            (by_layer.forward, stage.forward.nodes),
+            (by_layer.backward, (*stage.rebuild.nodes, *stage.backward.nodes)),
+        ):
+            assert columns.sum(axis=0).tolist() == pytest.approx(costs.sums(nodes, stage.value))
