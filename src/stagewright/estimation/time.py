@@ -18,7 +18,7 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
-from stagewright.estimation.overlap import COMPUTING, Overlaps, pairs_of, takers
+from stagewright.estimation.overlap import COMPUTING, Overlaps, Pair, pairs_of, takers
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
@@ -256,7 +256,7 @@ class Costing:
     def on(self, device: Device) -> Costing:
         """Return the costs of the same nodes on another device."""
         costing = Costing(self.graph, device, self.cluster, self.matmul_precision, self._given[1])
-        costing._not_issued = self._not_issued
+        costing._not_issued, costing._pairs = self._not_issued, self._pairs
         return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
@@ -537,8 +537,12 @@ class Costing:
 
     @cached_property
     def _overlaps(self) -> Overlaps | None:
-        pairs = pairs_of(self.graph, self.runtime.overlapped_collectives)
-        return Overlaps(pairs, self.arrays.overlapped_s, self.arrays.kernel_s) if pairs else None
+        costs = self.arrays
+        return Overlaps(self._pairs, costs.overlapped_s, costs.kernel_s) if self._pairs else None
+
+    @cached_property
+    def _pairs(self) -> tuple[Pair, ...]:
+        return pairs_of(self.graph, self.runtime.overlapped_collectives)
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Return a lower bound on the part of the device's time that grows with the samples of a microbatch: without
