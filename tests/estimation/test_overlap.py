@@ -26,18 +26,11 @@ RANKS = 4
 
 
 @cache
-def traced(cp: int = 1) -> OperatorGraph:
+def traced(cp: int = 1, size: int = 2) -> OperatorGraph:
     return trace(
-        "tiny-llama",
-        2,
-        64,
-        "bfloat16",
-        target="cuda",
-        attention="fused",
-        tp=RANKS,
-        cp=cp,
-        splits_sequence=True,
-    )
+        "tiny-llama", size, 64, "bfloat16",
+        target="cuda", attention="fused", tp=RANKS, cp=cp, splits_sequence=True,
+    )  # fmt: skip
 
 
 def job(folder: Path, which: Which, based_on: str = "megatron-core+te") -> Job:
@@ -173,3 +166,11 @@ def test_costs_of_layers_add_up_to_those_of_the_model(tmp_path: Path) -> None:
             (by_layer.backward, (*stage.rebuild.nodes, *stage.backward.nodes)),
         ):
             assert columns.sum(axis=0).tolist() == pytest.approx(costs.sums(nodes, stage.value))
+
+
+@pytest.mark.parametrize(("which", "based_on"), [("all", "megatron-core+te"), ("fused", "torch-fsdp")])
+def test_bounds_on_larger_microbatches_hold(tmp_path: Path, which: Which, based_on: str) -> None:
+    wanted = job(tmp_path, which, based_on)
+    layers = {size: Layers(traced(size=size), CLUSTER, wanted) for size in (2, 16)}
+    seconds = {size: layers[size].costs(CLUSTER.device, "none").total_seconds / size for size in layers}
+    assert 0 < layers[2].growing_share * seconds[2] <= seconds[16]
