@@ -47,7 +47,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     if by not in WAYS:
         raise InputError(f"no breakdown by '{by}'{nearest(by, WAYS)}: use one of {', '.join(WAYS)}")
     graph, name = costing.graph, _naming(costing, by)
-    device_s, host_s, flop, *_ = costing.arrays
+    device_s, (_, host_s, flop, *_) = costing.device_seconds, costing.arrays
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     moved = _once_per_signature(lambda node: work(node, graph.values.__getitem__).bytes_moved)
     sums_by_name: dict[str, list[float]] = {

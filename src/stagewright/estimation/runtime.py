@@ -22,6 +22,7 @@ from stagewright.cluster.schema import SourcedModel, StrictModel, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
+from stagewright.estimation.overlap import Which
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
 from stagewright.graph.fusion import (
@@ -201,7 +202,8 @@ class Runtime(SourcedModel):
     * `shares_gathers`: whether matmuls with the same input share its gathered copy, and their input gradients are reduced
       together; otherwise each gathers the input and reduces its own gradient. A compiler merges equal gathers. Ignores: the
       memory of further copies.
-    * `casts_gathers`: whether with fp8 matmuls what tensor-parallel ranks gather inside layers is cast before.
+    * `casts_gathers`: whether with fp8 matmuls what tensor-parallel ranks gather inside layers is cast before; with `casts`
+      ``once`` a matmul then transposes what was gathered.
     * `compiles`: whether the ``layers`` are compiled, or the ``model`` where replicas do not shard it piece by piece: its
       backward returns all gradients at its end, in addition to those of earlier microbatches that they are added to.
     * `attention_rate`: speed of its fused attention relative to the device's file, which describes FlashAttention-2 or its
@@ -228,8 +230,10 @@ class Runtime(SourcedModel):
       float32.
     * `overlaps_reduction`: whether gradients are reduced during the last backward, and parameters gathered during the first
       forward, layer by layer.
-    * `overlapped_collectives`: which collectives of sequence parallelism overlap with matmuls: none, those of the backward,
-      all.
+    * `overlapped_collectives`: which collectives of sequence parallelism overlap with the matmuls they belong to
+      (`stagewright.estimation.overlap`): none; those of the ``backward`` with its other matmul, as a whole; in parts those
+      that a compiler has ``fused`` with matmuls; or ``all``, in either way. Collectives without such a matmul in the same
+      function are waited for.
     * `adds_in_products`: whether matmuls accumulate weight gradients instead of returning them.
     * `sums_once`: whether gradients of parameters that all tensor-parallel ranks hold are summed over them once per step.
     * `checks_after`: whether the optimizer checks all gradients after its step, so that with split backwards a rank
@@ -290,7 +294,7 @@ class Runtime(SourcedModel):
     expandable_segments: bool = False
     unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"
     overlaps_reduction: bool = False
-    overlapped_collectives: Literal["none", "backward", "all"] = "none"
+    overlapped_collectives: Which = "none"
     adds_in_products: bool = False
     sums_once: bool = False
     checks_after: bool = False

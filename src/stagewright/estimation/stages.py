@@ -57,16 +57,17 @@ class StageSummary:
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """Return the costs of a split stage."""
     stage = memory.stage
-    functions = (
-        stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.recomputed,
-    )  # fmt: skip
+    functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
     sums = [costing.sums(function.nodes, stage.value) for function in functions]
     waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
+    again = {node.id for node in stage.recomputed.nodes if node.id >= 0}
+    once = [node for node in stage.backward.nodes if node.id not in again]
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(
         stage.start,
         stage.stop,
         *(function_sums.seconds + wait_s for function_sums, wait_s in zip(sums, waits, strict=True)),
+        recompute_s=sums[3].seconds - costing.sums(once, stage.value).seconds,
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
@@ -87,7 +88,7 @@ def _recomputed(stage: Stage) -> list[int]:
 
 
 def _waits(stage: Stage, costing: Costing) -> tuple[float, ...]:
-    """Return the waiting seconds of F, I, W, B, R and recomputation; fetches that R starts may be late in the backward."""
+    """Return the waiting seconds of F, I, W, B and R; fetches that R starts may be late in the backward."""
 
     def wait(*functions: Function) -> float:
         nodes = [node for function in functions for node in function.nodes]
@@ -97,7 +98,7 @@ def _waits(stage: Stage, costing: Costing) -> tuple[float, ...]:
     after_rebuild = [
         wait(stage.rebuild, function) - rebuild for function in (stage.input_grad, stage.backward)
     ]
-    return wait(stage.forward), after_rebuild[0], wait(stage.weight_grad), after_rebuild[1], rebuild, 0.0
+    return wait(stage.forward), after_rebuild[0], wait(stage.weight_grad), after_rebuild[1], rebuild
 
 
 class RangeCosts:
@@ -174,7 +175,7 @@ class RangeCosts:
     @cached_property
     def _bound(self) -> Floats:
         """Seconds of every node of `few`: of the device or of the host, whichever is busier for the whole graph."""
-        device_s, host_s, *_ = self.few_costing.arrays
+        device_s, host_s = self.few_costing.device_seconds, self.few_costing.arrays.host_s
         counts = self.copies.counts
         return device_s if counts @ device_s >= counts @ host_s else host_s
 
@@ -272,13 +273,13 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
     nodes = list(nodes)
     if not any(node.op in HOST_COPIES for node in nodes):
         return 0.0
-    costs = [costing.of(node, value) for node in nodes]
-    by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
+    device_s, host_s, _ = costing.columns(nodes, value)
+    seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     device, now, waits = costing.device, 0.0, 0.0
     free = {OFFLOAD: 0.0, FETCH: 0.0}
     done: dict[int, float] = {}
-    for node, cost in zip(nodes, costs, strict=True):
-        now += cost.device_s if by_device else cost.host_s
+    for node, node_s in zip(nodes, seconds.tolist(), strict=True):
+        now += node_s
         if node.op in free and node.outputs[0] is not None:
             num_bytes = _num_bytes(node, value)
             if device.shares_host_memory:

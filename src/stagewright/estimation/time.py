@@ -17,6 +17,7 @@ from stagewright.estimation.collectives import collective_seconds, ring_seconds,
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
+from stagewright.estimation.overlap import COMPUTING, Overlaps, Pair, pairs_of, takers
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
@@ -27,7 +28,6 @@ from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
     COLLECTIVES,
-    REDUCE_SCATTER,
     entry_of,
     group_of,
     neighbour_strides,
@@ -54,6 +54,9 @@ _CASTS = 2
 _CAST_BYTES = 4
 """Bytes of a cast: half precision read, and a copy in eight bits written for each of two matmuls."""
 
+_TRANSPOSE_BYTES = 2
+"""Bytes of the second of these copies where the first was gathered: read and written in eight bits."""
+
 _NOT_RECOMPUTED = 4 / 5
 """One of the five matmuls of fused attention's backward recomputes the scores."""
 
@@ -69,9 +72,9 @@ class Cost:
     model_flop: float
     """FLOP without recomputation."""
     overlapped_s: float = 0.0
-    """Seconds of a collective that overlaps with the matmuls of its function, instead of `device_s`."""
-    product_s: float = 0.0
-    """Seconds of a matmul, part of `device_s`."""
+    """Seconds of a collective that may overlap with matmuls, part of `device_s`."""
+    kernel_s: float = 0.0
+    """Seconds of a matmul or attention without waits, part of `device_s`."""
     hidden_s: float = 0.0
     """Seconds of a collective that overlaps with another microbatch's computations, instead of `device_s`."""
 
@@ -167,7 +170,7 @@ def _slowed(plain: Cost, device: Device) -> Cost:
         plain,
         device_s=slowdown * plain.device_s,
         host_s=slowdown * plain.host_s,
-        product_s=slowdown * plain.product_s,
+        kernel_s=slowdown * plain.kernel_s,
     )
 
 
@@ -176,8 +179,6 @@ class Sums(NamedTuple):
 
     device_s: float
     host_s: float
-    overlapped_s: float
-    product_s: float
     hidden_s: float
 
     @property
@@ -198,7 +199,7 @@ class NodeCosts(NamedTuple):
     flop: Floats
     model_flop: Floats
     overlapped_s: Floats
-    product_s: Floats
+    kernel_s: Floats
     hidden_s: Floats
 
     @classmethod
@@ -254,7 +255,7 @@ class Costing:
     def on(self, device: Device) -> Costing:
         """Return the costs of the same nodes on another device."""
         costing = Costing(self.graph, device, self.cluster, self.matmul_precision, self._given[1])
-        costing._not_issued = self._not_issued
+        costing._not_issued, costing._pairs = self._not_issued, self._pairs
         return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
@@ -365,7 +366,7 @@ class Costing:
             return 1
         num_products = self._products_of.get(entry.id)
         if num_products is None:
-            num_products = self._products_of[entry.id] = _num_matmuls(self.graph, entry)
+            num_products = self._products_of[entry.id] = len(takers(self.graph, entry))
         return min(max(num_products, 1), _MOST_COPIES)
 
     def _under_runtime(self, plain: Cost, operator: Work) -> Cost:
@@ -373,9 +374,9 @@ class Costing:
         kernel_s = self.runtime.host.kernel_s
         if kernel_s is not None:
             plain = replace(plain, host_s=0.0 if operator.kernel is Kernel.VIEW else kernel_s)
-        if operator.kernel is Kernel.MATMUL:
-            busy = plain.device_s + self.runtime.waits.product_s
-            plain = replace(plain, device_s=busy, product_s=plain.device_s)
+        if operator.kernel in COMPUTING:
+            waits_s = self.runtime.waits.product_s if operator.kernel is Kernel.MATMUL else 0.0
+            plain = replace(plain, device_s=plain.device_s + waits_s, kernel_s=plain.device_s)
         return plain
 
     def _sent(self, node: Node, value: Lookup, plain: Cost) -> Cost:
@@ -390,7 +391,7 @@ class Costing:
         copying = runtime.dispatch_multiprocessors if once else None
         sent_s = collective_seconds(node, value, self.cluster, self._strides, copying, share)
         sent_s += runtime.waits.collective_s
-        overlapped, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
+        hidden = node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
             copied_s += runtime.waits.beside_share * sent_s
         if node.op == ALL_TO_ALL and _is_of_routing(value(node.inputs[0]).meta):
@@ -398,8 +399,8 @@ class Costing:
         num = self._num_copies(node)
         return replace(
             plain,
-            device_s=num * (copied_s + (0.0 if overlapped or hidden else sent_s)),
-            overlapped_s=num * sent_s if overlapped else 0.0,
+            device_s=num * (copied_s + (0.0 if hidden else sent_s)),
+            overlapped_s=0.0 if hidden else num * sent_s,
             hidden_s=num * sent_s if hidden else 0.0,
             host_s=num * (plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s),
         )
@@ -414,14 +415,6 @@ class Costing:
             if precision_name(meta.dtype) in ("bf16", "fp16") and self._takes_fp8(node)
             else 1.0
         )
-
-    def _is_overlapped(self, node: Node) -> bool:
-        """Whether a collective overlaps in parts with matmuls, as in Transformer Engine and asynchronous tensor
-        parallelism."""
-        which = self.runtime.overlapped_collectives
-        if node.op not in (ALL_GATHER, REDUCE_SCATTER) or which == "none":
-            return False
-        return which == "all" or node.part > Part.FORWARD
 
     def _fused(self, node: Node) -> Cost:
         """Return the cost of a node that a compiler fuses with another one."""
@@ -453,6 +446,7 @@ class Costing:
         plain = cost(replace(operator, dtype="fp8"), self.device)
         # Read in two bytes, written in one, which the matmul reads.
         num_bytes, num_casts = operator.bytes_moved, _CASTS
+        gathered = self._gathered_in_fp8(node)
         if self.runtime.casts == "once":
             operands = [value(number) for number in dict.fromkeys(node.inputs)]
             cast = [
@@ -461,9 +455,12 @@ class Costing:
                 if operand.meta.is_differentiable and not self._is_weight(operand)
             ]
             cast = cast if node.part < Part.WEIGHT_GRAD else []
-            num_bytes, num_casts = sum(_CAST_BYTES * operand.meta.num_elements for operand in cast), len(cast)
+            num_casts = len(cast)
+            num_bytes = sum(
+                (_TRANSPOSE_BYTES if operand in gathered else _CAST_BYTES) * operand.meta.num_elements
+                for operand in cast
+            )
         else:
-            gathered = self._gathered_in_fp8(node)
             num_bytes = max(0.0, num_bytes - sum(operand.meta.payload_bytes for operand in gathered))
             num_casts -= len(gathered)
         casts_s = self.device.memory_seconds(num_bytes) + num_casts * self.device.launch_overhead_s
@@ -502,24 +499,49 @@ class Costing:
 
     def sums(self, nodes: Iterable[Node], value: Lookup | None = None) -> Sums:
         """Return the sums over the operators of a function, added in their order."""
-        own, costs = self.graph.nodes, list[int]()
-        others: dict[int, Cost] = {}  # those of nodes that splitting has added, by their place
+        columns = self.columns(nodes, value)
+        return Sums(*columns.cumsum(axis=1)[:, -1].tolist()) if columns.size else Sums(0.0, 0.0, 0.0)
+
+    def columns(self, nodes: Iterable[Node], value: Lookup | None = None) -> Floats:
+        """Return the fields of `Sums`, a row each, for every operator of a function; of a collective that overlaps with
+        others of them the device's seconds are those that do not."""
+        own, ids = self.graph.nodes, list[int]()
+        others: dict[int, Cost] = {}  # those of nodes that splitting has added or renamed, by their place
         for place, node in enumerate(nodes):
-            is_own = node.signature >= 0 and node.id < len(own) and own[node.id] is node
-            costs.append(node.id if is_own else 0)
-            if not is_own:
+            is_of_graph = 0 <= node.id < len(own) and own[node.id].op == node.op
+            ids.append(node.id if is_of_graph else -1)
+            if node.signature < 0 or not is_of_graph or own[node.id] is not node:
                 others[place] = self.of(node, value or self._of_graph)
-        if not costs:
-            return Sums(0.0, 0.0, 0.0, 0.0, 0.0)
-        columns = self._summed[:, costs]
+        columns = self._summed[:, ids]
         for place, cost_of_node in others.items():
             columns[:, place] = [getattr(cost_of_node, name) for name in Sums._fields]
-        return Sums(*columns.cumsum(axis=1)[:, -1].tolist())
+        if self._overlaps is not None:
+            columns[0] -= self._overlaps.hidden_seconds(np.array(ids, np.int64))[ids]
+        return columns
+
+    @cached_property
+    def device_seconds(self) -> Floats:
+        """Seconds of the device for every node of the graph, in one forward and one backward."""
+        is_forward = np.fromiter((node.part <= Part.FORWARD for node in self.graph.nodes), np.bool_)
+        seconds = self.arrays.device_s
+        if self._overlaps is not None:
+            for runs in (is_forward, ~is_forward):
+                seconds = seconds - self._overlaps.hidden_seconds(np.flatnonzero(runs))[:-1]
+        return seconds
 
     @cached_property
     def _summed(self) -> Floats:
         """The fields of `Sums` for every node of the graph, a row each."""
         return np.array([getattr(self.arrays, name) for name in Sums._fields])
+
+    @cached_property
+    def _overlaps(self) -> Overlaps | None:
+        costs = self.arrays
+        return Overlaps(self._pairs, costs.overlapped_s, costs.kernel_s) if self._pairs else None
+
+    @cached_property
+    def _pairs(self) -> tuple[Pair, ...]:
+        return pairs_of(self.graph, self.runtime.overlapped_collectives)
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Return a lower bound on the part of the device's time that grows with the samples of a microbatch: without
@@ -544,7 +566,8 @@ class Costing:
                 self.cluster, 0, slowest_group(self.cluster, size, self._strides[name])
             )
             waits_s = self._num_copies(node) * (latency_s + self.runtime.waits.collective_s)
-            return max(0.0, sent.device_s - waits_s)
+            overlapped_s = 0.0 if self.runtime.overlapped_collectives == "none" else sent.overlapped_s
+            return max(0.0, sent.device_s - max(waits_s, overlapped_s))
         operator = work(node, value)
         is_product = operator.kernel is Kernel.MATMUL
         if operator.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
@@ -588,32 +611,11 @@ class Costing:
 def together(
     device_s: Floats | float,
     host_s: Floats | float,
-    overlapped_s: Floats | float,
-    product_s: Floats | float,
     hidden_s: Floats | float,
 ) -> Floats:
     """Return the seconds of functions from the sums of their operators: the device's work or the host's, whichever is
     longer."""
-    busy = device_s + np.maximum(0.0, np.subtract(overlapped_s, product_s))
-    return np.maximum(busy, np.maximum(hidden_s, host_s))
-
-
-def _num_matmuls(graph: OperatorGraph, node: Node) -> int:
-    """Count the matmuls of the forward that use a result of a node, directly or through views."""
-    waiting, matmuls, seen = [node], set[int](), set[int]()
-    while waiting:
-        for output in waiting.pop().outputs:
-            for user in graph.consumers.get(output, ()) if output is not None else ():
-                reader = graph.nodes[user]
-                if reader.part is not Part.FORWARD or user in seen:
-                    continue
-                seen.add(user)
-                kernel = work(reader, graph.values.__getitem__).kernel
-                if kernel is Kernel.MATMUL:
-                    matmuls.add(user)
-                elif kernel is Kernel.VIEW:
-                    waiting.append(reader)
-    return len(matmuls)
+    return np.maximum(device_s, np.maximum(hidden_s, host_s))
 
 
 def _is_of_routing(sent: TensorMeta) -> bool:

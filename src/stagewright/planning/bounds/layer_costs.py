@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -29,7 +29,7 @@ from stagewright.planning.prediction.staged_model import costing
 class LayerCosts:
     """Costs of one microbatch per numbered layer, with one entry before and one after them for the rest of the model.
 
-    * `forward`, `backward`: five columns from which `together` computes seconds; recomputation is in `backward`;
+    * `forward`, `backward`: three columns from which `together` computes seconds; recomputation is in `backward`;
     * `state_bytes`: parameters, gradients and optimizer state;
     * `saved_bytes`: values that the forward saves for the backward;
     * `trained_bytes`: the part of `state_bytes` that belongs to trained parameters.
@@ -160,15 +160,15 @@ class Layers:
         policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]
         return split_graph(self.graph, [], [policy(self.graph)])[0]
 
-    def _spent(self, nodes: Iterable[Node], stage: Stage, costing: Costing) -> Floats:
+    def _spent(self, nodes: Sequence[Node], stage: Stage, costing: Costing) -> Floats:
         """Return the costs by layer of nodes in the order they run; nodes added by splitting count for the layer before."""
-        spent = np.zeros((len(self._counts), 5))
-        layer, position = 0, self.graph.position
+        layer, layers, position = 0, list[int](), self.graph.position
         for node in nodes:
             if node.forward in position:
                 layer = self._layer(position[node.forward])
-            cost = costing.of(node, stage.value)
-            spent[layer] += cost.device_s, cost.host_s, cost.overlapped_s, cost.product_s, cost.hidden_s
+            layers.append(layer)
+        spent = np.zeros((len(self._counts), 3))
+        np.add.at(spent, layers, costing.columns(nodes, stage.value).T)
         return spent
 
     def _saved(self, stage: Stage) -> Floats:

@@ -104,7 +104,7 @@ def operators_of(stage: Stage) -> tuple[Node, ...]:
 def operator_seconds(stage: Stage, nodes: Iterable[Node], costing: Costing) -> list[float]:
     """Return the seconds of operators of a stage's forward: of the device, or of the host if the whole forward keeps it
     busier."""
-    costs = [costing.of(node, stage.value) for node in stage.forward.nodes]
-    by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
-    wanted = (costing.of(node, stage.value) for node in nodes)
-    return [cost.device_s if by_device else cost.host_s for cost in wanted]
+    device_s, host_s, _ = costing.columns(stage.forward.nodes, stage.value)
+    seconds = device_s if device_s.sum() >= host_s.sum() else host_s
+    by_operator = dict(zip((node.id for node in stage.forward.nodes), seconds.tolist(), strict=True))
+    return [by_operator[node.id] for node in nodes]
