@@ -12,6 +12,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
+from stagewright.planning.ranking import AS_FAST
 from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import LossPieces
 from stagewright.report.plans import described_schedule
@@ -59,7 +60,8 @@ def test_microbatches_of_few_tokens_are_divided_too() -> None:
     whole, chosen = (found(1050, pieces, sequence_length=2048).plans[0] for pieces in (1, "auto"))
     assert whole.memory_policy[-1] != "keep" and chosen.memory_policy[-1] == "keep"
     assert chosen.loss_pieces == 4
-    assert chosen.predictions.step_seconds < whole.predictions.step_seconds
+    # Of plans about as fast the simpler one is first.
+    assert chosen.predictions.step_seconds < (1 + AS_FAST) * whole.predictions.step_seconds
 
 
 def test_pieces_that_would_only_cost_time_are_not_taken() -> None:

@@ -258,7 +258,7 @@ class OperatorFitter(Fitter):
         configurations."""
         self._nearly: dict[Configuration, float] = {}
         """The least of these by `_nearly_alike` configurations."""
-        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats]]] = {}
+        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats, float]]] = {}
         """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
@@ -343,8 +343,7 @@ class OperatorFitter(Fitter):
                 split = replace(split, configuration=replace(configuration, offload=True))
                 within = self._within_memory(split)
             if within is None:
-                needs = self._needs(configuration)
-                self._without_headroom.setdefault(_headroom_key(entry, len(needs[0])), []).append(needs)
+                self._note_needs(entry)
                 self._lacks_whatever(entry, missing)
                 return None
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
@@ -420,13 +419,24 @@ class OperatorFitter(Fitter):
             configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision)
         )
 
+    def _note_needs(self, entry: Entry, spare_bytes: float = 0.0) -> None:
+        """Note what an entry needs that lacks memory whatever it saves, also if it had `spare_bytes` more on every rank."""
+        counts, state = self._needs(entry.configuration)
+        spare = spare_bytes * entry.configuration.pp
+        self._without_headroom.setdefault(_headroom_key(entry, len(counts)), []).append(
+            (counts, state, spare)
+        )
+
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
         """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
         if not self._without_headroom:
             return False
         counts, state = self._needs(entry.configuration)
         misses = self._without_headroom.get(_headroom_key(entry, len(counts)), ())
-        return any((counts >= fewest).all() and (state >= least).all() for fewest, least in misses)
+        return any(
+            (counts >= fewest).all() and np.maximum(least - state, 0.0).sum() <= spare
+            for fewest, least, spare in misses
+        )
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
         self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")
@@ -437,12 +447,18 @@ class OperatorFitter(Fitter):
 
     def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
         configuration = entry.configuration
+        if configuration.offload and self._needs_more_than_what_lacks(entry):
+            self._lacks_whatever(entry, 0)
+            return None
         later = (Attempt(other, best_s, longest_s, self._lost_share) for other in others)
         result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
         if isinstance(result, Miss):
             self._note(result)
             if result.is_too_slow:
                 self._learn(entry, longest_s)
+            elif result.is_partitioned and configuration.offload and not configuration.streamed:
+                little = _LITTLE * self._usable_bytes
+                self._note_needs(entry, little if (result.missing_bytes or 0) > little else 0.0)
             if result.was_short and not self._lacks_more_than_state(result):
                 self._try_on_host(entry)
             return None
@@ -607,4 +623,4 @@ def _nearly_alike(alike: Configuration) -> Configuration:
 def _headroom_key(entry: Entry, num_stages: int) -> tuple[object, ...]:
     """The same for all whose stages, so many, have the same operators to keep the values of, and as much memory for them."""
     configuration = entry.configuration
-    return configuration.traced, configuration.pp, num_stages, configuration.host_optimizer, entry.cluster
+    return configuration.traced, configuration.pp, num_stages, entry.cluster

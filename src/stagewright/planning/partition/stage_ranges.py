@@ -127,25 +127,30 @@ class StageRanges:
         inside = self.ranges.recomputable.within(start, stop)
         sizes, costs = inside.num_bytes, inside.seconds * terms.inverse_speed
         forward = float(self.ranges.forward_seconds[stop] - self.ranges.forward_seconds[start])
-        return _least_mixed(terms, sizes, costs, needed, forward * terms.inverse_speed)
+        saved = float(self.ranges.saved_bytes[stop] - self.ranges.saved_bytes[start])
+        return _least_mixed(terms, sizes, costs, needed, forward * terms.inverse_speed, saved)
 
 
-def _least_mixed(terms: StageTerms, sizes: Floats, costs: Floats, needed: float, free_s: float) -> float:
-    """Return the least time to free `needed` bytes by offloading the most expensive values and recomputing the cheapest.
+def _least_mixed(
+    terms: StageTerms, sizes: Floats, costs: Floats, needed: float, free_s: float, saved: float
+) -> float:
+    """Return the least time to free `needed` bytes of `saved` ones by offloading the most expensive values and recomputing
+    the cheapest; infinite if that is not enough.
 
     The time is convex in the offloaded bytes: what is hidden within `free_s` is offloaded first, then more as long as the
-    link takes less time than recomputation. Offloaded bytes need not be recomputed. Ignores: that values are indivisible.
+    link takes less time than recomputation, or cannot be recomputed. Offloaded bytes need not be recomputed. Ignores: that
+    values are indivisible.
     """
     copies = offloaded = terms.copies
-    most = float(sizes.sum()) * copies - needed
-    if most < -1e-12 * needed:
-        return math.inf
+    beyond = needed - float(sizes.sum()) * copies
     if offloaded <= 0 or math.isinf(terms.link_s_per_byte):
-        return least_seconds(sizes, costs, needed / copies)
+        return math.inf if beyond > 1e-12 * needed else least_seconds(sizes, costs, needed / copies)
+    if needed > saved * offloaded:
+        return math.inf
     cheap = costs / np.maximum(sizes, 1e-300) * offloaded < terms.link_s_per_byte * copies
     worthwhile = (needed - float(sizes[cheap].sum()) * copies) / offloaded
     hidden = free_s / terms.link_s_per_byte
-    moved = max(0.0, min(max(hidden, worthwhile), needed / offloaded, most))
+    moved = max(0.0, min(max(hidden, worthwhile, beyond / offloaded), needed / offloaded))
     taken = max(0.0, moved * terms.link_s_per_byte - free_s)
     return taken + least_seconds(sizes, costs, (needed - offloaded * moved) / copies)
 
