@@ -262,6 +262,8 @@ class OperatorFitter(Fitter):
         """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
+        self._offloading_pays = False
+        """Whether the best plan so far offloads: most do not, and to try it takes time."""
         self._added: set[Configuration] = set()
         """Configurations of the alternatives so far."""
         (self._usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
@@ -339,9 +341,11 @@ class OperatorFitter(Fitter):
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
         if configuration.saves:
             within = self._within_memory(split)
-            if within is None and self.space.offload:  # which is rarely faster than to recompute
-                split = replace(split, configuration=replace(configuration, offload=True))
-                within = self._within_memory(split)
+            if self.space.offload and (within is None or self._offloading_pays):
+                offloading = replace(split, configuration=replace(configuration, offload=True))
+                moved = self._within_memory(offloading)
+                if moved is not None and (within is None or moved.seconds < within.seconds):
+                    split, within = offloading, moved
             if within is None:
                 self._note_needs(entry)
                 self._lacks_whatever(entry, missing)
@@ -467,6 +471,8 @@ class OperatorFitter(Fitter):
         if configuration.saves:
             self._lost_share = result.lost_share
         self._learn(entry, result.step_seconds)
+        if result.step_seconds < best_s:
+            self._offloading_pays = configuration.offload and not configuration.streamed
         return result
 
     def _work_out(self, attempt: Attempt) -> Fit | Miss:
