@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,45 @@ def test_more_memory_never_costs_time() -> None:
         ]
         assert costs[0] == math.inf and costs[-1] == pytest.approx(ranges.seconds[25] - ranges.seconds[3])
         assert all(a >= b for a, b in itertools.pairwise(costs))
+
+
+def test_what_cannot_be_recomputed_is_offloaded_up_to_the_last_byte() -> None:
+    ones = np.arange(11, dtype=np.float64)
+    ranges = Ranges(
+        ones, ones / 3, 0 * ones, 0 * ones, ones, np.zeros(10), 0 * ones, np.arange(1, 10), Recomputable.sorted([], [], [])
+    )  # fmt: skip
+    for copies in range(1, 200):
+        terms = StageTerms(copies, 10.0 * copies - 1, link_s_per_byte=1.0)
+        assert math.isfinite(StageRanges(ranges, [terms]).cost(0, 0, 10)), copies
+
+
+def test_stages_of_a_rank_share_its_memory_as_takes_least_time() -> None:
+    """No other division of a rank's memory between two stages takes less, and what is divided is all of it."""
+    draw = np.random.default_rng(7)
+    ranges = replace(random_ranges(draw, 30), transient_bytes=np.zeros(30))
+    spans = {0: (0, 14), 1: (14, 30)}
+    kept = [StageTerms(5, math.inf), StageTerms(2, math.inf, inverse_speed=1.5)]
+    whole = StageRanges(ranges, kept)
+    demands = [whole.demand(stage, *span) for stage, span in spans.items()]
+    least = sum(whole.least_capacity(stage, *span) for stage, span in spans.items())
+
+    def seconds(capacities: list[float]) -> float:
+        terms = [replace(stage, capacity=capacity) for stage, capacity in zip(kept, capacities, strict=True)]
+        return sum(StageRanges(ranges, terms).cost(stage, *span) for stage, span in spans.items())
+
+    def shared(capacity: float) -> dict[int, float] | None:
+        terms = [replace(stage, capacity=capacity / 2) for stage in kept]
+        return StageRanges(ranges, terms).shared(spans)
+
+    assert shared(sum(demands)) == dict(enumerate(demands))
+    assert shared(0.99 * least) is None
+    for part in (0.1, 0.4, 0.8):
+        total = least + part * (sum(demands) - least)
+        capacities = shared(total)
+        assert capacities is not None and sum(capacities.values()) == pytest.approx(total)
+        others = [seconds([first, total - first]) for first in np.linspace(0, total, 400)]
+        assert seconds([*capacities.values()]) == pytest.approx(min(others), rel=1e-3)
+        assert seconds([*capacities.values()]) <= min(others) * (1 + 1e-9)
 
 
 def test_a_stage_that_cannot_take_what_comes_next_leaves_it_to_its_successor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache, partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from stagewright.planning.ranking import AS_FAST
 from stagewright.planning.search_result import SearchResult
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
@@ -227,3 +229,33 @@ def test_a_precision_that_a_device_lacks_is_refused_before_the_model_is_traced(v
     asked = Job(global_batch=4, sequence_length=32, dtype="bf16")
     with pytest.raises(InputError, match="'t4' has no peak for bf16: train in one of fp32, fp16"):
         verb("tiny-llama", load_cluster("2x-t4"), asked, trace=trace)
+
+
+@pytest.mark.parametrize(
+    ("lora", "pp", "memory"), [(None, 2, 65 * MIB), (Lora(rank=4, alpha=8), 1, 80 * MIB)]
+)
+def test_a_search_is_about_as_good_as_its_best_sharding_level(
+    lora: Lora | None, pp: int, memory: int
+) -> None:
+    """Higher levels keep less state but need more buffers, so what they lack says nothing about lower ones."""
+    model, cluster = resolve("tiny-llama").adapted(lora), load_cluster("4x-rtx4090")
+    tight = Job(global_batch=16, sequence_length=512, memory_limit=memory)
+
+    def fastest(*levels: int) -> float:
+        try:
+            result = search.plan(
+                model,
+                cluster,
+                tight,
+                tp=1,
+                pp=pp,
+                microbatch=4,
+                schedules="1f1b",
+                zero=levels,
+                is_improved=False,
+            )
+        except PlanError:
+            return math.inf
+        return min(item.predictions.step_seconds for item in result.plans)
+
+    assert fastest(0, 1, 2, 3) <= 1.01 * min(fastest(level) for level in range(4)) < math.inf

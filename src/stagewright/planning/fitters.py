@@ -258,8 +258,9 @@ class OperatorFitter(Fitter):
         configurations."""
         self._nearly: dict[Configuration, float] = {}
         """The least of these by `_nearly_alike` configurations."""
-        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats, float]]] = {}
-        """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save."""
+        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats, int, float]]] = {}
+        """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save, the sharding level
+        of their buffers, and the bytes that would not help them, of all ranks together."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
         self._offloading_pays = False
@@ -423,12 +424,13 @@ class OperatorFitter(Fitter):
             configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision)
         )
 
-    def _note_needs(self, entry: Entry, spare_bytes: float = 0.0) -> None:
-        """Note what an entry needs that lacks memory whatever it saves, also if it had `spare_bytes` more on every rank."""
+    def _note_needs(self, entry: Entry, level: int = 0, spare_bytes: float = 0.0) -> None:
+        """Note what an entry needs that lacks memory whatever it saves, also if it had `spare_bytes` more on every rank;
+        it has the buffers of a sharding `level`, which lower levels do without."""
         counts, state = self._needs(entry.configuration)
         spare = spare_bytes * entry.configuration.pp
         self._without_headroom.setdefault(_headroom_key(entry, len(counts)), []).append(
-            (counts, state, spare)
+            (counts, state, level, spare)
         )
 
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
@@ -437,9 +439,10 @@ class OperatorFitter(Fitter):
             return False
         counts, state = self._needs(entry.configuration)
         misses = self._without_headroom.get(_headroom_key(entry, len(counts)), ())
+        level = self._alike(entry.configuration).level
         return any(
-            (counts >= fewest).all() and np.maximum(least - state, 0.0).sum() <= spare
-            for fewest, least, spare in misses
+            level >= lowest and (counts >= fewest).all() and np.maximum(least - state, 0.0).sum() <= spare
+            for fewest, least, lowest, spare in misses
         )
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
@@ -461,8 +464,8 @@ class OperatorFitter(Fitter):
             if result.is_too_slow:
                 self._learn(entry, longest_s)
             elif result.is_partitioned and configuration.offload and not configuration.streamed:
-                little = _LITTLE * self._usable_bytes
-                self._note_needs(entry, little if (result.missing_bytes or 0) > little else 0.0)
+                little, level = _LITTLE * self._usable_bytes, self._alike(configuration).level
+                self._note_needs(entry, level, little if (result.missing_bytes or 0) > little else 0.0)
             if result.was_short and not self._lacks_more_than_state(result):
                 self._try_on_host(entry)
             return None

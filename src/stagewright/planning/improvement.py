@@ -64,9 +64,7 @@ def improve(search: Search) -> None:
 
 def _try_pieces(search: Search) -> None:
     """Try what is short of the memory that logits take once more with the loss in pieces."""
-    divided: set[tuple[int, int]] = (
-        set()
-    )  # tensor parallel degrees and microbatch sizes, once their loss is in pieces
+    divided = set[tuple[int, int]]()  # tensor parallel degrees and microbatch sizes whose loss was in pieces
     for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
         plans = [fit.plan for fit in search.fits]
         shapes = short_of_memory(plans, search.fitter.excluded, search.logits_bytes, search.usable_bytes)

@@ -141,18 +141,20 @@ def _least_mixed(
     link takes less time than recomputation, or cannot be recomputed. Offloaded bytes need not be recomputed. Ignores: that
     values are indivisible.
     """
-    copies = offloaded = terms.copies
-    beyond = needed - float(sizes.sum()) * copies
-    if offloaded <= 0 or math.isinf(terms.link_s_per_byte):
+    copies, recomputable = terms.copies, float(sizes.sum())
+    beyond = needed - recomputable * copies
+    if copies <= 0 or math.isinf(terms.link_s_per_byte):
         return math.inf if beyond > 1e-12 * needed else least_seconds(sizes, costs, needed / copies)
-    if needed > saved * offloaded:
+    if needed > saved * copies:
         return math.inf
-    cheap = costs / np.maximum(sizes, 1e-300) * offloaded < terms.link_s_per_byte * copies
-    worthwhile = (needed - float(sizes[cheap].sum()) * copies) / offloaded
+    cheap = costs / np.maximum(sizes, 1e-300) < terms.link_s_per_byte
+    worthwhile = needed / copies - float(sizes[cheap].sum())
     hidden = free_s / terms.link_s_per_byte
-    moved = max(0.0, min(max(hidden, worthwhile, beyond / offloaded), needed / offloaded))
+    moved = max(0.0, min(max(hidden, worthwhile, beyond / copies), needed / copies))
     taken = max(0.0, moved * terms.link_s_per_byte - free_s)
-    return taken + least_seconds(sizes, costs, (needed - offloaded * moved) / copies)
+    # Rounding must not ask for more than can be recomputed.
+    recomputed = min(needed / copies - moved, recomputable)
+    return taken + least_seconds(sizes, costs, recomputed)
 
 
 def least_seconds(sizes: Floats, costs: Floats, needed: float) -> float:
