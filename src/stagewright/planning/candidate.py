@@ -69,7 +69,7 @@ _HIDDEN = 0.8
 OF_STATE = 0.8
 """Maximum fraction of memory for everything but saved values, where these are to be recomputed or offloaded."""
 
-_ALL_TOGETHER = ("breadth-first", "gpipe")
+ALL_TOGETHER = ("breadth-first", "gpipe")
 """Schedules that run all microbatches through a stage before the rank turns to its next stage."""
 
 _MOST_FITTED = 2
@@ -432,7 +432,7 @@ def network_seconds(
         return 0.0
     holders = range(0, configuration.ranks_per_stage, configuration.tp)[: configuration.shard_group]
     times = float(configuration.num_microbatches)
-    if configuration.schedule in _ALL_TOGETHER and not in_units:
+    if configuration.schedule in ALL_TOGETHER and not in_units:
         times = 1.0
     elif configuration.chunks is not None and not in_units:
         times = max(1.0, times / configuration.pp)

@@ -22,6 +22,7 @@ from stagewright.planning.arranging import cluster_for
 from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
+    ALL_TOGETHER,
     Candidate,
     approximate_seconds,
     faster_candidate,
@@ -342,7 +343,9 @@ class OperatorFitter(Fitter):
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
         if configuration.saves:
             within = self._within_memory(split)
-            if self.space.offload and (within is None or self._offloading_pays):
+            # Where all forwards come first, what they save could not leave while they compute.
+            may_offload = self.space.offload and configuration.schedule not in ALL_TOGETHER
+            if may_offload and (within is None or self._offloading_pays):
                 offloading = replace(split, configuration=replace(configuration, offload=True))
                 moved = self._within_memory(offloading)
                 if moved is not None and (within is None or moved.seconds < within.seconds):
@@ -461,9 +464,15 @@ class OperatorFitter(Fitter):
         result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
         if isinstance(result, Miss):
             self._note(result)
-            if result.is_too_slow:
+            if result.is_too_slow and math.isfinite(longest_s):
                 self._learn(entry, longest_s)
-            elif result.is_partitioned and configuration.offload and not configuration.streamed:
+            elif (
+                result.is_partitioned
+                and configuration.offload
+                and not configuration.streamed
+                and math.isinf(best_s)
+            ):
+                # With a plan to be faster than, partitions that fit may have been left out as too slow.
                 little, level = _LITTLE * self._usable_bytes, self._alike(configuration).level
                 self._note_needs(entry, level, little if (result.missing_bytes or 0) > little else 0.0)
             if result.was_short and not self._lacks_more_than_state(result):
