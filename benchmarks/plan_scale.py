@@ -69,7 +69,7 @@ class Case:
     batch: int
     tokens: int
     new: float
-    kept: float | None = None
+    kept: float
     more: tuple[str, ...] = field(default=())
 
     def command(self) -> list[str]:
@@ -80,12 +80,12 @@ class Case:
 
 
 CASES = (
-    Case("llama-3-8b", "8x-h100", 64, 8192, 3, 1),
-    Case("llama-3-70b", "64x8x-h100", 1024, 8192, 5, 2.5),
-    Case("llama-3-405b", "2048x8x-h100", 2048, 8192, 12, 6),
-    Case("deepseek-v3", "256x8x-h100", 2048, 4096, 12, None, ("--runtime", "megatron-core+te")),
-    Case("nemotron-h-8b", "32x8x-h100", 512, 4096, 8),
-    Case("stagewright_factory:build", "8x8x-h100", 256, 2048, 8),
+    Case("llama-3-8b", "8x-h100", 64, 8192, 1.5, 0.5),
+    Case("llama-3-70b", "64x8x-h100", 1024, 8192, 3, 1.5),
+    Case("llama-3-405b", "2048x8x-h100", 2048, 8192, 5, 2.5),
+    Case("deepseek-v3", "256x8x-h100", 2048, 4096, 8, 4, ("--runtime", "megatron-core+te")),
+    Case("nemotron-h-8b", "32x8x-h100", 512, 4096, 4, 2),
+    Case("stagewright_factory:build", "8x8x-h100", 256, 2048, 2, 1),
 )
 
 
@@ -139,7 +139,7 @@ def measured(case: Case, limit_s: float) -> dict[str, Any]:
         kept = once(case, folder, limit_s) if "error" not in new else new
         export = statistics.mean((before, export_seconds()))
 
-    def row(run: dict[str, Any], bar: float | None) -> dict[str, Any]:
+    def row(run: dict[str, Any], bar: float) -> dict[str, Any]:
         first = run["first"]
         return {
             "s": run["seconds"], "X": round(run["seconds"] / export, 1), "bar": bar, "first_s": first,

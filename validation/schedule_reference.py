@@ -2,7 +2,9 @@
 
 Their microbatches recompute what a layer's backward needs, with kernels that are fused by hand, as compiled ones are here.
 `roundpipe` binds no stage to a device: forward parts, then parts that recompute and run backward, are dealt out to the
-devices in turn, each for all microbatches; so it is a chain of forwards here.
+devices in turn, each for all microbatches; so it is a chain of forwards here. Ignores: that as many microbatches as devices
+make a round, the next of which begins on the next device, and that a device recomputes while it waits; with both the two
+makespans that are too long agree.
 """
 
 from __future__ import annotations
