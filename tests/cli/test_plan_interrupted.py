@@ -122,6 +122,26 @@ def test_no_signal_reaches_a_compiled_kernel() -> None:
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
+def test_a_signal_in_a_finalizer_waits_until_it_is_over() -> None:
+    """Python prints and ignores what is raised there."""
+    script = """
+        import math, os, signal, time
+        from stagewright.planning.search_result import EarlyEnd
+
+        class Finalized:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                print("finalized")
+
+        with EarlyEnd(math.inf, lambda: True) as searching:
+            Finalized()
+            time.sleep(60)
+        print(searching.what)
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("finalized\ninterrupted\n", "")
+
+
 @pytest.mark.parametrize(
     ("number", "code", "what"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],

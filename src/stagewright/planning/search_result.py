@@ -124,12 +124,21 @@ class SearchResult:
         return replace(self, warnings=warnings, ended_early=what, gap=gap)
 
 
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    """Whether `frame` runs for a ``__del__`` or in the module of weak references, which calls back for dead objects."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class EarlyEnd:
     """A context that Ctrl-C, SIGTERM, or the end of a finite time leaves once there is a plan. Before that Ctrl-C and
     SIGTERM raise `KeyboardInterrupt`, as they always do where `patience_s` is None.
 
     Signals that come in a compiled kernel wait until it has returned: numba does not check for exceptions there, and the
-    process would crash.
+    process would crash. So do those in a finalizer, whose exceptions Python prints and ignores.
 
     >>> with EarlyEnd(math.inf, has_plan=lambda: True) as searching:
     ...     raise KeyboardInterrupt
@@ -178,7 +187,7 @@ class EarlyEnd:
         is_over = frame is not None and frame.f_code is EarlyEnd.__exit__.__code__
         if is_over or (waiting == signal.SIGALRM and not self.has_plan()):
             return
-        if is_in_kernel(frame):
+        if is_in_kernel(frame) or _is_in_finalizer(frame):
             self._waiting = waiting
             signal.setitimer(signal.ITIMER_REAL, _IN_KERNEL_S, _IN_KERNEL_S)
             return
