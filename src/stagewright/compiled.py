@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -68,11 +68,19 @@ def compiled_helper(function: Function) -> Function:
 
 def is_in_kernel(frame: FrameType | None) -> bool:
     """Whether `frame` runs on behalf of numba, which compiles or loads a kernel there or converts what one has returned."""
+    return any(module_of(caller).startswith(("numba.", "namedtuple_")) for caller in with_callers(frame))
+
+
+def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield `frame` and the frames that wait for it, the innermost first."""
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(("numba.", "namedtuple_")):
-            return True
+        yield frame
         frame = frame.f_back
-    return False
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code a frame runs."""
+    return str(frame.f_globals.get("__name__"))
 
 
 def _kept(decorator: Callable[[Function], Any], function: Function) -> Function:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.overlap import Overlaps, Pair, Which, pairs_of
+from stagewright.estimation.overlap import OverlappedCollectives, Overlaps, Pair, pairs_of
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.graph import short_name
@@ -33,7 +33,7 @@ def traced(cp: int = 1, size: int = 2) -> OperatorGraph:
     )  # fmt: skip
 
 
-def job(folder: Path, which: Which, based_on: str = "megatron-core+te") -> Job:
+def job(folder: Path, which: OverlappedCollectives, based_on: str = "megatron-core+te") -> Job:
     file = folder / f"{based_on}-{which}.toml"
     file.write_text(f'based_on = "{based_on}"\noverlapped_collectives = "{which}"\n')
     return Job(global_batch=16, sequence_length=64, runtime=str(file))
@@ -44,7 +44,7 @@ def costing(wanted: Job, cp: int = 1) -> Costing:
 
 
 def described(
-    graph: OperatorGraph, which: Which, layer: str
+    graph: OperatorGraph, which: OverlappedCollectives, layer: str
 ) -> set[tuple[str, str, tuple[str, ...], float, float]]:
     """Return the pairs of one layer, by the last part of modules and the names of operators and parts."""
     pairs = set()
@@ -169,7 +169,9 @@ def test_costs_of_layers_add_up_to_those_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("which", "based_on"), [("all", "megatron-core+te"), ("fused", "torch-fsdp")])
-def test_bounds_on_larger_microbatches_hold(tmp_path: Path, which: Which, based_on: str) -> None:
+def test_bounds_on_larger_microbatches_hold(
+    tmp_path: Path, which: OverlappedCollectives, based_on: str
+) -> None:
     wanted = job(tmp_path, which, based_on)
     layers = {size: Layers(traced(size=size), CLUSTER, wanted) for size in (2, 16)}
     seconds = {size: layers[size].costs(CLUSTER.device, "none").total_seconds / size for size in layers}

@@ -15,7 +15,7 @@ from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import ALL_GATHER, CONTEXT_GROUP, GROUP, REDUCE_SCATTER, group_of
 
-Which = Literal["none", "backward", "fused", "all"]
+OverlappedCollectives = Literal["none", "backward", "fused", "all"]
 
 _SPLITS = 4
 """Parts in which a matmul and the reduce-scatter of its result follow each other. Source: Transformer Engine,
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
     exposed: float = 0.0
 
 
-def pairs_of(graph: OperatorGraph, which: Which) -> tuple[Pair, ...]:
+def pairs_of(graph: OperatorGraph, which: OverlappedCollectives) -> tuple[Pair, ...]:
     """Return the pairs of `graph` for a runtime's `overlapped_collectives`.
 
     * In the backward a gather that runs again overlaps with the input gradient of the matmuls that it gathered for, and the
@@ -57,7 +57,7 @@ def pairs_of(graph: OperatorGraph, which: Which) -> tuple[Pair, ...]:
 
 
 class _Pairing:
-    def __init__(self, graph: OperatorGraph, which: Which) -> None:
+    def __init__(self, graph: OperatorGraph, which: OverlappedCollectives) -> None:
         self.graph = graph
         self.which = which
         self._has_layers = any(layer_of(node.module) for node in graph.nodes)

@@ -22,7 +22,7 @@ from stagewright.cluster.schema import SourcedModel, StrictModel, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
-from stagewright.estimation.overlap import Which
+from stagewright.estimation.overlap import OverlappedCollectives
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
 from stagewright.graph.fusion import (
@@ -294,7 +294,7 @@ class Runtime(SourcedModel):
     expandable_segments: bool = False
     unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"
     overlaps_reduction: bool = False
-    overlapped_collectives: Which = "none"
+    overlapped_collectives: OverlappedCollectives = "none"
     adds_in_products: bool = False
     sums_once: bool = False
     checks_after: bool = False

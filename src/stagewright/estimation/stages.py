@@ -60,14 +60,16 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
     sums = [costing.sums(function.nodes, stage.value) for function in functions]
     waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
-    again = {node.id for node in stage.recomputed.nodes if node.id >= 0}
-    once = [node for node in stage.backward.nodes if node.id not in again]
+    recompute_s = 0.0
+    if again := {node.id for node in stage.recomputed.nodes if node.id >= 0}:
+        once = [node for node in stage.backward.nodes if node.id not in again]
+        recompute_s = sums[3].seconds - costing.sums(once, stage.value).seconds
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(
         stage.start,
         stage.stop,
         *(function_sums.seconds + wait_s for function_sums, wait_s in zip(sums, waits, strict=True)),
-        recompute_s=sums[3].seconds - costing.sums(once, stage.value).seconds,
+        recompute_s=recompute_s,
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -246,6 +247,19 @@ class LayerFitter(Fitter):
         return super().failure() if self._nearest is None else misses_memory(self._nearest, self.job)
 
 
+class _Lacking(NamedTuple):
+    """The needs of a configuration that lacks memory whatever it saves."""
+
+    counts: Floats
+    """Sets of saved values that every stage has in flight."""
+    state: Floats
+    """Bytes of state that a rank keeps of every operator."""
+    level: int
+    """Its sharding level, with whose buffers it lacks memory."""
+    spare_bytes: float
+    """Bytes more that would not help it, of all ranks together."""
+
+
 class OperatorFitter(Fitter):
     """For our own runtime."""
 
@@ -259,9 +273,8 @@ class OperatorFitter(Fitter):
         configurations."""
         self._nearly: dict[Configuration, float] = {}
         """The least of these by `_nearly_alike` configurations."""
-        self._without_headroom: dict[tuple[object, ...], list[tuple[Floats, Floats, int, float]]] = {}
-        """By `_headroom_key`, what `_needs` says of configurations that lack memory whatever they save, the sharding level
-        of their buffers, and the bytes that would not help them, of all ranks together."""
+        self._without_headroom: dict[tuple[object, ...], list[_Lacking]] = {}
+        """By `_headroom_key`, configurations that lack memory whatever they save."""
         self._lost_share = 0.0
         """Of memory, what the last plan lost to fragmentation."""
         self._offloading_pays = False
@@ -413,7 +426,7 @@ class OperatorFitter(Fitter):
             stage_costs, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
             state_bytes=configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision),
-            offload=configuration.offload and not configuration.streamed,
+            offload=_offloads(configuration),
         )  # fmt: skip
         if configuration.streamed:
             return recomputed_within(program, stage_ranges, cuts)
@@ -431,21 +444,20 @@ class OperatorFitter(Fitter):
         """Note what an entry needs that lacks memory whatever it saves, also if it had `spare_bytes` more on every rank;
         it has the buffers of a sharding `level`, which lower levels do without."""
         counts, state = self._needs(entry.configuration)
-        spare = spare_bytes * entry.configuration.pp
-        self._without_headroom.setdefault(_headroom_key(entry, len(counts)), []).append(
-            (counts, state, level, spare)
-        )
+        lacking = _Lacking(counts, state, level, spare_bytes * entry.configuration.pp)
+        self._without_headroom.setdefault(_headroom_key(entry, len(counts)), []).append(lacking)
 
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
         """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
         if not self._without_headroom:
             return False
         counts, state = self._needs(entry.configuration)
-        misses = self._without_headroom.get(_headroom_key(entry, len(counts)), ())
         level = self._alike(entry.configuration).level
         return any(
-            level >= lowest and (counts >= fewest).all() and np.maximum(least - state, 0.0).sum() <= spare
-            for fewest, least, lowest, spare in misses
+            level >= lacking.level
+            and (counts >= lacking.counts).all()
+            and np.maximum(lacking.state - state, 0.0).sum() <= lacking.spare_bytes
+            for lacking in self._without_headroom.get(_headroom_key(entry, len(counts)), ())
         )
 
     def _lacks_whatever(self, entry: Entry, missing: int) -> None:
@@ -466,13 +478,8 @@ class OperatorFitter(Fitter):
             self._note(result)
             if result.is_too_slow and math.isfinite(longest_s):
                 self._learn(entry, longest_s)
-            elif (
-                result.is_partitioned
-                and configuration.offload
-                and not configuration.streamed
-                and math.isinf(best_s)
-            ):
-                # With a plan to be faster than, partitions that fit may have been left out as too slow.
+            # With a plan to be faster than, partitions that fit may have been left out as too slow.
+            elif result.is_partitioned and _offloads(configuration) and math.isinf(best_s):
                 little, level = _LITTLE * self._usable_bytes, self._alike(configuration).level
                 self._note_needs(entry, level, little if (result.missing_bytes or 0) > little else 0.0)
             if result.was_short and not self._lacks_more_than_state(result):
@@ -484,7 +491,7 @@ class OperatorFitter(Fitter):
             self._lost_share = result.lost_share
         self._learn(entry, result.step_seconds)
         if result.step_seconds < best_s:
-            self._offloading_pays = configuration.offload and not configuration.streamed
+            self._offloading_pays = _offloads(configuration)
         return result
 
     def _work_out(self, attempt: Attempt) -> Fit | Miss:
@@ -631,6 +638,11 @@ class OperatorFitter(Fitter):
 
 def _missing(miss: Miss) -> float:
     return math.inf if miss.missing_bytes is None else miss.missing_bytes
+
+
+def _offloads(configuration: Configuration) -> bool:
+    """Whether stages offload values, other than those with streamed weights."""
+    return configuration.offload and not configuration.streamed
 
 
 def _nearly_alike(alike: Configuration) -> Configuration:

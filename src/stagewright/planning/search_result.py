@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from stagewright.compiled import is_in_kernel
+from stagewright.compiled import is_in_kernel, module_of, with_callers
 from stagewright.errors import InputError
 from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
@@ -126,11 +126,10 @@ class SearchResult:
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
     """Whether `frame` runs for a ``__del__`` or in the module of weak references, which calls back for dead objects."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in ("weakref", "_weakrefset"):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        caller.f_code.co_name == "__del__" or module_of(caller) in ("weakref", "_weakrefset")
+        for caller in with_callers(frame)
+    )
 
 
 class EarlyEnd:
