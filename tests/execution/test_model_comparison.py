@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -171,6 +174,37 @@ def test_equal_models_are_compared_once(
     monkeypatch.setattr(first_comparison, "compare", None)
     first_comparison.compare_once(plan)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.compares
+def test_a_process_whose_children_cannot_run_backwards_compares_by_itself(tmp_path: Path) -> None:
+    make_plan(tmp_path / "plan.json", FACTORY, overrides={"seed": 1, "only": "SplitHalves"}, pp=1)
+    script = """
+        import sys
+        import torch
+        from stagewright.execution.first_comparison import compare_once
+        from stagewright.planning.plan import load_plan
+
+        class Nested(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, depth):
+                ctx.depth = depth
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                if ctx.depth:
+                    with torch.enable_grad():
+                        Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+                return grad, None
+
+        Nested.apply(torch.ones(1, requires_grad=True), 100).backward()  # starts threads from depth 60 on
+        compare_once(load_plan(sys.argv[1]))
+    """
+    command = [sys.executable, "-c", dedent(script), str(tmp_path / "plan.json")]
+    environment = {**os.environ, "STAGEWRIGHT_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stderr.startswith("compared 'build' with its graph (as it is"), done.stderr
 
 
 @pytest.mark.compares

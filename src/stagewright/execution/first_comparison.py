@@ -77,7 +77,8 @@ def compare_once(plan: Plan, report: Report = lambda stage: None, apart: bool = 
 
 
 def _apart(work: Callable[[], str], name: str) -> str:
-    """Run `work` in a child process; return what it returns, raise what it raises, and `TraceError` if the child dies."""
+    """Run `work` in a child process, or in this one where a child could run no backward; return what it returns, raise what
+    it raises, and `TraceError` if the child dies."""
     child, reader = forked(partial(_answer, work))
     with os.fdopen(reader, "rb") as answers:
         if not select.select([answers], [], [], MOST_SECONDS)[0]:
@@ -87,7 +88,7 @@ def _apart(work: Callable[[], str], name: str) -> str:
     if answer:
         kind, text = json.loads(answer)
         if kind is None:
-            return text
+            return work() if text is None else text
         raise {error.__name__: error for error in (InputError, ContractError)}.get(kind, TraceError)(text)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return f"{UNCOMPARED} '{name}' and its graph are not compared: it took too long, or too much memory"
@@ -98,11 +99,21 @@ def _apart(work: Callable[[], str], name: str) -> str:
     )
 
 
+def _runs_backwards() -> bool:
+    """Whether backwards can run here: not in the child of a process in which autograd has started threads, which it does for
+    every GPU and for backwards that are nested deeply."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _answer(work: Callable[[], str], answers: BinaryIO) -> None:
-    """Write what `work` returns or raises, as JSON."""
+    """Write what `work` returns or raises, as JSON; null if no backward can run here."""
     try:
         torch.set_num_threads(1)  # the threads that compute do not exist in a child process
-        answer: tuple[str | None, str] = (None, work())
+        answer: tuple[str | None, str | None] = (None, work() if _runs_backwards() else None)
     except Exception as error:
         is_own = isinstance(error, StagewrightError)
         answer = type(error).__name__, str(error) if is_own else f"{type(error).__name__}: {error}"
