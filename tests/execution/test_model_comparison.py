@@ -176,6 +176,28 @@ def test_equal_models_are_compared_once(
     assert capsys.readouterr().err == ""
 
 
+def test_children_run_backwards_after_a_trace_and_a_backward() -> None:
+    """Builds of torch for GPUs pretend in a trace that there is one, for which a backward would start a thread."""
+    script = """
+        import os
+        import torch
+        from stagewright.machine import forked
+        from stagewright.tracing.trace import trace_module
+
+        trace_module(torch.nn.Linear(2, 1), {"input": torch.ones(1, 2)})
+
+        def backward(answers):
+            torch.ones((), requires_grad=True).backward()
+            answers.write(b"done")
+
+        backward(open(os.devnull, "wb"))
+        child, answers = forked(backward)
+        print(os.read(answers, 4).decode())
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 @pytest.mark.compares
 def test_a_process_whose_children_cannot_run_backwards_compares_by_itself(tmp_path: Path) -> None:
     make_plan(tmp_path / "plan.json", FACTORY, overrides={"seed": 1, "only": "SplitHalves"}, pp=1)

@@ -15,6 +15,12 @@ from stagewright.tracing.recipes import recorded
 # Where a name lives, the file of ours that uses it, and what it is used for.
 USED = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "private.py", "tracing without computing"),
+    (
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode.avoid_device_init",
+        "private.py",
+        "knowing where there is no GPU",
+    ),
     ("torch._subclasses.fake_tensor", "FakeTensor", "private.py", "recognising what is traced already"),
     (
         "torch._subclasses.fake_tensor",

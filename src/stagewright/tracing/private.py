@@ -63,8 +63,20 @@ class FakeTensorMode(_fake.FakeTensorMode):
     """Torch's, which stays the same where a model's code copies a module, and with it the mode of its fake tensors: a
     copied mode would free storages a second time, which ends the process later."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.avoid_device_init:
+            _start_autograd()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
         return self
+
+
+@functools.cache
+def _start_autograd() -> None:
+    """Run the first backward, which starts a thread for every GPU, before a mode pretends that there is one: child processes
+    of a process with such threads can run no backward."""
+    torch.ones((), requires_grad=True).backward()
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
