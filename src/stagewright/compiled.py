@@ -58,11 +58,11 @@ def compiled(function: Function) -> Function:
 
 
 def compiled_helper(function: Function) -> Function:
-    """Compile a function that owns no memory, to be called by kernels.
+    """Compile a function that allocates nothing, mostly to be called by kernels; it runs without the interpreter's lock.
 
     Counting references to its array arguments would take several times as long as the work itself.
     """
-    decorator = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+    decorator = numba.njit(cache=True, nogil=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
     return _kept(decorator, function)
 
 

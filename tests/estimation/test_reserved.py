@@ -10,6 +10,7 @@ from stagewright.planning.estimate import estimate, staged_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.predict import lowered, rank_memories, reserved_peaks, stage_edges
 from stagewright.planning.prediction.staged_model import StagedModel, reserved_bytes
+from stagewright.schedule import build
 from stagewright.units import MIB
 
 _BLOCK = 512
@@ -52,6 +53,21 @@ def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
         assert memory.peak_bytes <= found.active_peak_bytes <= memory.peak_bytes + 8 * _BLOCK * inside
         assert found.active_peak_bytes <= found.reserved_peak_bytes
         assert found.reserved_peak_bytes % 2**21 == 0
+
+
+def test_microbatches_that_are_left_out_count_with_inputs_and_losses() -> None:
+    staged = staged_model("tiny-llama", "1f1b", size=2)
+    programs = [build("1f1b", 2, count) for count in (40, 6)]
+    for rank in range(2):
+        resident = staged.resident(rank)
+        whole, short = (
+            reserved_on(
+                staged.memories, lowered(program, stage_edges(staged.stages), staged.receives_ahead), rank, resident,
+                left_out=40 - program.num_microbatches,
+            )
+            for program in programs
+        )  # fmt: skip
+        assert whole == short
 
 
 def test_another_step_reserves_nothing_more() -> None:

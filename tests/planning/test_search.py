@@ -177,27 +177,37 @@ def test_a_fixed_microbatch_must_divide() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "interleaved-zb", "zb-v", "v-min", "pipedream"]
+)
+def test_a_shortened_program_has_the_same_peaks(schedule: str, num_ranks: int) -> None:
+    program = build(schedule, num_ranks, 36)
     graph = trace("tiny-llama", 1, 32, "float32")
-    size = len(graph.forward_ids)
-    stages = split_graph(graph, [size * i // num_ranks for i in range(1, num_ranks)])
+    size, count = len(graph.forward_ids), program.num_stages
+    stages = split_graph(graph, [size * i // count for i in range(1, count)])
     memories = [StageMemory(stage) for stage in stages]
-    program = build("1f1b", num_ranks, 20)
     short = shortened(program)
-    assert short.num_microbatches < 10
+    assert short.num_microbatches < 18
     for rank in range(num_ranks):
-        resident = resident_bytes([memories[rank]])
+        of_rank = [memories[stage] for stage in program.placement.stages_of(rank)]
+        resident = resident_bytes(of_rank)
         whole, part = (
             replay_rank(
                 memories,
                 insert_communication(p, stage_edges(stages)),
                 rank,
                 resident,
-                20 - p.num_microbatches,
+                36 - p.num_microbatches,
             )
             for p in (program, short)
         )
         assert (whole.peak_bytes, whole.categories) == (part.peak_bytes, part.categories)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "breadth-first"])
+def test_a_program_that_runs_all_forwards_first_is_not_shortened(schedule: str) -> None:
+    program = build(schedule, 2, 36)
+    assert shortened(program) is program
 
 
 def test_stages_save_less_where_nothing_else_fits() -> None:

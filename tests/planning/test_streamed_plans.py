@@ -61,6 +61,11 @@ def test_weights_are_streamed_where_they_do_not_fit() -> None:
     assert sum(rank.host_bytes for rank in streamed.predictions.ranks) == pytest.approx(weights, rel=0.2)
 
 
+def test_weights_are_streamed_too_where_partitions_turn_out_to_lack_memory() -> None:
+    """Where the state of the optimizer is too little to make up for what they lack."""
+    assert planned(small(30)).streamed
+
+
 def test_a_model_trained_whole_has_its_optimizer_on_the_host() -> None:
     streamed = estimated(small(1000))
     assert streamed.host_optimizer == (0, 1)

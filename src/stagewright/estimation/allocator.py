@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Ints
-from stagewright.compiled import compiled
+from stagewright.compiled import compiled_helper
 from stagewright.errors import InputError
 
 ROUND = 512
@@ -95,7 +95,7 @@ class Blocks(NamedTuple):
         )  # fmt: skip
 
 
-@compiled
+@compiled_helper
 def rounded(num_bytes: int) -> int:
     """Return the size of a block for a request of `num_bytes`.
 
@@ -105,7 +105,7 @@ def rounded(num_bytes: int) -> int:
     return max((num_bytes + ROUND - 1) // ROUND, 1) * ROUND
 
 
-@compiled
+@compiled_helper
 def segment_bytes(size: int) -> int:
     """Return the size of a new segment for a request of (rounded) `size` that fits in no block.
 
@@ -119,7 +119,7 @@ def segment_bytes(size: int) -> int:
     return (size + LARGE_ROUND - 1) // LARGE_ROUND * LARGE_ROUND
 
 
-@compiled
+@compiled_helper
 def allocate(blocks: Blocks, num_bytes: int) -> int:
     """Return the number of a block for a request, or `NONE` if the driver has too little memory.
 
@@ -146,7 +146,7 @@ def allocate(blocks: Blocks, num_bytes: int) -> int:
     return number
 
 
-@compiled
+@compiled_helper
 def free(blocks: Blocks, number: int) -> None:
     """Return a block to the cache; free neighbours become one block."""
     blocks.totals[ACTIVE] -= blocks.size[number]
@@ -161,7 +161,7 @@ def free(blocks: Blocks, number: int) -> None:
     _keep(blocks, number)
 
 
-@compiled
+@compiled_helper
 def release_cached(blocks: Blocks) -> None:
     """Return unused segments to the driver."""
     for number in range(len(blocks.size)):
@@ -173,26 +173,41 @@ def release_cached(blocks: Blocks) -> None:
             _give_back(blocks, number)
 
 
-@compiled
-def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
-    """Allocate `sizes` one after the other and store their blocks in `held` by key; a negative size frees the key's block.
+class Scripts(NamedTuple):
+    """Lists of requests, each for the storages of one holder: `keys` and `sizes`, of which a negative one frees the storage.
+    Script `n` is from `bounds[n]` to `bounds[n + 1]`."""
 
-    Returns the index of the first request that does not fit, or the number of requests. There must be two spare numbers for
-    each.
+    keys: Ints
+    sizes: Ints
+    bounds: Ints
+
+
+@compiled_helper
+def run_scripts(
+    blocks: Blocks, scripts: Scripts, numbers: Ints, holders: Ints, held: Ints, place: int
+) -> int:
+    """Run the scripts `numbers`, from the one at `place`, each for its holder, whose blocks are a row of `held`, by key.
+
+    Returns the place of the first script for which there are not two spare numbers for each request; their number if there
+    is none.
     """
-    for place in range(len(keys)):
-        if sizes[place] < 0:
-            free(blocks, int(held[keys[place]]))
-            held[keys[place]] = NONE
-            continue
-        number = allocate(blocks, sizes[place])
-        if number == NONE:
-            return place
-        held[keys[place]] = number
-    return len(keys)
+    while place < len(numbers):
+        begin, end = scripts.bounds[numbers[place]], scripts.bounds[numbers[place] + 1]
+        if blocks.totals[NUM_SPARE] < 2 * (end - begin):
+            break
+        holder = holders[place]
+        for request in range(begin, end):
+            key, size = scripts.keys[request], scripts.sizes[request]
+            if size < 0:
+                free(blocks, int(held[holder, key]))
+                held[holder, key] = NONE
+            else:
+                held[holder, key] = allocate(blocks, size)
+        place += 1
+    return place
 
 
-@compiled
+@compiled_helper
 def _best_fit(blocks: Blocks, size: int) -> int:
     """Return the cached block of minimum size, then address, that `size` fits in."""
     best, number = NONE, blocks.top[int(size <= SMALL)]
@@ -204,7 +219,7 @@ def _best_fit(blocks: Blocks, size: int) -> int:
     return int(best)
 
 
-@compiled
+@compiled_helper
 def _segment(blocks: Blocks, size: int) -> int:
     totals, pool = blocks.totals, int(size <= SMALL)
     wanted = _missing_bytes(blocks, pool, size)
@@ -222,7 +237,7 @@ def _segment(blocks: Blocks, size: int) -> int:
     return number
 
 
-@compiled
+@compiled_helper
 def _missing_bytes(blocks: Blocks, pool: int, size: int) -> int:
     """Return the bytes to reserve for a request of `size` that fits in no block."""
     if not blocks.totals[IS_EXPANDABLE]:
@@ -232,7 +247,7 @@ def _missing_bytes(blocks: Blocks, pool: int, size: int) -> int:
     return int((lacking + page - 1) // page * page)
 
 
-@compiled
+@compiled_helper
 def _grown(blocks: Blocks, pool: int, num_bytes: int) -> int:
     """Map `num_bytes` more at the end of a pool's expandable segment; return its last block, which is not in the cache."""
     end = int(blocks.end[pool])
@@ -248,7 +263,7 @@ def _grown(blocks: Blocks, pool: int, num_bytes: int) -> int:
     return number
 
 
-@compiled
+@compiled_helper
 def _split(blocks: Blocks, number: int, size: int) -> None:
     remainder, pool = blocks.size[number] - size, blocks.pool[number]
     if remainder < ROUND if pool == 1 or blocks.totals[IS_EXPANDABLE] else remainder <= SMALL:
@@ -264,7 +279,7 @@ def _split(blocks: Blocks, number: int, size: int) -> None:
     _keep(blocks, other)
 
 
-@compiled
+@compiled_helper
 def _join(blocks: Blocks, first: int, second: int) -> None:
     """Merge the second block into the first, which comes directly before it."""
     next_block = blocks.after[second]
@@ -277,7 +292,7 @@ def _join(blocks: Blocks, first: int, second: int) -> None:
     _give_back(blocks, second)
 
 
-@compiled
+@compiled_helper
 def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
     totals = blocks.totals
     totals[NUM_SPARE] -= 1
@@ -287,13 +302,13 @@ def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
     return number
 
 
-@compiled
+@compiled_helper
 def _give_back(blocks: Blocks, number: int) -> None:
     blocks.spare[blocks.totals[NUM_SPARE]] = number
     blocks.totals[NUM_SPARE] += 1
 
 
-@compiled
+@compiled_helper
 def _comes_before(blocks: Blocks, first: int, second: int) -> bool:
     sizes = blocks.size
     if sizes[first] == sizes[second]:
@@ -301,19 +316,19 @@ def _comes_before(blocks: Blocks, first: int, second: int) -> bool:
     return bool(sizes[first] < sizes[second])
 
 
-@compiled
+@compiled_helper
 def _rank(number: int) -> int:
     """Return the priority of a block: a hash of its number, as if at random."""
     return (number * 2654435761) & 0xFFFFFFFF
 
 
-@compiled
+@compiled_helper
 def _below(blocks: Blocks, side: int, number: int) -> int:
     """Return the cached block on a side below another, or `NONE`."""
     return int(blocks.below[side, number])
 
 
-@compiled
+@compiled_helper
 def _set_below(blocks: Blocks, pool: int, above: int, side: int, number: int) -> None:
     """Put a cached block, or none, below `above`; on top of the pool if that is none."""
     if above == NONE:
@@ -322,7 +337,7 @@ def _set_below(blocks: Blocks, pool: int, above: int, side: int, number: int) ->
         blocks.below[side, above] = number
 
 
-@compiled
+@compiled_helper
 def _keep(blocks: Blocks, number: int) -> None:
     """Insert a block into its pool, above what has a lower rank, which it parts in two."""
     pool, below = int(blocks.pool[number]), blocks.below
@@ -343,7 +358,7 @@ def _keep(blocks: Blocks, number: int) -> None:
     blocks.is_cached[number] = True
 
 
-@compiled
+@compiled_helper
 def _forget(blocks: Blocks, number: int) -> None:
     """Remove a block from its pool and join the two parts below it."""
     pool = int(blocks.pool[number])
@@ -426,16 +441,13 @@ class CachingAllocator:
         """Return `block` to the cache; free neighbours become one block."""
         free(self._blocks, block.number)
 
-    def run(self, keys: Ints, sizes: Ints, held: Ints) -> None:
-        """Allocate `sizes` one after the other and store the blocks in `held` by `keys`; a negative size frees a block.
-
-        Raises:
-            InputError: as `allocate` does.
-        """
-        self._make_room(len(keys))
-        done = run_script(self._blocks, keys, sizes, held)
-        if done < len(keys):
-            raise self._lacks(int(sizes[done]))
+    def run(self, scripts: Scripts, numbers: Ints, holders: Ints, held: Ints) -> None:
+        """Run scripts one after the other, each for its holder, whose blocks are a row of `held`, by key. There must be no
+        limit of memory."""
+        assert self._blocks.totals[CAPACITY] == NONE
+        place = 0
+        while (place := run_scripts(self._blocks, scripts, numbers, holders, held, place)) < len(numbers):
+            self._blocks = self._blocks.grown()
 
     def release_cached(self) -> None:
         """Return unused segments to the driver."""

@@ -99,9 +99,13 @@ class FlatBuffers(ABC):
     @abstractmethod
     def _take_for_a_moment(self, num_bytes: int) -> None: ...
 
+    def changes(self, index: int) -> bool:
+        """Whether buffers change at the beginning of action `index`."""
+        return self._moves[index] is not NOTHING
+
     def before(self, index: int) -> None:
         """Apply the changes at the beginning of action `index`."""
-        if self._moves[index] is not NOTHING:
+        if self.changes(index):
             self._apply(self._moves[index])
 
     def end(self) -> None:

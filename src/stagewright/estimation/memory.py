@@ -108,7 +108,7 @@ class _MemoryReplay:
         self.states = [0] * program.num_microbatches
         self.events = MemoryEvents(resident.has_slots)
         self.inputs = self.microbatches.input_bytes * (program.num_microbatches + left_out)
-        self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
+        self.live = self.inputs + left_out * loss_bytes(memories, program, rank)
         self.activations = 0
         self.flat = FlatBytes(resident, self.actions, self._observe_flat) if resident.flats else None
         self.at: Action | str = "begin"
@@ -191,7 +191,7 @@ class _MemoryReplay:
         )
 
 
-def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:
+def loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:
     """Return the bytes of one microbatch's loss, if `rank` computes it."""
     graph, placed = memories[0].stage.graph, program.placement.rank_of_stage
     here = any(m.stage.computes_loss and placed[m.stage.index] == rank for m in memories)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
+from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints, Scripts
 from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
 from stagewright.estimation.liveness import FREED
+from stagewright.estimation.memory import loss_bytes
 from stagewright.estimation.memory_events import Key
 from stagewright.estimation.microbatch_memory import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.optimizer import optimizer_of
@@ -43,6 +43,7 @@ def reserved_on(
     *,
     host_optimizer: bool = False,
     is_expandable: bool = False,
+    left_out: int = 0,
 ) -> Reserved:
     """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, with `resident` bytes.
 
@@ -52,7 +53,8 @@ def reserved_on(
 
     Resident bytes other than parameters, gradients, moments and master weights are modelled as one storage. With
     `host_optimizer` there are neither moments nor master weights. Gradients that are not sharded are one storage per flat
-    buffer. `is_expandable`: with expandable segments.
+    buffer. `is_expandable`: with expandable segments. `left_out` further microbatches repeat states of the program; only
+    their inputs and losses count.
 
     Ignores: several streams.
 
@@ -60,7 +62,7 @@ def reserved_on(
         ScheduleError: the program uses a value before it exists.
     """
     return _AllocatorReplay(
-        memories, program, rank, resident, workspace_bytes, host_optimizer, is_expandable
+        memories, program, rank, resident, workspace_bytes, host_optimizer, is_expandable, left_out
     ).run(num_steps)
 
 
@@ -74,6 +76,7 @@ class _AllocatorReplay:
         workspace_bytes: int,
         host_optimizer: bool,
         is_expandable: bool,
+        left_out: int,
     ) -> None:
         self.rank = rank
         self.host_optimizer = host_optimizer
@@ -85,14 +88,15 @@ class _AllocatorReplay:
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator(is_expandable=is_expandable)
         self.buffers = _Buffers(resident, self.actions, self.allocator)
-        self.numbers: dict[Key, int] = {}
-        self.scripts: dict[
-            int, tuple[Ints, Ints]
-        ] = {}  # by the identity of steps, which `microbatches` keeps
-        self.held = np.full((self.num_microbatches, 64), NONE, np.int64)
+        self.keys: dict[Key, int] = {}
+        self.lists: list[list[tuple[int, int]]] = []
+        self.inputs = self._script(list(self.microbatches.start_sizes.items()))
+        self.runs = self._runs(resident.has_slots)
+        self.scripts = _concatenated(self.lists)
+        self.held = np.full((self.num_microbatches + left_out, len(self.keys)), NONE, np.int64)
+        self.left_out_losses = [loss_bytes(memories, program, rank)] * left_out
         self.state_bytes = resident.total
         self.slots = slot_bytes(memories, self.actions) if resident.has_slots else ()
-        self.events = partial(MemoryEvents, resident.has_slots)
         self.workspace_bytes = workspace_bytes
 
     def run(self, num_steps: int) -> Reserved:
@@ -163,35 +167,55 @@ class _AllocatorReplay:
             if num_bytes:  # streamed buffers have none
                 self.allocator.allocate(num_bytes)
 
-    def _batch(self) -> None:
-        """Replay all actions of one batch; free its remaining storages at the end."""
-        states, events = [0] * self.num_microbatches, self.events()
-        inputs = self._script(list(self.microbatches.start_sizes.items()))
-        for blocks in self.held:
-            self.allocator.run(*inputs, blocks)
+    def _runs(self, has_slots: bool) -> list[tuple[int, Ints, Ints]]:
+        """Return indices of actions before which flat buffers change, and the scripts from there to the next with their
+        microbatches."""
+        runs: list[tuple[int, list[int], list[int]]] = []
+        states, events = [0] * self.num_microbatches, MemoryEvents(has_slots)
+        of_step: dict[int, int] = {}  # by the identity of steps, which `microbatches` keeps
         for index, action in enumerate(self.actions):
-            self.buffers.before(index)
+            if index == 0 or self.buffers.changes(index):
+                runs.append((index, [], []))
+            _, numbers, holders = runs[-1]
             for microbatch, event in events.of(action):
                 step = self.microbatches.step(states[microbatch], event)
                 states[microbatch] = step.after
-                script = self.scripts.get(id(step))
-                if script is None:
+                number = of_step.get(id(step))
+                if number is None:
                     requests = [(request.key, request.num_bytes) for request in step.script]
-                    script = self.scripts[id(step)] = self._script(requests)
-                self.allocator.run(*script, self.held[microbatch])
-        self.buffers.end()
-        for blocks in self.held:
-            remaining = np.flatnonzero(blocks != NONE)
-            self.allocator.run(remaining, np.full(len(remaining), FREED), blocks)
+                    number = of_step[id(step)] = self._script(requests)
+                numbers.append(number)
+                holders.append(microbatch)
+        return [
+            (index, np.array(numbers, np.int64), np.array(holders, np.int64))
+            for index, numbers, holders in runs
+        ]
 
-    def _script(self, requests: Sequence[tuple[Key, int]]) -> tuple[Ints, Ints]:
-        """Return storages as numbers, for which `held` is extended, and their bytes."""
-        keys = [self.numbers.setdefault(key, len(self.numbers)) for key, _ in requests]
-        lacking = len(self.numbers) - self.held.shape[1]
-        if lacking > 0:
-            more = np.full((self.num_microbatches, max(lacking, self.held.shape[1])), NONE, np.int64)
-            self.held = np.concatenate([self.held, more], axis=1)
-        return np.array(keys, np.int64), np.array([size for _, size in requests], np.int64)
+    def _script(self, requests: Sequence[tuple[Key, int]]) -> int:
+        """Return the number of a new script with these storages and their bytes."""
+        self.lists.append([(self.keys.setdefault(key, len(self.keys)), size) for key, size in requests])
+        return len(self.lists) - 1
+
+    def _batch(self) -> None:
+        """Replay all actions of one batch; free its remaining storages at the end."""
+        everyone = np.arange(len(self.held))
+        self.allocator.run(self.scripts, np.full(len(self.held), self.inputs), everyone, self.held)
+        losses = [self.allocator.allocate(num_bytes) for num_bytes in self.left_out_losses if num_bytes]
+        for index, numbers, holders in self.runs:
+            self.buffers.before(index)
+            self.allocator.run(self.scripts, numbers, holders, self.held)
+        self.buffers.end()
+        remaining = [[(int(key), FREED) for key in np.flatnonzero(blocks != NONE)] for blocks in self.held]
+        self.allocator.run(_concatenated(remaining), everyone, everyone, self.held)
+        for block in losses:
+            self.allocator.free(block)
+
+
+def _concatenated(lists: Sequence[Sequence[tuple[int, int]]]) -> Scripts:
+    """Return lists of keys and sizes as scripts."""
+    requests = np.array([request for requests in lists for request in requests], np.int64).reshape(-1, 2)
+    bounds = np.cumsum([0, *map(len, lists)])
+    return Scripts(requests[:, 0].copy(), requests[:, 1].copy(), bounds)
 
 
 class _Buffers(FlatBuffers):

@@ -41,7 +41,6 @@ from stagewright.planning.prediction.regions import (
     with_recomputation,
 )
 from stagewright.planning.prediction.sharding import sharded_program, streamed_program
-from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.staged_model import (
     StagedModel,
     costs_by_rank,
@@ -51,6 +50,7 @@ from stagewright.planning.prediction.staged_model import (
 )
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.schedule import Kind, Program, subdivided
+from stagewright.schedule.builders import built
 from stagewright.schedule.in_flight import in_flight
 from stagewright.schedule.lower import insert_recomputation
 from stagewright.simulation import StageCosts, simulate

@@ -482,7 +482,9 @@ class OperatorFitter(Fitter):
             elif result.is_partitioned and _offloads(configuration) and math.isinf(best_s):
                 little, level = _LITTLE * self._usable_bytes, self._alike(configuration).level
                 self._note_needs(entry, level, little if (result.missing_bytes or 0) > little else 0.0)
-            if result.was_short and not self._lacks_more_than_state(result):
+            if result.was_short and self._lacks_more_than_state(result):
+                self._try_streamed(entry)
+            elif result.was_short:
                 self._try_on_host(entry)
             return None
         if result.was_short:

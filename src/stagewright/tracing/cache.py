@@ -311,6 +311,7 @@ def _stamp() -> str:
     return json.dumps([FORMAT, __version__, tracer_files, tracing_packages(), _installed(), _environment()])
 
 
+@functools.cache
 def tracing_packages() -> dict[str, str]:
     """Return the versions of the packages that determine the traced operators; empty if not installed."""
     return {name: _version(name) for name in ("torch", "transformers")}

@@ -28,8 +28,8 @@ from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.prediction.predict import host_of, host_step_seconds, optimizer_step_seconds
-from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.staged_model import costs_of_model
+from stagewright.schedule.builders import built
 from stagewright.schedule.in_flight import changes
 from stagewright.schedule.sharding import NUM_BUFFERS
 from stagewright.tracing.models.reference import ModelReference

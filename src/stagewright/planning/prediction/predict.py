@@ -461,14 +461,17 @@ def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[
     """Return the bytes that the allocator of each rank reserves; on a GPU, from a replay of every allocation.
 
     In a long pipeline only the fullest ranks are replayed; the other ranks are taken to lose as large a share to
-    fragmentation as the worst of these.
+    fragmentation as the worst of these. With split backwards, which free the values of a microbatch in two parts,
+    fragmentation may grow over a whole batch: all of it is replayed.
     """
     least = [reserved_bytes(memory, staged.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(staged.pp) if staged.device_of(rank).kind != "cpu"]
     if not ranks:
         return least
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
-    program = lowered(shortened(staged.program), stage_edges(staged.stages), staged.receives_ahead)
+    is_split = any(action.kind is Kind.W for action in staged.program)
+    whole = staged.program if is_split else shortened(staged.program)
+    program = lowered(whole, stage_edges(staged.stages), staged.receives_ahead)
     replayed = {rank: _replayed(staged, program, memories[rank]) for rank in fullest}
     worst = max(replayed[rank] / memories[rank].peak_bytes for rank in fullest)
     for rank in ranks:
@@ -483,5 +486,6 @@ def _replayed(staged: StagedModel, program: Program, memory: RankMemory) -> int:
         staged.memories, program, rank, staged.resident(rank), device.workspace_bytes,
         host_optimizer=rank in staged.host_optimizer,
         is_expandable=runtime_of(staged.stages[0].graph).expandable_segments and device.grows_segments,
+        left_out=staged.program.num_microbatches - program.num_microbatches,
     )  # fmt: skip
     return peaks.reserved_peak_bytes

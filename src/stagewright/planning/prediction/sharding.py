@@ -81,18 +81,6 @@ def sharded_program(
     return insert_microbatch_gathers(program, held, reduces_once=reduces_once) if held else program
 
 
-def sharded_like(program: Program, num_buffers: int | None, other: Program) -> Program:
-    """Return `other`, which has no split backwards, with sharding actions for the stages that have some in `program`, and
-    buffers for the whole gradients of `num_buffers` stages."""
-    stages = {
-        kind: {action.stage for action in program if action.kind is kind}
-        for kind in (Kind.GATHER, Kind.REDUCE)
-    }
-    if stages[Kind.GATHER]:
-        other = insert_gathers(other, NUM_BUFFERS, stages[Kind.GATHER])
-    return insert_reductions(other, num_buffers, stages[Kind.REDUCE]) if stages[Kind.REDUCE] else other
-
-
 def without_sharding(program: Program) -> Program:
     """Return `program` for a single replica."""
     return program.with_ranks(

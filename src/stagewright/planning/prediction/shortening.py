@@ -2,67 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial, reduce
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 
-from stagewright.planning.prediction.sharding import SHARDING_KINDS, sharded_like
-from stagewright.schedule import Kind, Program, build, subdivided
-from stagewright.schedule.lower import insert_recomputation
-from stagewright.schedule.sharding import NUM_BUFFERS
+from stagewright.schedule import Action, Program
 
-_PERIODIC = frozenset({"1f1b", "pipedream", "interleaved-1f1b"})
-"""Schedules in which each microbatch repeats the memory state of the one before, once every rank alternates between F and B;
-with several stages per rank, that of the microbatch as many before as there are ranks."""
-
-Pass = Callable[[Program], Program]
+_KEPT_MICROBATCHES = 4
+"""Least number of microbatches in the repetitions that stay."""
 
 
 @lru_cache(maxsize=64)
-def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Program:
-    """Return the computations of every rank, in order; cached, because all partitions of a search share them."""
-    return build(name, num_ranks, num_microbatches, num_chunks)
-
-
-@lru_cache(maxsize=32)
 def shortened(program: Program) -> Program:
-    """Return a 1F1B program with just enough microbatches to reach every state of its memory, other programs unchanged.
+    """Return a program with just enough microbatches to reach every state of its memory.
 
-    The program may be interleaved, and have STEP actions and sharding units.
+    Where all ranks repeat the same actions for the next microbatch or two, or with several stages on a rank for as many as
+    it goes through before its next stage, only the first repetitions stay. Programs without such a part, as those that run
+    all forwards first, are returned unchanged.
     """
-    num_ranks = program.num_ranks
-    numbers = [len(list(units)) for _, units in groupby(program.placement.rank_of_stage)]
-    chunks = len(numbers) // num_ranks if program.name == "interleaved-1f1b" else None
-    enough = num_ranks + 4 if chunks is None else 4 * num_ranks
-    if program.name not in _PERIODIC or program.num_microbatches <= enough or chunks == 0:
-        return program
-    whole, short = (
-        subdivided(built(program.name, num_ranks, count, chunks), numbers)
-        for count in (program.num_microbatches, enough)
-    )
-    for passes in _orders_of_passes(program):
-        if _after(passes, whole) == program:
-            return _after(passes, short)
+    for period in sorted({1, 2, program.num_ranks, 2 * program.num_ranks}):
+        parts = [_repetitions(actions, program.num_microbatches, period) for actions in program.ranks]
+        kept = -(-_KEPT_MICROBATCHES // period)
+        left_out = min(map(len, parts)) - 1 - kept
+        if left_out > 0:
+            return replace(
+                program,
+                num_microbatches=program.num_microbatches - left_out * period,
+                ranks=tuple(
+                    (
+                        *actions[: begins[kept]],
+                        *(
+                            _moved(action, -left_out * period)
+                            for action in actions[begins[kept + left_out] :]
+                        ),
+                    )
+                    for actions, begins in zip(program.ranks, parts, strict=True)
+                ),
+            )
     return program
 
 
-def _orders_of_passes(program: Program) -> list[tuple[Pass, ...]]:
-    """Return the orders in which recomputation and sharding may have been inserted into `program`."""
-    kinds = {action.kind for action in program}
-    recomputation: tuple[Pass, ...] = (partial(_recomputed_like, program),) if Kind.R in kinds else ()
-    if not kinds & SHARDING_KINDS:
-        return [recomputation]
-    shardings: list[Pass] = [partial(sharded_like, program, buffers) for buffers in (NUM_BUFFERS, None)]
-    orders = [
-        order for sharding in shardings for order in ((sharding, *recomputation), (*recomputation, sharding))
+def _repetitions(actions: Sequence[Action], num_microbatches: int, period: int) -> list[int]:
+    """Return the index at which each repetition of a rank begins and, last, the one at which they end; empty if none does.
+
+    A repetition has all actions of `period` microbatches, and differs from the one before in the numbers of the microbatches
+    alone.
+
+    >>> from stagewright.schedule import build
+    >>> _repetitions(build("1f1b", 2, 5).actions(0), 5, 1), _repetitions(build("gpipe", 2, 5).actions(0), 5, 1)
+    ([1, 3, 5, 7], [])
+    """
+    first = next((action for action in actions if action.microbatch is not None), None)
+    of_period, rest = divmod(_num_numbered(actions) * period, num_microbatches)
+    if first is None or rest:
+        return []
+    begins = [
+        index
+        for index, action in enumerate(actions)
+        if action.microbatch is not None
+        and action.microbatch % period == 0
+        and (action.kind, action.stage, action.peer) == (first.kind, first.stage, first.peer)
     ]
-    return orders if recomputation else orders[::2]
+    longest: list[int] = []
+    current: list[int] = []
+    before: list[Action] | None = None
+    for begin, end in pairwise(begins):
+        if _num_numbered(actions[begin:end]) != of_period:
+            before = None
+            continue
+        number = actions[begin].microbatch
+        assert number is not None
+        relative = [_moved(action, -number) for action in actions[begin:end]]
+        if relative == before:
+            current.append(end)
+        else:
+            current, before = [begin, end], relative
+        longest = max(longest, current, key=len)
+    return longest
 
 
-def _after(passes: Iterable[Pass], program: Program) -> Program:
-    return reduce(lambda inserted, insert: insert(inserted), passes, program)
+def _moved(action: Action, by: int) -> Action:
+    """Return an action for the microbatch `by` after its own."""
+    overlapped = None if action.overlapped is None else _moved(action.overlapped, by)
+    if action.microbatch is None and overlapped is None:
+        return action
+    return replace(
+        action,
+        microbatch=None if action.microbatch is None else action.microbatch + by,
+        overlapped=overlapped,
+    )
 
 
-def _recomputed_like(program: Program, other: Program) -> Program:
-    """Return `other` with R for the same stages as `program`."""
-    return insert_recomputation(other, {action.stage for action in program if action.kind is Kind.R})
+def _num_numbered(actions: Sequence[Action]) -> int:
+    """Return how many actions have a microbatch; an overlapped pair counts as two."""
+    return sum(1 if action.overlapped is None else 2 for action in actions if action.microbatch is not None)

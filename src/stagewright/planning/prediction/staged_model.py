@@ -117,8 +117,17 @@ class StagedModel:
     def _weight_versions(self) -> list[int]:
         return weight_versions(self.program)
 
+    @cached_property
+    def _resident(self) -> dict[int, ResidentBytes]:
+        return {}
+
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """Return the bytes that a rank keeps from step to step."""
+        if pipeline_rank not in self._resident:
+            self._resident[pipeline_rank] = self._resident_of(pipeline_rank)
+        return self._resident[pipeline_rank]
+
+    def _resident_of(self, pipeline_rank: int) -> ResidentBytes:
         on_host = pipeline_rank in self.host_optimizer
         memories = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
         device = self.device_of(pipeline_rank)

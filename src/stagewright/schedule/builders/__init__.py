@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
@@ -102,6 +103,12 @@ def build(
     if num_chunks is not None:
         options["num_chunks"] = num_chunks
     return builder(num_ranks, num_microbatches, **options)
+
+
+@lru_cache(maxsize=64)
+def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Program:
+    """Return `build` without options; cached, because all partitions of a search share a few programs."""
+    return build(name, num_ranks, num_microbatches, num_chunks)
 
 
 def _kind(option: inspect.Parameter) -> str:
