@@ -61,8 +61,8 @@ def test_a_search_goes_on_where_a_process_dies(eager: None, monkeypatch: pytest.
     children: list[int] = []
     start = FitsAhead._start
 
-    def killing(self: FitsAhead, later: Iterable[Attempt], num_idle: int) -> None:
-        start(self, later, num_idle)
+    def killing(self: FitsAhead, attempt: Attempt, later: Iterable[Attempt], num_processes: int) -> None:
+        start(self, attempt, later, num_processes)
         for child, _ in self._running.values():
             os.kill(child, signal.SIGKILL)
             children.append(child)
@@ -70,7 +70,7 @@ def test_a_search_goes_on_where_a_process_dies(eager: None, monkeypatch: pytest.
     monkeypatch.setattr(FitsAhead, "_start", killing)
     without = searched()
     assert children
-    monkeypatch.setattr(FitsAhead, "_start", lambda self, later, num_idle: None)
+    monkeypatch.setattr(FitsAhead, "_start", lambda self, attempt, later, num_processes: None)
     assert without.plans == searched().plans
 
 

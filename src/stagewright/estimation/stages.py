@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,13 +15,13 @@ from stagewright.cluster import Device
 from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.time import Costing
+from stagewright.estimation.time import Costing, Sums
 from stagewright.graph import Node, OperatorGraph, Origin, Part
 from stagewright.graph.added_nodes import FETCH, FETCHED, HOST_COPIES, OFFLOAD, OFFLOADED
 from stagewright.graph.cuts import Cuts, find_cuts
 from stagewright.graph.messages import num_bytes
 from stagewright.graph.repeat import Copies, expanded
-from stagewright.graph.stage import Function, Stage
+from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.graph.views import Lookup
 
@@ -58,8 +58,9 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """Return the costs of a split stage."""
     stage = memory.stage
     functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
-    sums = [costing.sums(function.nodes, stage.value) for function in functions]
-    waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
+    columns = [costing.columns(function.nodes, stage.value) for function in functions]
+    sums = [Sums.of(of_function) for of_function in columns]
+    waits = _waits(stage, columns, costing.device) if stage.offloaded else (0.0,) * len(functions)
     recompute_s = 0.0
     if again := {node.id for node in stage.recomputed.nodes if node.id >= 0}:
         once = [node for node in stage.backward.nodes if node.id not in again]
@@ -89,18 +90,17 @@ def _recomputed(stage: Stage) -> list[int]:
     return [value for value in recomputed if stage.value(value).storage not in away]
 
 
-def _waits(stage: Stage, costing: Costing) -> tuple[float, ...]:
-    """Return the waiting seconds of F, I, W, B and R; fetches that R starts may be late in the backward."""
+def _waits(stage: Stage, columns: Sequence[Floats], device: Device) -> tuple[float, ...]:
+    """Return the waiting seconds of F, I, W, B and R, whose operators have these `Costing.columns`; fetches that R starts
+    may be late in the backward."""
+    functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
 
-    def wait(*functions: Function) -> float:
-        nodes = [node for function in functions for node in function.nodes]
-        return waiting_seconds(nodes, stage.value, costing)
+    def wait(*places: int) -> float:
+        nodes = [node for place in places for node in functions[place].nodes]
+        together = np.concatenate([columns[place] for place in places], axis=1)
+        return _waiting_seconds(nodes, stage.value, together, device)
 
-    rebuild = wait(stage.rebuild)
-    after_rebuild = [
-        wait(stage.rebuild, function) - rebuild for function in (stage.input_grad, stage.backward)
-    ]
-    return wait(stage.forward), after_rebuild[0], wait(stage.weight_grad), after_rebuild[1], rebuild
+    return wait(0), wait(4, 1) - wait(4), wait(2), wait(4, 3) - wait(4), wait(4)
 
 
 class RangeCosts:
@@ -263,8 +263,8 @@ class RangeCosts:
         return np.concatenate([[0.0], totals[self.copies.places].cumsum()])
 
 
-def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> float:
-    """Return the seconds by which `nodes` take longer because the link to the host is late.
+def _waiting_seconds(nodes: Sequence[Node], value: Lookup, columns: Floats, device: Device) -> float:
+    """Return the seconds by which `nodes`, with these `Costing.columns`, take longer because the link to the host is late.
 
     Each direction of the link copies one storage after the other, overlapped with computations, from the time when the
     device reaches `OFFLOAD` or `FETCH`; the device waits before `OFFLOADED` and `FETCHED`. A CPU copies in between.
@@ -272,12 +272,11 @@ def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> f
     Ignores: transfers between stages and of the optimizer's state over the same link; the memory bandwidth of the copies;
     fetches while a rank waits for other ranks between R and its backward.
     """
-    nodes = list(nodes)
     if not any(node.op in HOST_COPIES for node in nodes):
         return 0.0
-    device_s, host_s, _ = costing.columns(nodes, value)
+    device_s, host_s, _ = columns
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
-    device, now, waits = costing.device, 0.0, 0.0
+    now, waits = 0.0, 0.0
     free = {OFFLOAD: 0.0, FETCH: 0.0}
     done: dict[int, float] = {}
     for node, node_s in zip(nodes, seconds.tolist(), strict=True):

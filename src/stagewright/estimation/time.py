@@ -21,7 +21,7 @@ from stagewright.estimation.overlap import COMPUTING, Overlaps, Pair, pairs_of, 
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
-from stagewright.graph.added_nodes import ACCUMULATE
+from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
@@ -181,6 +181,11 @@ class Sums(NamedTuple):
     host_s: float
     hidden_s: float
 
+    @classmethod
+    def of(cls, columns: Floats) -> Sums:
+        """Return the sums of the `Costing.columns` of operators, added in their order."""
+        return cls(*columns.cumsum(axis=1)[:, -1].tolist()) if columns.size else cls(0.0, 0.0, 0.0)
+
     @property
     def seconds(self) -> float:
         return float(together(*self))
@@ -336,6 +341,8 @@ class Costing:
         if node.op == ACCUMULATE:  # which splitting adds for every trained parameter
             gradient = value(node.inputs[0])
             return gradient.meta, value(gradient.storage).meta.num_elements
+        if node.op in HOST_COPIES:
+            return node.op
         return self._kind(node) if node.signature >= 0 else None
 
     def _kind(self, node: Node) -> int:
@@ -499,8 +506,7 @@ class Costing:
 
     def sums(self, nodes: Iterable[Node], value: Lookup | None = None) -> Sums:
         """Return the sums over the operators of a function, added in their order."""
-        columns = self.columns(nodes, value)
-        return Sums(*columns.cumsum(axis=1)[:, -1].tolist()) if columns.size else Sums(0.0, 0.0, 0.0)
+        return Sums.of(self.columns(nodes, value))
 
     def columns(self, nodes: Iterable[Node], value: Lookup | None = None) -> Floats:
         """Return the fields of `Sums`, a row each, for every operator of a function; of a collective that overlaps with
@@ -513,8 +519,10 @@ class Costing:
             if node.signature < 0 or not is_of_graph or own[node.id] is not node:
                 others[place] = self.of(node, value or self._of_graph)
         columns = self._summed[:, ids]
-        for place, cost_of_node in others.items():
-            columns[:, place] = [getattr(cost_of_node, name) for name in Sums._fields]
+        if others:
+            columns[:, [*others]] = np.array(
+                [(cost.device_s, cost.host_s, cost.hidden_s) for cost in others.values()]
+            ).T
         if self._overlaps is not None:
             columns[0] -= self._overlaps.hidden_seconds(np.array(ids, np.int64))[ids]
         return columns

@@ -57,6 +57,10 @@ _POOR = 2.0
 _NEAR = 0.05
 """Bounds of microbatch sizes that differ by less than this share do not say which is better."""
 
+_READY = 3
+"""Number of entries that are made ready before each fit for the next ones, in at most `_STEPS` steps."""
+_STEPS = 60
+
 
 @dataclass(frozen=True)
 class Request:
@@ -392,20 +396,47 @@ class Search:
                 self._leave_out_larger(entry)
             elif (traced := self._with_own_graph(entry)) is not None:
                 self._queue(traced)
-        elif not entry.is_split:
-            split = self.fitter.split(entry)
-            if split is None:
-                self._leave_out_larger(entry)
-            else:
-                self.waiting.push(max(bound_s, split[0]), split[1])
-                self._grow(split[1])
-        elif (judged_s := self.fitter.judged_s(entry)) > bound_s:  # by what others have taken since
-            self.waiting.push(judged_s, entry)
+        elif not self._is_ready(bound_s, entry):
+            self._prepare(bound_s, entry)
         else:
+            self._prepare_next()
             self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
             self.fitted_s = bound_s
             self._fit(entry)
             self.fitted_s = math.inf
+        self._queue_alternatives()
+
+    def _is_ready(self, bound_s: float, entry: Entry) -> bool:
+        """Whether an entry is to be fitted next: partitioned, with a bound that also counts what others have taken since."""
+        return entry.is_split and self.fitter.judged_s(entry) <= bound_s
+
+    def _prepare(self, bound_s: float, entry: Entry) -> None:
+        """Partition an entry, or bound it anew, and queue it again unless it is left out."""
+        if entry.is_split:
+            self.waiting.push(self.fitter.judged_s(entry), entry)
+        elif (split := self.fitter.split(entry)) is None:
+            self._leave_out_larger(entry)
+        else:
+            self.waiting.push(max(bound_s, split[0]), split[1])
+            self._grow(split[1])
+
+    def _prepare_next(self) -> None:
+        """Prepare the most promising entries, so that idle cores can begin to fit them; however many cores there are, so
+        that the search is the same."""
+        ready = list[tuple[float, Entry]]()
+        for _ in range(_STEPS):
+            if len(ready) == _READY or self.waiting.least_s >= self.longest_s:
+                break
+            bound_s, entry = self.waiting.pop()
+            if entry.bounded_by is not None or self._is_ready(bound_s, entry):
+                ready.append((bound_s, entry))
+            else:
+                self._prepare(bound_s, entry)
+                self._queue_alternatives()
+        for bound_s, entry in ready:
+            self.waiting.push(bound_s, entry)
+
+    def _queue_alternatives(self) -> None:
         while self.fitter.alternatives:
             self._queue(self.fitter.alternatives.pop(0))
 

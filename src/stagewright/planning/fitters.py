@@ -276,7 +276,7 @@ class OperatorFitter(Fitter):
         self._without_headroom: dict[tuple[object, ...], list[_Lacking]] = {}
         """By `_headroom_key`, configurations that lack memory whatever they save."""
         self._lost_share = 0.0
-        """Of memory, what the last plan lost to fragmentation."""
+        """Of memory, what the best plan so far lost to fragmentation."""
         self._offloading_pays = False
         """Whether the best plan so far offloads: most do not, and to try it takes time."""
         self._added: set[Configuration] = set()
@@ -489,11 +489,11 @@ class OperatorFitter(Fitter):
             return None
         if result.was_short:
             self._try_on_host(entry)
-        if configuration.saves:
-            self._lost_share = result.lost_share
         self._learn(entry, result.step_seconds)
         if result.step_seconds < best_s:
             self._offloading_pays = _offloads(configuration)
+            if configuration.saves:
+                self._lost_share = result.lost_share
         return result
 
     def _work_out(self, attempt: Attempt) -> Fit | Miss:

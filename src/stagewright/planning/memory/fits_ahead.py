@@ -47,11 +47,11 @@ class FitsAhead:
 
     def fit(self, attempt: Attempt, later: Iterable[Attempt]) -> Fit | Miss:
         """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
-        the most likely first; others that were begun with other seconds are given up."""
+        the most likely first; others that were begun are given up if they are less likely or had other seconds."""
         for other in [other for other in self._running if other[1:] != attempt[1:]]:
             self._give_up(other)
         waits = attempt in self._running  # while another process works it out
-        self._start(later, num_idle=num_more_processes(_BYTES) + waits - len(self._running))
+        self._start(attempt, later, num_more_processes(_BYTES))
         if waits and (result := self._take(attempt)) is not None:
             return replace(result, entry=attempt.entry)
         began_s = time.monotonic()
@@ -59,13 +59,17 @@ class FitsAhead:
         self._latest_s = time.monotonic() - began_s
         return result
 
-    def _start(self, later: Iterable[Attempt], num_idle: int) -> None:
+    def _start(self, attempt: Attempt, later: Iterable[Attempt], num_processes: int) -> None:
+        """Begin with the first of `later`, and give up others that were begun, except `attempt`."""
         if sys.platform != "linux" or self._latest_s < _WORTH_S:
             return
-        new = (attempt for attempt in later if attempt not in self._running)
-        for attempt in islice(new, max(0, num_idle)):
-            with suppress(OSError):  # no more processes
-                self._running[attempt] = forked(partial(self._answer, attempt))
+        likely = list(islice(later, max(0, num_processes)))
+        for other in [other for other in self._running if other != attempt and other not in likely]:
+            self._give_up(other)
+        for other in likely:
+            if other not in self._running:
+                with suppress(OSError):  # no more processes
+                    self._running[other] = forked(partial(self._answer, other))
 
     def close(self) -> None:
         """End all processes."""
