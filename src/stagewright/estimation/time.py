@@ -514,10 +514,12 @@ class Costing:
         own, ids = self.graph.nodes, list[int]()
         others: dict[int, Cost] = {}  # those of nodes that splitting has added or renamed, by their place
         for place, node in enumerate(nodes):
+            if 0 <= node.id < len(own) and own[node.id] is node and node.signature >= 0:
+                ids.append(node.id)
+                continue
             is_of_graph = 0 <= node.id < len(own) and own[node.id].op == node.op
             ids.append(node.id if is_of_graph else -1)
-            if node.signature < 0 or not is_of_graph or own[node.id] is not node:
-                others[place] = self.of(node, value or self._of_graph)
+            others[place] = self.of(node, value or self._of_graph)
         columns = self._summed[:, ids]
         if others:
             columns[:, [*others]] = np.array(

@@ -29,7 +29,8 @@ def interleaved(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int
             merged.append(node)
 
     for node in nodes:
-        make(node.inputs)
+        if not makers.keys().isdisjoint(node.inputs):
+            make(node.inputs)
         merged.append(node)
     make(also)
     return merged

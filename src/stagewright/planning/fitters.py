@@ -304,6 +304,8 @@ class OperatorFitter(Fitter):
         return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, traced, entry.cluster)
 
     def judged_s(self, entry: Entry) -> float:
+        if _offloads(entry.configuration):  # what it takes says little about others
+            return self._expected_s(entry) * (1 - _ROUGH)
         alike = self._alike(entry.configuration)
         nearly = self._nearly.get(_nearly_alike(alike), 1 - _ROUGH + _ALIKE) - _ALIKE
         return self._expected_s(entry) * self._misjudged.get(alike, nearly)
@@ -323,6 +325,8 @@ class OperatorFitter(Fitter):
 
     def _learn(self, entry: Entry, seconds: float) -> None:
         """Note that a step of a partitioned entry takes so long, or longer if it is too slow."""
+        if _offloads(entry.configuration):
+            return
         alike, share = self._alike(entry.configuration), seconds / self._expected_s(entry)
         self._misjudged.setdefault(alike, share)
         nearly = _nearly_alike(alike)
@@ -474,21 +478,20 @@ class OperatorFitter(Fitter):
             return None
         later = (Attempt(other, best_s, longest_s, self._lost_share) for other in others)
         result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
+        little = _LITTLE * self._usable_bytes
         if isinstance(result, Miss):
             self._note(result)
             if result.is_too_slow and math.isfinite(longest_s):
                 self._learn(entry, longest_s)
             # With a plan to be faster than, partitions that fit may have been left out as too slow.
             elif result.is_partitioned and _offloads(configuration) and math.isinf(best_s):
-                little, level = _LITTLE * self._usable_bytes, self._alike(configuration).level
+                level = self._alike(configuration).level
                 self._note_needs(entry, level, little if (result.missing_bytes or 0) > little else 0.0)
-            if result.was_short and self._lacks_more_than_state(result):
-                self._try_streamed(entry)
-            elif result.was_short:
-                self._try_on_host(entry)
+            if result.was_short:
+                self._try_on_host(entry, result.missing_bytes or little)
             return None
         if result.was_short:
-            self._try_on_host(entry)
+            self._try_on_host(entry, little)
         self._learn(entry, result.step_seconds)
         if result.step_seconds < best_s:
             self._offloading_pays = _offloads(configuration)
@@ -511,27 +514,24 @@ class OperatorFitter(Fitter):
             self.exclude(miss.entry.configuration, miss.reason, miss.missing_bytes)
             self._misses.append(miss)
 
-    def _lacks_more_than_state(self, miss: Miss) -> bool:
-        """Whether what was left out would not fit without the state of the optimizer."""
-        if miss.missing_bytes is None:
-            return False
-        configuration = miss.entry.configuration
-        on_host = replace(configuration, host_optimizer=True)
-        model_costs, precision = self.coarse.model_costs(configuration.traced), self.job.precision
-        kept, kept_on_host = (
-            float(each.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)[-1])
-            for each in (configuration, on_host)
-        )
-        return miss.missing_bytes > (kept - kept_on_host) / configuration.pp
-
-    def _try_on_host(self, entry: Entry) -> None:
-        """Add the entry with the optimizer on the host, and with streamed weights, to the alternatives, if these are more
-        ways to try."""
+    def _try_on_host(self, entry: Entry, num_bytes: float = 0.0) -> None:
+        """Add the entry with streamed weights to the alternatives, and with the optimizer on the host if that frees
+        `num_bytes` of every rank; if these are more ways to try."""
         self._try_streamed(entry)
         chooses = self.space.host_optimizer == "auto" and not entry.configuration.streamed
         is_free = chooses and not entry.configuration.host_optimizer
         if is_free and may_use_host(entry.cluster) and steps_once(entry.configuration):
-            self._add_alternative(entry, replace(entry.configuration, host_optimizer=True, offload=False))
+            on_host = replace(entry.configuration, host_optimizer=True, offload=False)
+            if self._state_bytes(entry.configuration) - self._state_bytes(on_host) >= num_bytes:
+                self._add_alternative(entry, on_host)
+
+    def _state_bytes(self, configuration: Configuration) -> float:
+        """Return the bytes that a rank keeps from step to step, of an even partition."""
+        model_costs = self.coarse.model_costs(configuration.traced)
+        kept = configuration.kept_state(
+            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
+        )
+        return float(kept[-1]) / configuration.pp
 
     def _try_streamed(self, entry: Entry) -> None:
         """Add the entry with streamed weights to the alternatives."""

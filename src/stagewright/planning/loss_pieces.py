@@ -32,6 +32,7 @@ _LOGIT_BYTES = 4
 _LOGITS_ALIVE = 4
 """Maximum copies of the float32 logits alive at once: logits, their softmax, and the gradients of both."""
 _FASTEST = 3
+"""Number of shapes, the fastest, whose plans may be faster with the loss in pieces."""
 _MOST_SHAPES = 2
 
 
@@ -76,16 +77,18 @@ def short_of_memory(
 ) -> list[Shape]:
     """Return the configurations that may fit, or be faster, if logits take almost no memory.
 
-    They are those of the fastest plans that are short of `usable_bytes` on the rank that computes the logits; where there
+    They are the fastest ones with plans that are short of `usable_bytes` on the rank that computes the logits; where there
     are no plans, all that are over by less than the logits take. `logits` returns the bytes of the logits for a microbatch
     size and a tensor parallel degree. At most `_MOST_SHAPES` kinds of microbatches are returned, as each needs a trace.
     """
     shapes: dict[tuple[int, int], dict[tuple[int, int], None]] = {}
     if plans:
-        fastest = sorted(plans, key=lambda plan: plan.predictions.step_seconds)[:_FASTEST]
-        for plan in fastest:
-            if _is_short(plan, usable_bytes):
-                shapes.setdefault((plan.tp, plan.microbatch_size), {})[plan.dp, plan.pp] = None
+        fastest: dict[tuple[int, ...], list[Plan]] = {}
+        for plan in sorted(plans, key=lambda plan: plan.predictions.step_seconds):
+            fastest.setdefault((plan.tp, plan.microbatch_size, plan.dp, plan.pp), []).append(plan)
+        for (tp, size, dp, pp), of_shape in list(fastest.items())[:_FASTEST]:
+            if any(_is_short(plan, usable_bytes) for plan in of_shape):
+                shapes.setdefault((tp, size), {})[dp, pp] = None
     else:
         for exclusion in sorted(excluded, key=lambda exclusion: exclusion.missing_bytes or 0):
             size = exclusion.microbatch_size

@@ -300,9 +300,9 @@ class RankChain:
 
 def _moved(chain: Chain, start: int, stop: int, point: Point) -> list[int]:
     """Return the numbers of the operators whose storages a point of a piece offloads."""
-    if not point.moved:
-        return []
-    first, roots = chain.boundaries[start], list(network_of(chain, start, stop).outside)
+    first, roots = chain.boundaries[start], list[int]()
+    if any(number < 0 for number in point.moved):
+        roots = list(network_of(chain, start, stop).outside)
     return [
         first + number if number >= 0 else chain.storages[roots[-1 - number]].maker for number in point.moved
     ]
@@ -330,22 +330,21 @@ def _partial_choices(
         most = 0
         for piece in range(ends[stop], ends[stop + 1]):
             most += numbers[starts[piece]] * (first_point[piece + 1] - first_point[piece])
-        new_kept, new_seconds, origin = np.empty(most), np.empty(most), np.empty((most, 3), np.int64)
+        new_kept, new_seconds, origin = np.empty(most), np.empty(most), np.empty(most, np.int64)
         count = 0
         for piece in range(ends[stop], ends[stop + 1]):
             start = starts[piece]
-            for label in range(numbers[start]):
-                for point in range(first_point[piece], first_point[piece + 1]):
-                    total = kept[start, label] + weight * points[1, point]
-                    in_use = total / weight if alone else 0.0
-                    if (
-                        total <= kept_limit
-                        and in_use + points[2, point] + pieces.transient[piece] <= headroom
-                    ):
-                        new_kept[count] = total
-                        new_seconds[count] = seconds[start, label] + points[0, point]
-                        origin[count, 0], origin[count, 1] = start, label
-                        origin[count, 2] = point - first_point[piece]
+            for point in range(first_point[piece], first_point[piece + 1]):
+                more, more_s = weight * points[1, point], points[0, point]
+                rest = headroom - points[2, point] - pieces.transient[piece]
+                most_kept = min(kept_limit, rest * weight) if alone else kept_limit
+                if not alone and rest < 0:
+                    continue
+                for label in range(numbers[start]):
+                    if kept[start, label] + more <= most_kept:
+                        new_kept[count] = kept[start, label] + more
+                        new_seconds[count] = seconds[start, label] + more_s
+                        origin[count] = point * _MOST_LABELS + label
                         count += 1
         if count == 0:
             continue
@@ -353,11 +352,11 @@ def _partial_choices(
         numbers[stop] = len(chosen)
         for to in range(len(chosen)):
             source = chosen[to]
-            kept[stop, to], seconds[stop, to], before[stop, to] = (
-                new_kept[source],
-                new_seconds[source],
-                origin[source],
-            )
+            kept[stop, to], seconds[stop, to] = new_kept[source], new_seconds[source]
+            point, label = divmod(origin[source], _MOST_LABELS)
+            piece = np.searchsorted(first_point, point, side="right") - 1
+            before[stop, to, 0], before[stop, to, 1] = starts[piece], label
+            before[stop, to, 2] = point - first_point[piece]
     return _Labels(numbers, kept, seconds, before)
 
 
