@@ -170,7 +170,7 @@ def test_a_checkpoint_is_evaluated_under_any_plan(tmp_path: Path) -> None:
     )  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     held_out = [line for line in lines if "held_out_loss" in line]
-    assert [line["step"] for line in held_out] == [1, 2] and held_out[0]["held_out_tokens"] == 30 * 15
+    assert [line["step"] for line in held_out] == [0, 1, 2] and held_out[0]["held_out_tokens"] == 30 * 15
     words = ["--data", str(text), "--checkpoint", str(tmp_path / "checkpoints"), "--json"]
     rows = tmp_path / "rows.jsonl"
     done = CliRunner().invoke(

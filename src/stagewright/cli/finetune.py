@@ -262,17 +262,18 @@ class FineTuning(Preparation):
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def held_out_loss(self) -> tuple[float, int] | None:
-        """Return the last loss on held-out data and its number of tokens; None if there is none."""
+    def held_out_losses(self) -> list[tuple[float, int]]:
+        """Return the losses on held-out data so far and its numbers of tokens, the one before training first."""
         from stagewright.execution.logs import STEPS
 
         path = self.folder / "run" / STEPS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for line in reversed(lines):
-            entry = json.loads(line)
-            if entry.get("held_out_loss") is not None:
-                return entry["held_out_loss"], entry["held_out_tokens"]
-        return None
+        entries = [json.loads(line) for line in lines]
+        return [
+            (entry["held_out_loss"], entry["held_out_tokens"])
+            for entry in entries
+            if entry.get("held_out_loss") is not None
+        ]
 
     def next_commands(self, plan: Plan) -> Iterator[str]:
         """Yield what to do after a dry run."""
@@ -297,9 +298,12 @@ class FineTuning(Preparation):
         first, last = (loss for loss in (record.losses[0], record.losses[-1]))
         lost = [loss for loss in (first, last) if loss is None]
         yield "" if lost else f"Loss {first:.4f} at step {record.first_step + 1}, {last:.4f} at the last."
-        if (held_out := self.held_out_loss()) is not None:
-            loss, tokens = held_out
-            yield f"Held-out loss {loss:.4f} over {plural(tokens, 'token')} (perplexity {perplexity(loss):,.4g})."
+        if held_out := self.held_out_losses():
+            (before, _), (loss, tokens) = held_out[0], held_out[-1]
+            yield (
+                f"Held-out loss {before:.4f} before training, {loss:.4f} after it, over {plural(tokens, 'token')} "
+                f"(perplexity {perplexity(before):,.4g}, then {perplexity(loss):,.4g})."
+            )
         yield f"Adapters for peft: {self.folder / 'adapter'}."
         if (self.folder / "merged").exists():
             yield f"Merged model: {self.folder / 'merged'}."
@@ -309,7 +313,7 @@ class FineTuning(Preparation):
         from stagewright.report.finetuning import held_in
         from stagewright.report.plans import estimate_document
 
-        held_out = self.held_out_loss()
+        held_out = [loss for loss, _ in self.held_out_losses()]
         names = ("adapter", "merged")
         return {
             "folder": str(self.folder),
@@ -319,6 +323,7 @@ class FineTuning(Preparation):
             "data": None if self.summary is None else vars(self.summary),
             "plan": estimate_document(plan),
             "losses": None if record is None else list(record.losses),
-            "held_out_loss": None if held_out is None else held_out[0],
+            "held_out_loss_before": held_out[0] if held_out else None,
+            "held_out_loss": held_out[-1] if held_out else None,
             **{name: str(self.folder / name) if (self.folder / name).exists() else None for name in names},
         }

@@ -44,7 +44,7 @@ class FinetuneDataOptions:
     text_field: options.TextField = None
     held_out: Annotated[
         float, typer.Option("--held-out", metavar="SHARE", min=0, max=0.5,
-            help="Share of the documents to evaluate on at the end instead of training on it.")] = 0.05
+            help="Share of the documents to evaluate on, before and after training, instead of training on it.")] = 0.05
     epochs: Annotated[float, typer.Option(metavar="N", help="Number of times to train on every sample.")] = 1.0
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Optimizer steps, instead of --epochs.")] = None
     sequence_length: Annotated[

@@ -114,12 +114,14 @@ class StepLog:
         print(step, file=sys.stderr, flush=True)
 
     def evaluated(self, number: int, loss: float, num_tokens: int) -> None:
-        """Log the held-out loss after step `number`, counted from 1; `num_tokens` is 0 where the loss is not per token."""
+        """Log the held-out loss after step `number`, counted from 1, or before the first (0); `num_tokens` is 0 where the
+        loss is not per token."""
         self._keep({"step": number, "held_out_loss": finite(loss), "held_out_tokens": num_tokens})
         over = (
             f" over {plural(num_tokens, 'token')} (perplexity {perplexity(loss):,.4g})" if num_tokens else ""
         )
-        print(f"held-out loss after step {number}: {loss:.4f}{over}", file=sys.stderr, flush=True)
+        when = f"after step {number}" if number else "before training"
+        print(f"held-out loss {when}: {loss:.4f}{over}", file=sys.stderr, flush=True)
 
     def _keep(self, line: Mapping[str, Any]) -> None:
         """Append a line to the file. A failure does not end training: it is reported once, and later steps try again."""

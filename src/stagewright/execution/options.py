@@ -44,7 +44,7 @@ class RunOptions:
         other_data: resume even if the data, or the order in which it comes, changed.
         keep_last: number of newest checkpoints to keep; None keeps all.
         keep_every: also keep the checkpoints after multiples of this number of steps.
-        held_out: data of which every sample is evaluated once, at the end.
+        held_out: data of which every sample is evaluated once before the first step and once at the end.
         evaluate_every: steps between further evaluations.
         adapt: change to another plan when ranks or links stay slower or faster than planned and the change pays off.
         replan: with fewer processes or devices than the plan has ranks, plan again for the remaining ones, and resume

@@ -169,11 +169,17 @@ class Trainer:
     # -- training ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> Record | None:
-        """Train up to the number of steps, with checkpoints by the options; return the record on the first rank.
+        """Train up to the number of steps, with checkpoints and evaluations by the options, of which one comes before the
+        first step; return the record on the first rank.
 
         Ctrl-C and SIGTERM end training after the present step.
         """
+        from stagewright.execution.accelerator import accelerator_of
+
         record = None
+        if self._held_out is not None and self.step_number == 0:
+            self._evaluate_held_out()
+            accelerator_of(self.device).empty_cache()  # training finds the memory as its prediction does
         while self.step_number < self.num_steps:
             done = self.step_number
             result = self.step()
@@ -191,9 +197,7 @@ class Trainer:
             if is_last:  # before an evaluation, which may fail
                 record = self._finish()
             if self._held_out is not None and self._is_due(is_last):
-                evaluation = self.evaluate()
-                if self._log is not None:
-                    self._log.evaluated(self.step_number, evaluation.loss, evaluation.num_tokens)
+                self._evaluate_held_out()
             if is_last:
                 break
         else:
@@ -214,6 +218,12 @@ class Trainer:
     def first_step(self) -> int:
         """Number of steps done before, by the runs that this one continues."""
         return self._history.first_step
+
+    def _evaluate_held_out(self) -> None:
+        """Evaluate held-out data and log the loss."""
+        evaluation = self.evaluate()
+        if self._log is not None:
+            self._log.evaluated(self.step_number, evaluation.loss, evaluation.num_tokens)
 
     def _is_due(self, is_last: bool) -> bool:
         """Return whether to evaluate held-out data after this step."""
