@@ -89,10 +89,10 @@ class _AllocatorReplay:
         self.allocator = CachingAllocator(is_expandable=is_expandable)
         self.buffers = _Buffers(resident, self.actions, self.allocator)
         self.keys: dict[Key, int] = {}
-        self.lists: list[list[tuple[int, int]]] = []
+        self.requests: list[list[tuple[int, int]]] = []
         self.inputs = self._script(list(self.microbatches.start_sizes.items()))
         self.runs = self._runs(resident.has_slots)
-        self.scripts = _concatenated(self.lists)
+        self.scripts = _concatenated(self.requests)
         self.held = np.full((self.num_microbatches + left_out, len(self.keys)), NONE, np.int64)
         self.left_out_losses = [loss_bytes(memories, program, rank)] * left_out
         self.state_bytes = resident.total
@@ -193,8 +193,8 @@ class _AllocatorReplay:
 
     def _script(self, requests: Sequence[tuple[Key, int]]) -> int:
         """Return the number of a new script with these storages and their bytes."""
-        self.lists.append([(self.keys.setdefault(key, len(self.keys)), size) for key, size in requests])
-        return len(self.lists) - 1
+        self.requests.append([(self.keys.setdefault(key, len(self.keys)), size) for key, size in requests])
+        return len(self.requests) - 1
 
     def _batch(self) -> None:
         """Replay all actions of one batch; free its remaining storages at the end."""

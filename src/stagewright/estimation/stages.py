@@ -21,7 +21,7 @@ from stagewright.graph.added_nodes import FETCH, FETCHED, HOST_COPIES, OFFLOAD, 
 from stagewright.graph.cuts import Cuts, find_cuts
 from stagewright.graph.messages import num_bytes
 from stagewright.graph.repeat import Copies, expanded
-from stagewright.graph.stage import Stage
+from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.graph.views import Lookup
 
@@ -94,13 +94,16 @@ def _waits(stage: Stage, columns: Sequence[Floats], device: Device) -> tuple[flo
     """Return the waiting seconds of F, I, W, B and R, whose operators have these `Costing.columns`; fetches that R starts
     may be late in the backward."""
     functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
+    forward, input_grad, weight_grad, backward, rebuild = zip(functions, columns, strict=True)
 
-    def wait(*places: int) -> float:
-        nodes = [node for place in places for node in functions[place].nodes]
-        together = np.concatenate([columns[place] for place in places], axis=1)
+    def wait(*parts: tuple[Function, Floats]) -> float:
+        nodes = [node for function, _ in parts for node in function.nodes]
+        together = np.concatenate([of_function for _, of_function in parts], axis=1)
         return _waiting_seconds(nodes, stage.value, together, device)
 
-    return wait(0), wait(4, 1) - wait(4), wait(2), wait(4, 3) - wait(4), wait(4)
+    rebuild_s = wait(rebuild)
+    after_rebuild = [wait(rebuild, part) - rebuild_s for part in (input_grad, backward)]
+    return wait(forward), after_rebuild[0], wait(weight_grad), after_rebuild[1], rebuild_s
 
 
 class RangeCosts:

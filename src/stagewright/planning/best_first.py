@@ -399,9 +399,9 @@ class Search:
         elif not self._is_ready(bound_s, entry):
             self._prepare(bound_s, entry)
         else:
+            self.fitted_s = bound_s
             self._prepare_next()
             self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
-            self.fitted_s = bound_s
             self._fit(entry)
             self.fitted_s = math.inf
         self._queue_alternatives()
@@ -424,17 +424,19 @@ class Search:
         """Prepare the most promising entries, so that idle cores can begin to fit them; however many cores there are, so
         that the search is the same."""
         ready = list[tuple[float, Entry]]()
-        for _ in range(_STEPS):
-            if len(ready) == _READY or self.waiting.least_s >= self.longest_s:
-                break
-            bound_s, entry = self.waiting.pop()
-            if entry.bounded_by is not None or self._is_ready(bound_s, entry):
-                ready.append((bound_s, entry))
-            else:
-                self._prepare(bound_s, entry)
-                self._queue_alternatives()
-        for bound_s, entry in ready:
-            self.waiting.push(bound_s, entry)
+        try:
+            for _ in range(_STEPS):
+                if len(ready) == _READY or self.waiting.least_s >= self.longest_s:
+                    break
+                bound_s, entry = self.waiting.pop()
+                if entry.bounded_by is not None or self._is_ready(bound_s, entry):
+                    ready.append((bound_s, entry))
+                else:
+                    self._prepare(bound_s, entry)
+                    self._queue_alternatives()
+        finally:  # of a search that is stopped the least bound counts
+            for bound_s, entry in ready:
+                self.waiting.push(bound_s, entry)
 
     def _queue_alternatives(self) -> None:
         while self.fitter.alternatives:
