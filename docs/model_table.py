@@ -41,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", help="a model, or a machine; repeatable")
-    parser.add_argument("--within", default="60", help="seconds for each search")
+    parser.add_argument("--within", default="120", help="seconds for each search")
     parser.add_argument("--table", action="store_true", help="write the table from the answers there are")
     options = parser.parse_args()
     answers: dict[str, Any] = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
