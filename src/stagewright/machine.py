@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 _MOST_PROCESSES = 8
+_ALLOCATIONS = 200_000
 
 
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def collect_seldom() -> None:
+    """Let the garbage collector run seldom: libraries and graphs are many objects without cycles, and each collection scans
+    them all."""
+    gc.set_threshold(_ALLOCATIONS)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

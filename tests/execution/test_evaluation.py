@@ -191,3 +191,17 @@ def test_a_checkpoint_is_evaluated_under_any_plan(tmp_path: Path) -> None:
         app, ["evaluate", str(tmp_path / "run.json"), "--data", str(text), "--checkpoint", str(tmp_path)]
     )
     assert none.exit_code == 2 and "there is no checkpoint in" in " ".join(none.stderr.split())
+
+
+@pytest.mark.multiprocess
+def test_a_run_of_several_lengths_evaluates_samples_of_the_longest(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(96)) * 5)
+    make_plan(
+        tmp_path / "plan.json", overrides=dict(SMALL_LLAMA), sequence_length=16, num_steps=2, num_microbatches=4,
+        options={"sequence_lengths": [8, 16]},
+    )  # fmt: skip
+    run(tmp_path / "plan.json", text, out=tmp_path / "run", device="cpu", held_out=text)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    tokens = {line["step"]: line["held_out_tokens"] for line in lines if "held_out_loss" in line}
+    assert tokens == {0: 30 * 15, 2: 30 * 15}

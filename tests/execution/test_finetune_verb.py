@@ -151,6 +151,10 @@ def test_losses_and_adapters_are_those_of_peft_in_the_memory_that_is_predicted(
     wanted = losses_of_peft(adapted, tmp_path, plan.job)
     assert len(wanted) == STEPS and wanted[-1] < wanted[0] - 0.1
     assert document["losses"] == pytest.approx(wanted, rel=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "run" / "steps.jsonl").read_text().splitlines()]
+    held_out = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert held_out == {0: document["held_out_loss_before"], STEPS: document["held_out_loss"]}
+    assert held_out[STEPS] < held_out[0] - 0.1
 
     tokens = torch.arange(32).view(2, 16) % 61
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

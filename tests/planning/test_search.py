@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -208,6 +210,18 @@ def test_a_shortened_program_has_the_same_peaks(schedule: str, num_ranks: int) -
 def test_a_program_that_runs_all_forwards_first_is_not_shortened(schedule: str) -> None:
     program = build(schedule, 2, 36)
     assert shortened(program) is program
+
+
+@pytest.mark.parametrize(
+    "number", [lambda m: 15 - m, lambda m: (m + 5) % 16, lambda m: {3: 12, 12: 3}.get(m, m)]
+)
+def test_a_program_in_another_order_than_its_numbers_is_not_shortened(number: Callable[[int], int]) -> None:
+    program = build("1f1b", 2, 16)
+    renumbered = program.with_ranks(
+        (replace(action, microbatch=number(action.microbatch or 0)) for action in actions)
+        for actions in program.ranks
+    )
+    assert shortened(renumbered) is renumbered
 
 
 def test_stages_save_less_where_nothing_else_fits() -> None:

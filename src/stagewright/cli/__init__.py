@@ -10,7 +10,6 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[0] == os.getc
     del sys.path[0]
 
 import atexit
-import gc
 import getpass
 import re
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stagewright.files import temporary_home
+from stagewright.machine import collect_seldom
 
 
 def command() -> NoReturn:
@@ -45,8 +45,6 @@ def _has_children() -> bool:
 
 _WIDTH = re.compile(r"0*[1-9]\d{0,3}")
 """A valid number of columns."""
-_ALLOCATIONS = 200_000
-"""Threshold of the garbage collector: graphs are many objects without cycles, and each collection scans them all."""
 
 
 def main() -> None:
@@ -62,7 +60,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not _WIDTH.fullmatch(os.environ.get("COLUMNS", "80")):
         del os.environ["COLUMNS"]
-    gc.set_threshold(_ALLOCATIONS)
+    collect_seldom()
     signal.signal(signal.SIGTERM, _end)
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly

@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -262,18 +262,19 @@ class FineTuning(Preparation):
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def held_out_losses(self) -> list[tuple[float, int]]:
-        """Return the losses on held-out data so far and its numbers of tokens, the one before training first."""
+    def held_out_losses(self) -> tuple[float | None, float | None, int]:
+        """Return the losses on held-out data before training and after the last step, None where there is none, and the
+        number of tokens."""
         from stagewright.execution.logs import STEPS
 
-        path = self.folder / "run" / STEPS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        entries = [json.loads(line) for line in lines]
-        return [
-            (entry["held_out_loss"], entry["held_out_tokens"])
-            for entry in entries
-            if entry.get("held_out_loss") is not None
-        ]
+        path, before, after, num_tokens = self.folder / "run" / STEPS, None, None, 0
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with suppress(ValueError):  # cut off when the disk was full
+                entry = json.loads(line)
+                if "held_out_loss" in entry:
+                    loss, num_tokens = entry["held_out_loss"], entry["held_out_tokens"]
+                    before, after = (before, loss) if entry["step"] else (loss, None)
+        return before, after, num_tokens
 
     def next_commands(self, plan: Plan) -> Iterator[str]:
         """Yield what to do after a dry run."""
@@ -298,12 +299,14 @@ class FineTuning(Preparation):
         first, last = (loss for loss in (record.losses[0], record.losses[-1]))
         lost = [loss for loss in (first, last) if loss is None]
         yield "" if lost else f"Loss {first:.4f} at step {record.first_step + 1}, {last:.4f} at the last."
-        if held_out := self.held_out_losses():
-            (before, _), (loss, tokens) = held_out[0], held_out[-1]
-            yield (
-                f"Held-out loss {before:.4f} before training, {loss:.4f} after it, over {plural(tokens, 'token')} "
-                f"(perplexity {perplexity(before):,.4g}, then {perplexity(loss):,.4g})."
-            )
+        before, after, num_tokens = self.held_out_losses()
+        losses = [
+            f"{loss:.4f} {when} (perplexity {perplexity(loss):,.4g})"
+            for loss, when in ((before, "before training"), (after, "after training"))
+            if loss is not None
+        ]
+        if losses:
+            yield f"Held-out loss over {plural(num_tokens, 'token')}: {', '.join(losses)}."
         yield f"Adapters for peft: {self.folder / 'adapter'}."
         if (self.folder / "merged").exists():
             yield f"Merged model: {self.folder / 'merged'}."
@@ -313,7 +316,7 @@ class FineTuning(Preparation):
         from stagewright.report.finetuning import held_in
         from stagewright.report.plans import estimate_document
 
-        held_out = [loss for loss, _ in self.held_out_losses()]
+        before, after, _ = self.held_out_losses()
         names = ("adapter", "merged")
         return {
             "folder": str(self.folder),
@@ -323,7 +326,7 @@ class FineTuning(Preparation):
             "data": None if self.summary is None else vars(self.summary),
             "plan": estimate_document(plan),
             "losses": None if record is None else list(record.losses),
-            "held_out_loss_before": held_out[0] if held_out else None,
-            "held_out_loss": held_out[-1] if held_out else None,
+            "held_out_loss_before": before,
+            "held_out_loss": after,
             **{name: str(self.folder / name) if (self.folder / name).exists() else None for name in names},
         }

@@ -312,7 +312,8 @@ class Trainer:
                 self._evaluator = Evaluator(self.session)
             if batches is not None or self._held_out is None:
                 return self._evaluator.run(map(self.session.own_part, batches or ()), wants_tokens)
-            once = open_batches(self._held_out, self.plan.job, is_once=True)
+            longest = self.plan.job.model_copy(update={"sequence_lengths": ()})
+            once = open_batches(self._held_out, longest, is_once=True)
             return self._evaluator.over(once, wants_tokens, most_samples)
 
     def adopt(self, plan: Plan) -> None:

@@ -114,9 +114,13 @@ class _Queue:
         self.entries = [item for item in self.entries if is_wanted(item[2])]
         heapq.heapify(self.entries)
 
-    def pop(self) -> tuple[float, Entry]:
-        bound_s, _, entry = heapq.heappop(self.entries)
-        return bound_s, entry
+    def pop(self) -> tuple[float, int, Entry]:
+        """Return the most promising entry after its bound and number, and remove it."""
+        return heapq.heappop(self.entries)
+
+    def put_back(self, items: Iterable[tuple[float, int, Entry]]) -> None:
+        for item in items:
+            heapq.heappush(self.entries, item)
 
 
 @dataclass
@@ -348,7 +352,7 @@ class Search:
             if self._may_be_fast() and not self.untraced[0].bound_s > self.waiting.least_s:
                 self._gather_untraced()
                 continue
-            bound_s, entry = self.waiting.pop()
+            bound_s, _, entry = self.waiting.pop()
             if bound_s >= self.longest_s:
                 self._leave_out_slower(bound_s, entry)
                 self.waiting = _Queue()
@@ -423,20 +427,19 @@ class Search:
     def _prepare_next(self) -> None:
         """Prepare the most promising entries, so that idle cores can begin to fit them; however many cores there are, so
         that the search is the same."""
-        ready = list[tuple[float, Entry]]()
+        ready = list[tuple[float, int, Entry]]()
         try:
             for _ in range(_STEPS):
                 if len(ready) == _READY or self.waiting.least_s >= self.longest_s:
                     break
-                bound_s, entry = self.waiting.pop()
+                item = bound_s, _, entry = self.waiting.pop()
                 if entry.bounded_by is not None or self._is_ready(bound_s, entry):
-                    ready.append((bound_s, entry))
+                    ready.append(item)
                 else:
                     self._prepare(bound_s, entry)
                     self._queue_alternatives()
         finally:  # of a search that is stopped the least bound counts
-            for bound_s, entry in ready:
-                self.waiting.push(bound_s, entry)
+            self.waiting.put_back(ready)
 
     def _queue_alternatives(self) -> None:
         while self.fitter.alternatives:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from stagewright.errors import StagewrightError
-from stagewright.machine import num_more_processes, python_command
+from stagewright.machine import collect_seldom, num_more_processes, python_command
 from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -159,4 +159,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     _work()

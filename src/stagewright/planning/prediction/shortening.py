@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
+from stagewright.errors import ScheduleError
 from stagewright.schedule import Action, Program
+from stagewright.schedule.verify import check_complete, check_free_of_deadlock, check_placed
 
 _KEPT_MICROBATCHES = 4
 """Least number of microbatches in the repetitions that stay."""
@@ -26,7 +29,7 @@ def shortened(program: Program) -> Program:
         kept = -(-_KEPT_MICROBATCHES // period)
         left_out = min(map(len, parts)) - 1 - kept
         if left_out > 0:
-            return replace(
+            short = replace(
                 program,
                 num_microbatches=program.num_microbatches - left_out * period,
                 ranks=tuple(
@@ -40,6 +43,11 @@ def shortened(program: Program) -> Program:
                     for actions, begins in zip(program.ranks, parts, strict=True)
                 ),
             )
+            with suppress(ScheduleError):  # of microbatches in another order than that of their numbers
+                check_placed(short)
+                check_complete(short)
+                check_free_of_deadlock(short)
+                return short
     return program
 
 
