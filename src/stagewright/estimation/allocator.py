@@ -431,7 +431,8 @@ class CachingAllocator:
         Raises:
             InputError: the driver has too little memory left, even after cached segments are returned.
         """
-        self._make_room(1)
+        if self._blocks.totals[NUM_SPARE] < 2:
+            self._blocks = self._blocks.grown()
         number = allocate(self._blocks, num_bytes)
         if number == NONE:
             raise self._lacks(num_bytes)
@@ -452,10 +453,6 @@ class CachingAllocator:
     def release_cached(self) -> None:
         """Return unused segments to the driver."""
         release_cached(self._blocks)
-
-    def _make_room(self, num_requests: int) -> None:
-        while self._blocks.totals[NUM_SPARE] < 2 * num_requests:
-            self._blocks = self._blocks.grown()
 
     def _lacks(self, num_bytes: int) -> InputError:
         capacity = int(self._blocks.totals[CAPACITY])
