@@ -56,7 +56,7 @@ def searched(
     search = Search(request, lambda stage: None, trace)
     search.gather()
     waiting = [search.waiting.pop() for _ in range(len(search.waiting))]
-    split = ((first_s, search.fitter.split(one)) for first_s, one in waiting)
+    split = ((first_s, search.fitter.split(one)) for first_s, _, one in waiting)
     return search, [(max(first_s, known[0]), known[1]) for first_s, known in split if known is not None]
 
 

@@ -40,8 +40,7 @@ class DataOptions:
     tokenizer: TokenizerPath = None
     text_field: TextField = None
     held_out: Annotated[
-        list[str] | None, typer.Option(metavar="PATH",
-            help="Data to evaluate before the first step and at the end, each sample once.")] = None
+        list[str] | None, typer.Option(metavar="PATH", help="Data to evaluate whole, first and last.")] = None
     evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also evaluate it every N steps.")] = None
 
     def requests(self) -> dict[str, DataRequest | None]:
