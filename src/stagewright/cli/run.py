@@ -40,7 +40,7 @@ class DataOptions:
     tokenizer: TokenizerPath = None
     text_field: TextField = None
     held_out: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="Data to evaluate whole, first and last.")] = None
+        list[str] | None, typer.Option(metavar="PATH", help="Data to evaluate at the start and at the end.")] = None
     evaluate_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Also evaluate it every N steps.")] = None
 
     def requests(self) -> dict[str, DataRequest | None]:

@@ -514,12 +514,10 @@ class Costing:
         own, ids = self.graph.nodes, list[int]()
         others: dict[int, Cost] = {}  # those of nodes that splitting has added or renamed, by their place
         for place, node in enumerate(nodes):
-            if 0 <= node.id < len(own) and own[node.id] is node and node.signature >= 0:
-                ids.append(node.id)
-                continue
-            is_of_graph = 0 <= node.id < len(own) and own[node.id].op == node.op
-            ids.append(node.id if is_of_graph else -1)
-            others[place] = self.of(node, value or self._of_graph)
+            original = own[node.id] if 0 <= node.id < len(own) else None
+            ids.append(node.id if original is not None and original.op == node.op else -1)
+            if original is not node or node.signature < 0:
+                others[place] = self.of(node, value or self._of_graph)
         columns = self._summed[:, ids]
         if others:
             columns[:, [*others]] = np.array(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from stagewright.execution.adapting import Adaptation
     from stagewright.execution.checkpoint import Saver
+    from stagewright.execution.data.batches import Batches
     from stagewright.execution.evaluation import Evaluation, Evaluator
     from stagewright.execution.session import StepResult
 
@@ -104,7 +105,6 @@ class Trainer:
 
         from stagewright.execution.adapting import Adaptation
         from stagewright.execution.checkpointer import Checkpointer
-        from stagewright.execution.data.batches import open_batches
         from stagewright.execution.data.prefetch import Prefetcher
         from stagewright.execution.first_comparison import compare_once
         from stagewright.execution.metering import metered_steps
@@ -147,7 +147,7 @@ class Trainer:
             self._held_out is not None
         ):  # so that errors of the evaluation come now and not after the last step
             evaluated(self.session.graph)
-            _ = open_batches(self._held_out, self.plan.job, is_once=True).num_samples
+            _ = self._held_out_batches(self._held_out).num_samples
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
         self._log: StepLog | None = None
@@ -302,7 +302,6 @@ class Trainer:
             wants_tokens: whether to return log-probabilities of all tokens too.
             most_samples: maximum number of samples of the held-out data, taken from its start.
         """
-        from stagewright.execution.data.batches import open_batches
         from stagewright.execution.evaluation import Evaluator
 
         if batches is None and self._held_out is None:
@@ -312,9 +311,14 @@ class Trainer:
                 self._evaluator = Evaluator(self.session)
             if batches is not None or self._held_out is None:
                 return self._evaluator.run(map(self.session.own_part, batches or ()), wants_tokens)
-            longest = self.plan.job.model_copy(update={"sequence_lengths": ()})
-            once = open_batches(self._held_out, longest, is_once=True)
-            return self._evaluator.over(once, wants_tokens, most_samples)
+            return self._evaluator.over(self._held_out_batches(self._held_out), wants_tokens, most_samples)
+
+    def _held_out_batches(self, data: PreparedData) -> Batches:
+        """Return every sample of held-out data once, in the longest of the job's lengths."""
+        from stagewright.execution.data.batches import open_batches
+
+        job = self.plan.job.model_copy(update={"sequence_lengths": ()})
+        return open_batches(data, job, is_once=True)
 
     def adopt(self, plan: Plan) -> None:
         """Continue under another plan of the same model for the same number of ranks; state moves directly between ranks.

@@ -337,9 +337,9 @@ def _partial_choices(
             for point in range(first_point[piece], first_point[piece + 1]):
                 more, more_s = weight * points[1, point], points[0, point]
                 rest = headroom - points[2, point] - pieces.transient[piece]
-                most_kept = min(kept_limit, rest * weight) if alone else kept_limit
-                if not alone and rest < 0:
+                if rest < 0:
                     continue
+                most_kept = min(kept_limit, rest * weight) if alone else kept_limit
                 for label in range(numbers[start]):
                     if kept[start, label] + more <= most_kept:
                         new_kept[count] = kept[start, label] + more
