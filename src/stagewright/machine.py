@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _MOST_PROCESSES = 8
 _ALLOCATIONS = 200_000
+_BLOCK = 4
+"""Number of neighbouring items that one process gets: they often have much in common."""
 
 
 def num_cores() -> int:
@@ -51,6 +59,42 @@ def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
             work(stream)
     finally:
         os._exit(0)
+
+
+def worked_out(
+    work: Callable[[Item], Result], items: Sequence[Item], num_processes: int
+) -> Iterator[Result | None]:
+    """Yield `work` of all items, in order, from so many processes, which start as copies of this one and get blocks of items
+    in turn; None for what a process did not get to because it died."""
+
+    def answer(first: int, stream: BinaryIO) -> None:
+        for start in range(first * _BLOCK, len(items), num_processes * _BLOCK):
+            for item in items[start : start + _BLOCK]:
+                pickle.dump(work(item), stream)
+                stream.flush()
+
+    children = list[tuple[int, BinaryIO]]()
+    try:
+        for first in range(num_processes):
+            child, answers = forked(partial(answer, first))
+            children.append((child, os.fdopen(answers, "rb")))
+        for place in range(len(items)):
+            _, stream = children[place // _BLOCK % num_processes]
+            try:
+                yield pickle.load(stream)
+            except (EOFError, pickle.UnpicklingError):
+                yield None
+    finally:
+        for child, stream in children:
+            stream.close()
+            end(child)
+
+
+def end(child: int) -> None:
+    """End a process that `forked` started, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def num_more_processes(num_bytes: float) -> int:

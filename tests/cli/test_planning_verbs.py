@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from stagewright.cli import estimate as estimating
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster, save_cluster
 from stagewright.documents import read_sealed_json
@@ -151,6 +153,22 @@ def test_configurations_of_a_file_are_estimated_line_by_line(planned: dict, tmp_
     assert "line 6 of" in errors[2] and "does not fit" in errors[3]
     path.write_text('{"pp": 2}\n')
     assert call(*words).exit_code == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that start as copies")
+def test_configurations_of_a_file_are_the_same_from_several_processes(
+    planned: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "configurations.jsonl"
+    sizes = [{"pp": pp, "microbatch": microbatch} for pp in (1, 2) for microbatch in (1, 2, 4, 3)]
+    path.write_text("".join(json.dumps(size) + "\n" for size in [{"pp": 2}, *sizes]))
+    words = ("estimate", *MODEL, *CLUSTER, *JOB, "--configurations", path)
+    printed = []
+    for num_more in (0, 1):
+        monkeypatch.setattr(estimating, "num_more_processes", lambda num_bytes, num=num_more: num)
+        printed.append(call(*words))
+    assert printed[0].stdout == printed[1].stdout and len(printed[1].stdout.splitlines()) == 9
+    assert [done.exit_code for done in printed] == [1, 1]  # of microbatches that do not divide the batch
 
 
 def test_an_estimate_of_a_model_knows_recomputation_and_sharding() -> None:

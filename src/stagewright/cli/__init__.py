@@ -22,14 +22,14 @@ from stagewright.machine import collect_seldom
 
 
 def command() -> NoReturn:
-    """Entry point of `stagewright`: run `main`, then exit without the interpreter's shutdown, in which torch spends a second
-    freeing what the system frees anyway."""
+    """Entry point of `stagewright`: run `main`, then exit without the interpreter's shutdown, which spends seconds freeing
+    what the system frees anyway."""
     code: int | str | None = 0
     try:
         main()
     except SystemExit as exit_request:
         code = exit_request.code
-    if "torch" not in sys.modules or isinstance(code, str) or _has_children():
+    if isinstance(code, str) or _has_children():
         sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -38,9 +38,8 @@ def command() -> NoReturn:
 
 
 def _has_children() -> bool:
-    from multiprocessing import active_children
-
-    return bool(active_children())
+    processes = sys.modules.get("multiprocessing")
+    return processes is not None and bool(processes.active_children())
 
 
 _WIDTH = re.compile(r"0*[1-9]\d{0,3}")

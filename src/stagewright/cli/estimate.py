@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,12 +27,18 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.documents import is_plan_file, parse_json, read_text
 from stagewright.errors import InputError, StagewrightError, nearest
+from stagewright.machine import num_more_processes, worked_out
+from stagewright.text import silent
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.export.reading import Reading
     from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import Plan
+
+
+_BYTES = 2**30
+"""Memory of a process in bytes beyond what it shares with this one, estimated generously."""
 
 
 # fmt: off
@@ -138,10 +146,9 @@ def estimate(
                 training_job = job.read(reference, reading, dp)
                 _print_estimates(
                     configuration.configurations,
-                    lambda configured: estimating.estimate(
-                        reference, on, training_job, configured, report=progress
-                    ),
+                    partial(estimating.estimate, reference, on, training_job, report=progress),
                     chosen,
+                    progress,
                 )
                 return
             refuse_unshared(is_one_replica=replicas <= 1, is_tp_one=chosen.tp == 1)
@@ -171,28 +178,62 @@ def estimate(
     show(*((report.breakdown_table(shares, by),) if by else ()), *((overfull,) if overfull else ()))
 
 
-def _print_estimates(path: Path, estimate: Callable[[Configuration], Plan], base: Configuration) -> None:
+def _print_estimates(
+    path: Path, estimate: Callable[..., Plan], base: Configuration, report: Callable[[str], None]
+) -> None:
     """Print a JSON line for each line of a file: its estimate, or its error. Exits with 1 if a line has an error."""
+    has_errors = False
+    for count, (line, has_error) in enumerate(
+        _estimates(path, partial(_line_of, path, estimate, base)), start=1
+    ):
+        has_errors |= has_error
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        report(f"{count} estimates")
+    if has_errors:
+        raise typer.Exit(1)
+
+
+def _estimates(path: Path, estimate: Callable[..., tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Yield the JSON line for each line of a file, and whether it has an error; all but the first are worked out by as many
+    processes as there are cores, those of stdin one after the other, as they come."""
+    from stagewright.tracing.cache import trace
+
+    lines = sys.stdin if str(path) == "-" else read_text(path, "configurations").splitlines()
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    yield from starmap(estimate, islice(numbered, None if lines is sys.stdin else 1))
+    others = list(numbered)
+    num_processes = min(1 + num_more_processes(_BYTES), len(others))
+    if sys.platform != "linux" or num_processes < 2:
+        yield from starmap(estimate, others)
+        return
+
+    def estimate_kept(item: tuple[int, str]) -> tuple[str, bool] | None:
+        try:
+            return estimate(*item, report=silent, trace=partial(trace, only_kept="torch" in sys.modules))
+        except LookupError:
+            return None
+
+    for item, answer in zip(others, worked_out(estimate_kept, others, num_processes), strict=True):
+        yield answer or estimate(*item)
+
+
+def _line_of(
+    path: Path, estimate: Callable[..., Plan], base: Configuration, number: int, line: str, **arguments: Any
+) -> tuple[str, bool]:
+    """Return the JSON line for a line of a file, and whether it has an error."""
     from stagewright.planning.configuration import Configuration
     from stagewright.report.plans import estimate_document
 
-    is_stdin, has_errors = str(path) == "-", False
-    lines = sys.stdin if is_stdin else read_text(path, "configurations").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        origin = f"line {number} of {'stdin' if is_stdin else repr(str(path))}"
-        try:
-            fields = parse_json(line, origin)
-            if not isinstance(fields, dict):
-                raise InputError(f'{origin} is no JSON object: write one such as {{"pp": 4, "dp": 2}}')
-            document = estimate_document(estimate(Configuration.of(base, **fields)))
-        except StagewrightError as error:
-            document, has_errors = {"error": str(error)}, True
-        sys.stdout.write(json.dumps({"line": number, **document}, allow_nan=False) + "\n")
-        sys.stdout.flush()
-    if has_errors:
-        raise typer.Exit(1)
+    origin = f"line {number} of {'stdin' if str(path) == '-' else repr(str(path))}"
+    try:
+        fields = parse_json(line, origin)
+        if not isinstance(fields, dict):
+            raise InputError(f'{origin} is no JSON object: write one such as {{"pp": 4, "dp": 2}}')
+        document = estimate_document(estimate(configuration=Configuration.of(base, **fields), **arguments))
+    except StagewrightError as error:
+        document = {"error": str(error)}
+    return json.dumps({"line": number, **document}, allow_nan=False), "error" in document
 
 
 def _shows_own_predictions(plan: Plan, with_model: bool, needs_model: bool) -> bool:

@@ -48,6 +48,7 @@ def trace(
     *,
     report: Callable[[str], None] | None = None,
     use_cache: bool = True,
+    only_kept: bool = False,
     expand: bool = True,
     **settings: Any,
 ) -> OperatorGraph:
@@ -61,6 +62,7 @@ def trace(
         overrides: configuration keys to change.
         report: called with a short text at each phase of a trace that is not in the cache.
         use_cache: whether to read and write the cache of traces.
+        only_kept: whether to trace nothing, but to raise `LookupError` for a graph that the cache does not have.
         expand: whether the graph has all layers; otherwise it may leave out some of many equal ones, as in
             `stagewright.graph.repeat`.
         settings: parallel degrees, target device and the like: the other fields of `TraceSettings`.
@@ -83,6 +85,8 @@ def trace(
         graph = _cached(facts, stamp, reference.kind != "factory")
     if graph is None and path is not None and (reason := _reason_refused(path)):
         raise UnevenDegreeError(reason)
+    if graph is None and only_kept:
+        raise LookupError(f"there is no graph of '{reference.text}' in the cache for {wanted}")
     if graph is None:
         with _only_process(path, report):
             if path is not None and path.exists():  # by now

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import BinaryIO, NamedTuple
 
-from stagewright.machine import forked, num_more_processes
+from stagewright.machine import end, forked, num_more_processes
 from stagewright.planning.memory.fitting import Entry, Fit, Miss
 
 _BYTES = 2**30
@@ -95,6 +94,4 @@ class FitsAhead:
         """End a process, whether or not it has an answer."""
         child, answers = self._running.pop(attempt)
         os.close(answers)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        end(child)

@@ -1,0 +1,59 @@
+"""Work on items that several processes share: answers in order, also where a process dies, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from stagewright import machine
+from stagewright.machine import worked_out
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that start as copies")
+ITEMS = range(23)
+
+
+def with_process(item: int) -> tuple[int, int]:
+    return item * item, os.getpid()
+
+
+def dying(item: int) -> int:
+    if item == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_answers_come_in_order_from_all_processes() -> None:
+    answers = list(worked_out(with_process, ITEMS, 3))
+    assert [square for square, _ in answers if square is not None] == [item * item for item in ITEMS]
+    processes = {process for _, process in answers}
+    assert len(processes) == 3 and os.getpid() not in processes
+
+
+def test_what_a_dead_process_did_not_answer_is_none() -> None:
+    answers = list(worked_out(dying, ITEMS, 2))
+    lost = {item for item in ITEMS if item >= 6 and item // machine._BLOCK % 2 == 1}
+    assert answers == [None if item in lost else item for item in ITEMS]
+
+
+def test_what_fails_is_none() -> None:
+    assert list(worked_out(lambda item: 1 // item, [1, 0, 1], 1)) == [1, None, None]
+
+
+def test_no_process_outlives_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    forked = machine.forked
+
+    def noted(work: object) -> tuple[int, int]:
+        children.append((started := forked(work))[0])  # pyright: ignore[reportArgumentType]
+        return started
+
+    monkeypatch.setattr(machine, "forked", noted)
+    answers = worked_out(with_process, ITEMS, 2)
+    assert next(iter(answers)) is not None
+    answers.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(children) == 2
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
