@@ -61,6 +61,9 @@ A100, each of the 53 plans took at least 1.005 times what they say."""
 _ALIKE = 0.005
 """Share of a step by which coarse costs are misjudged otherwise of `_nearly_alike` configurations."""
 
+_OFFLOADING = 0.1
+"""The same of alike configurations that offload: a little less memory may cost much time."""
+
 _LITTLE = 0.02
 """Share of a device's memory below which it makes no difference how state is sharded."""
 
@@ -304,20 +307,21 @@ class OperatorFitter(Fitter):
         return max(compute_s, sharding_s) + self.coarse.after_s(entry.configuration, traced, entry.cluster)
 
     def judged_s(self, entry: Entry) -> float:
-        if _offloads(entry.configuration):  # what it takes says little about others
-            return self._expected_s(entry) * (1 - _ROUGH)
         alike = self._alike(entry.configuration)
         nearly = self._nearly.get(_nearly_alike(alike), 1 - _ROUGH + _ALIKE) - _ALIKE
-        return self._expected_s(entry) * self._misjudged.get(alike, nearly)
+        share = self._misjudged.get(alike, nearly)
+        if alike.offload:
+            share = max(1 - _ROUGH, share * (1 - _OFFLOADING))
+        return self._expected_s(entry) * share
 
     def _expected_s(self, entry: Entry) -> float:
         """Return what a step of a partitioned entry takes by coarse costs."""
         return self.with_network(entry, entry.compute_s)
 
     def _alike(self, configuration: Configuration) -> Configuration:
-        """Return the same wherever the optimizer is, which takes little time, for all ways to save, and where trained
+        """Return the same wherever the optimizer is, which takes little time, for all ways to recompute, and where trained
         parameters take little memory, as adapters do, for all ways to shard these."""
-        alike = replace(configuration, host_optimizer=False, offload=False)
+        alike = replace(configuration, host_optimizer=False, offload=_offloads(configuration))
         trained_bytes = float(self.coarse.costs(configuration.traced).trained_bytes.sum()) / configuration.pp
         if configuration.level < PARAMETERS and trained_bytes < _LITTLE * self._usable_bytes:
             alike = replace(alike, zero=0)
@@ -325,8 +329,6 @@ class OperatorFitter(Fitter):
 
     def _learn(self, entry: Entry, seconds: float) -> None:
         """Note that a step of a partitioned entry takes so long, or longer if it is too slow."""
-        if _offloads(entry.configuration):
-            return
         alike, share = self._alike(entry.configuration), seconds / self._expected_s(entry)
         self._misjudged.setdefault(alike, share)
         nearly = _nearly_alike(alike)
@@ -494,7 +496,7 @@ class OperatorFitter(Fitter):
             self._try_on_host(entry, little)
         self._learn(entry, result.step_seconds)
         if result.step_seconds < best_s:
-            self._offloading_pays = _offloads(configuration)
+            self._offloading_pays = any(stage.offloaded_bytes for stage in result.plan.predictions.stages)
             if configuration.saves:
                 self._lost_share = result.lost_share
         return result
