@@ -484,7 +484,7 @@ class OperatorFitter(Fitter):
         if isinstance(result, Miss):
             self._note(result)
             if result.is_too_slow and math.isfinite(longest_s):
-                self._learn(entry, longest_s)
+                self._learn(entry, max(longest_s, result.least_s))
             # With a plan to be faster than, partitions that fit may have been left out as too slow.
             elif result.is_partitioned and _offloads(configuration) and math.isinf(best_s):
                 level = self._alike(configuration).level

@@ -28,7 +28,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.memory.host_optimizer import host_excess_bytes, saving_with_hosts, ways_on_hosts
 from stagewright.planning.partition.solver import MemoryBudget, has_partition
 from stagewright.planning.plan import Plan
-from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.predict import run_timeline, step_seconds
 from stagewright.planning.prediction.staged_model import costs_by_stage
 from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import ModelReference
@@ -118,6 +118,8 @@ class Miss:
     """The partition that lacks least, where one was worked out by this process."""
     least_bytes: int | None = None
     """What its fullest rank needs at least, where only bounds were worked out."""
+    least_s: float = 0.0
+    """Seconds that a step takes at least, as far as is known."""
     was_short: bool = True
     """Whether the optimizer on the host is worth a try."""
 
@@ -169,6 +171,8 @@ class Fitting:
         if must_keep and (miss := self.without_partition(entry, model_costs, keeps=True)) is not None:
             return miss
         fastest = with_cuts(model_costs, configuration, cuts, cluster, self.job)
+        if (least_s := step_seconds(fastest.staged)) >= longest_s:
+            return Miss(entry, was_short=False, least_s=least_s)
         limit = min(fastest.staged.usable_bytes(rank) for rank in range(configuration.pp))
         # What is lost to fragmentation only the replay of the allocator shows.
         lost = 0 if fastest.excess_bytes <= 0 or tight else int(lost_share * limit)
@@ -209,7 +213,7 @@ class Fitting:
                         return Fit(plan, entry, was_short=was_short)
                     return Fit(plan, entry, lost, lost / limit, was_short)
             if seconds >= longest_s:  # with less memory it takes no less
-                return Miss(entry, was_short=was_short)
+                return Miss(entry, was_short=was_short, least_s=seconds)
             lost, expected = lost + max(missing, limit // 25), 0
             fragmented.append(replace(candidate.with_headroom(0), excess_bytes=missing))
             if is_last or headroom is not None:

@@ -162,19 +162,10 @@ def memory_balance(
 
     def is_left_emptier(index: int) -> bool:
         cut = int(ends[index])
-        return _demand(stage_ranges, x, start, cut) <= _demand(stage_ranges, y, cut, stop)
+        return stage_ranges.mean_excess(*x, start, cut) <= stage_ranges.mean_excess(*y, cut, stop)
 
     return last_true(is_left_emptier, low, high)
 
 
 def _speed(stage_ranges: StageRanges, group: Group) -> float:
     return sum(1 / stage_ranges.terms[stage].inverse_speed for stage in range(*group))
-
-
-def _demand(stage_ranges: StageRanges, group: Group, start: int, stop: int) -> float:
-    """Return by how many bytes a rank of `group` is over if the range is divided evenly: the mean demand of a stage over the
-    whole range, divided by the number of stages, less the mean capacity."""
-    stages = range(*group)
-    count = len(stages)
-    demands = sum(stage_ranges.demand(stage, start, stop) for stage in stages) / count
-    return demands / count - sum(stage_ranges.terms[stage].capacity for stage in stages) / count

@@ -41,6 +41,7 @@ class StageRanges:
         self.ranges = ranges
         self.terms = tuple(terms)
         self._costs: dict[tuple[int, int, int], float] = {}
+        self._mean_terms: dict[tuple[int, int], StageTerms] = {}
 
     @property
     def num_stages(self) -> int:
@@ -65,9 +66,20 @@ class StageRanges:
 
     def demand(self, stage: int, start: int, stop: int) -> float:
         """Return the bytes of a stage if everything is kept."""
-        terms, ranges = self.terms[stage], self.ranges
-        saved = float(ranges.saved_bytes[stop] - ranges.saved_bytes[start])
-        return self._static(stage, start, stop) + terms.copies * saved
+        return self._demand(self.terms[stage], start, stop)
+
+    def mean_excess(self, first: int, end: int, start: int, stop: int) -> float:
+        """Return by how many bytes the stages from `first` up to `end` are over on average if a range is divided evenly
+        among them: their mean demand for all of it, divided by their number, less their mean capacity."""
+        if (first, end) not in self._mean_terms:
+            group = self.terms[first:end]
+            self._mean_terms[first, end] = StageTerms(
+                copies=sum(terms.copies for terms in group) / len(group),
+                versions=sum(terms.versions for terms in group) / len(group),
+                capacity=sum(terms.capacity for terms in group) / len(group),
+            )
+        terms = self._mean_terms[first, end]
+        return self._demand(terms, start, stop) / (end - first) - terms.capacity
 
     def least_capacity(self, stage: int, start: int, stop: int) -> float:
         """Return the bytes of a stage that recomputes everything it can."""
@@ -112,11 +124,13 @@ class StageRanges:
         """Return the seconds of the transfer at the end of `stage`."""
         return float(self.ranges.boundary_bytes[stop]) * self.terms[stage].boundary_s_per_byte
 
-    def _static(self, stage: int, start: int, stop: int) -> float:
-        terms, ranges = self.terms[stage], self.ranges
+    def _demand(self, terms: StageTerms, start: int, stop: int) -> float:
+        ranges = self.ranges
         state = float(ranges.state_bytes[stop] - ranges.state_bytes[start])
         parameters = float(ranges.parameter_bytes[stop] - ranges.parameter_bytes[start])
-        return state + (terms.versions - 1) * parameters + ranges.most_transient(start, stop)
+        saved = float(ranges.saved_bytes[stop] - ranges.saved_bytes[start])
+        transient = ranges.most_transient(start, stop)
+        return state + (terms.versions - 1) * parameters + transient + terms.copies * saved
 
     def _overhead(self, stage: int, start: int, stop: int) -> float:
         terms = self.terms[stage]
