@@ -266,10 +266,12 @@ def takes_longer(
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
     staged = with_program(model_costs, configuration, cuts, make_program(configuration), cluster, job)
-    if step_seconds(staged) < below_s:
-        return False
-    staged_in_order = placed(staged)[0]
-    return staged_in_order is staged or step_seconds(staged_in_order) >= below_s
+    return step_seconds(staged) >= below_s and seconds_in_order(staged) >= below_s
+
+
+def seconds_in_order(staged: StagedModel) -> float:
+    """Return the seconds of a step on the best device order."""
+    return step_seconds(placed(staged)[0])
 
 
 def is_cut_between_layers(configuration: Configuration, job: Job) -> bool:
