@@ -1,4 +1,4 @@
-"""Progress of long work: one line on a terminal's stderr, shown after two seconds and removed when the work is done."""
+"""Progress of long work: one line on a terminal's stderr, shown after one second and removed when the work is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.text import Text
 
-DELAY_SECONDS = 2.0
+DELAY_SECONDS = 1.0
 _LEAST_SECONDS, _LEAST_DONE = 1.0, 0.02
 """Minimum seconds and fraction of work observed before the remaining time is estimated."""
 _SPINNER = 3
