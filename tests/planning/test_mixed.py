@@ -15,7 +15,7 @@ from small_devices import with_room
 from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning import search
+from stagewright.planning import cost, search
 from stagewright.planning.candidate import with_cuts
 from stagewright.planning.checks import check
 from stagewright.planning.configuration import Configuration
@@ -82,8 +82,43 @@ def test_the_unequal_cards_of_one_node_get_unequal_stages(box: Cluster, tmp_path
 
 
 def test_each_kind_of_a_nodes_cards_is_tried_alone(box: Cluster) -> None:
-    parts = priced_results("gpt2", box, JOB, "speed", 1e9, pp=2, dp=1, microbatch=2, schedules=("1f1b",))
+    parts = priced_results("gpt2", box, JOB, "speed", 1e9, **SPACE)
     assert {part.cluster.name for part in parts} == {"box", "2 rtx3090 of box", "2 rtx4090 of box"}
+
+
+SPACE: dict[str, Any] = {"pp": 2, "dp": 1, "microbatch": 2, "schedules": ("1f1b",)}
+
+
+def test_kinds_that_are_far_slower_alone_are_left_out_where_only_the_best_counts(
+    box: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = priced_results("gpt2", box, JOB, "speed", 1e9, **SPACE)
+    likely = priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **SPACE)
+    assert likely[0].best == every[0].best
+    monkeypatch.setattr(cost, "MOST_FILLED", -0.9)  # nothing is so much faster
+    (whole,) = priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **SPACE)
+    assert whole.cluster is box and whole.best in [part.best for part in every]
+
+
+def test_a_search_for_faster_steps_than_there_are_says_so(box: Cluster) -> None:
+    fastest = search.plan("gpt2", box, JOB, **SPACE).plans[0]
+    step_s = fastest.predictions.step_seconds
+    assert search.plan("gpt2", box, JOB, below_s=1.15 * step_s, **SPACE).plans[0] == fastest
+    with pytest.raises(PlanError, match=r"no configuration takes less than .* a step"):
+        search.plan("gpt2", box, JOB, below_s=0.9 * step_s, **SPACE)
+
+
+def test_a_search_that_ends_among_the_kinds_keeps_the_plans_of_all_together(
+    box: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(model: str, part: Cluster, *arguments: Any, **options: Any) -> search.SearchResult:
+        if part is not box:
+            raise KeyboardInterrupt("ended by SIGTERM")
+        return search.plan(model, part, *arguments, **options)
+
+    monkeypatch.setattr(cost, "plan", planned)
+    (together,) = priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **SPACE)
+    assert together.result.ended_early == "ended by SIGTERM" and together.cluster is box
 
 
 def position_of(device: int, plan: Plan) -> int:

@@ -207,10 +207,11 @@ def plan(
         is_tp_one=tp == 1,
     )
     space = space_of(degrees, tp, scheduling)
+    has_bills = objective.objective == "cost" or (objective.price, objective.tokens) != (None, None)
     with _message_without_plan(), Progress(f"planning {reference.name}") as progress:
         results = priced_results(
             reference, target, training_job, cast("Objective", objective.objective), objective.tokens or 1e12,
-            price_per_hour=price, terms=terms, space=space, keep=result.top, report=progress,
+            price_per_hour=price, terms=terms, only_best=not has_bills, space=space, keep=result.top, report=progress,
             patience_s=math.inf if objective.within is None else objective.within,
         )  # fmt: skip
         search_result, on = results[0].result, results[0].cluster
@@ -223,8 +224,6 @@ def plan(
         _write_ranks(result.ranks, best, on)
     if result.html is not None:
         _write_page(result.html, search_result, on)
-    is_asked = objective.price is not None or objective.tokens is not None
-    has_bills = is_asked or objective.objective == "cost"
     bills = Bills(results, prices_of(target, terms) if price is None else {}, terms) if has_bills else None
     _show_plans(search_result, on, bills, result, compared)
 

@@ -71,6 +71,8 @@ class Request:
     job: Job
     space: Space
     keep: int | None = None
+    below_s: float = math.inf
+    """Steps that take as long are of no use."""
 
 
 @dataclass(frozen=True)
@@ -521,13 +523,13 @@ class Search:
         the best; under other runtimes, among the best."""
         enough = self.request.keep or (1 if self.is_own else KEPT)
         if len(self.fits) < enough:
-            return math.inf
+            return self.request.below_s
         seconds = sorted(fit.step_seconds for fit in self.fits)
-        return seconds[0 if self.is_own else enough - 1]
+        return min(self.request.below_s, seconds[0 if self.is_own else enough - 1])
 
     def _fit(self, entry: Entry) -> None:
         """Add the plan of an entry, if it fits."""
-        best_s = math.inf if self.best is None else self.best.step_seconds
+        best_s = self.request.below_s if self.best is None else self.best.step_seconds
         fit = self.fitter.fit(entry, best_s, self.longest_s, self.waiting.partitioned(self.longest_s))
         if fit is None:
             return

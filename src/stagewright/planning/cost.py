@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from stagewright.cluster import Cluster, Device, without
 from stagewright.cluster.prices import Price, Terms, list_prices
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.job import Job
+from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.search_result import SearchResult
@@ -110,6 +111,7 @@ def priced_results(
     *,
     price_per_hour: float | None = None,
     terms: Terms = "on-demand",
+    only_best: bool = False,
     report: Callable[[str], None] = lambda stage: None,
     **options: Any,
 ) -> tuple[PricedResult, ...]:
@@ -120,6 +122,7 @@ def priced_results(
     description, or of the catalog's list for the `terms`.
 
     Args:
+        only_best: whether parts that are slower than others may be left out, for speed.
         options: further arguments of `stagewright.planning.search.plan`; `patience_s` is for all parts together.
 
     Raises:
@@ -143,12 +146,21 @@ def priced_results(
             is_whole = objective == "speed" and part is cluster
             report(text if is_whole else f"{part.num_devices} devices: {text}")
 
+        fastest_s = min((priced.best.predictions.step_seconds for priced in ranked), default=math.inf)
+        # What follows on the best-first search gains less than that.
+        below_s = (1 + MOST_FILLED) * fastest_s if only_best and objective == "speed" else math.inf
+        left_s = None if patience_s is None else max(patience_s - (time.monotonic() - begun_s), 0.0)
         try:
-            left_s = None if patience_s is None else max(patience_s - (time.monotonic() - begun_s), 0.0)
-            result = plan(model, part, job, report=report_part, patience_s=left_s, **options)
+            result = plan(model, part, job, report=report_part, patience_s=left_s, below_s=below_s, **options)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
+        except KeyboardInterrupt as interrupt:
+            if not ranked:
+                raise
+            what = str(interrupt) or "interrupted"
+            ranked[0] = replace(ranked[0], result=ranked[0].result.ended(what, 0.0))
+            break
         rate = result.plans[0].predictions.tokens_per_second
         price = price_of(part, terms) if price_per_hour is None else price_per_hour
         ranked.append(

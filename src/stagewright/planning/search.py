@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stagewright.cluster import Cluster, given_cluster
+from stagewright.errors import PlanError
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.best_first import Request, Search
 from stagewright.planning.bounds.coarse import Trace
@@ -21,6 +23,7 @@ from stagewright.planning.space import Space
 from stagewright.text import silent
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.units import format_seconds
 
 
 def plan(
@@ -33,6 +36,7 @@ def plan(
     report: Callable[[str], None] | None = None,
     trace: Trace | None = None,
     patience_s: float | None = None,
+    below_s: float = math.inf,
     **within: Any,
 ) -> SearchResult:
     """Return the best plans of `model` for `cluster` and `job`, under the job's runtime.
@@ -50,11 +54,14 @@ def plan(
         trace: makes operator graphs; default: `stagewright.tracing.cache.trace`, whose arguments it takes.
         patience_s: seconds after which the search ends with the plans so far, or as soon as there is one, and a warning; so
             it does on Ctrl-C and SIGTERM, at any time if infinite. A finite time needs the main thread. None: all is tried.
+        below_s: configurations that take as long are left out, even if improvements to their plans might make them faster.
 
     Raises:
         InputError: the model, device or a parallel degree cannot be used as given, or nothing is left to try.
         TraceError: the model cannot be traced.
-        PlanError: no configuration fits; the message has the missing memory of the best, and what would fit.
+        PlanError: no configuration fits; the message has the missing memory of the best, and what would fit. Or none takes
+            less than `below_s`.
+        KeyboardInterrupt: Ctrl-C before there is a plan; with `below_s`, also the end of `patience_s`.
     """
     report, trace = report or silent, trace or cached_trace
     cluster, job = given_cluster(cluster), given_job(job)
@@ -66,13 +73,20 @@ def plan(
     job.check_devices(cluster)
     checked(space.host_optimizer, cluster)
     space.check(cluster, job)
-    request = Request(reference, cluster, job, space.of_runtime(job), keep)
-    search = Search(request, report, trace, shows_first=patience_s is not None)
-    with EarlyEnd(patience_s, lambda: search.fastest is not None) as searching, search:
+    request = Request(reference, cluster, job, space.of_runtime(job), keep, below_s)
+    is_bounded = below_s < math.inf
+    search = Search(request, report, trace, shows_first=patience_s is not None and not is_bounded)
+    with EarlyEnd(patience_s, lambda: is_bounded or search.fastest is not None) as searching, search:
         search.gather()
         search.work_out()
         if job.runtime == STAGEWRIGHT and (space.is_improved or not search.fits):
             improve(search)
+    if is_bounded and not search.fits:
+        if searching.what is not None:
+            raise KeyboardInterrupt(searching.what)
+        raise PlanError(
+            f"on cluster '{cluster.name}' no configuration takes less than {format_seconds(below_s)} a step"
+        )
     return over_lengths(searching.annotated(search.result(), search.gap), cluster, report, trace)
 
 
