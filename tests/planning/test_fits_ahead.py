@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import pytest
@@ -42,13 +42,16 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_search_is_the_same_with_other_processes(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[Fit | Miss | None] = []
-    take = FitsAhead._take
+    take = FitsAhead._answered
 
     def noted(self: FitsAhead, attempt: Attempt) -> Fit | Miss | None:
-        answered.append(take(self, attempt))
-        return answered[-1]
+        was_begun = attempt in self._answers
+        answer = take(self, attempt)
+        if was_begun:
+            answered.append(answer)
+        return answer
 
-    monkeypatch.setattr(FitsAhead, "_take", noted)
+    monkeypatch.setattr(FitsAhead, "_answered", noted)
     ahead = searched()
     assert any(isinstance(answer, Miss) for answer in answered) and None not in answered
     monkeypatch.setattr(fits_ahead, "num_more_processes", lambda num_bytes: 0)
@@ -61,8 +64,8 @@ def test_a_search_goes_on_where_a_process_dies(eager: None, monkeypatch: pytest.
     children: list[int] = []
     start = FitsAhead._start
 
-    def killing(self: FitsAhead, attempt: Attempt, later: Iterable[Attempt], num_processes: int) -> None:
-        start(self, attempt, later, num_processes)
+    def killing(self: FitsAhead, attempt: Attempt, later: Sequence[Attempt]) -> None:
+        start(self, attempt, later)
         for child, _ in self._running.values():
             os.kill(child, signal.SIGKILL)
             children.append(child)
@@ -70,7 +73,7 @@ def test_a_search_goes_on_where_a_process_dies(eager: None, monkeypatch: pytest.
     monkeypatch.setattr(FitsAhead, "_start", killing)
     without = searched()
     assert children
-    monkeypatch.setattr(FitsAhead, "_start", lambda self, attempt, later, num_processes: None)
+    monkeypatch.setattr(FitsAhead, "_start", lambda self, attempt, later: None)
     assert without.plans == searched().plans
 
 

@@ -60,7 +60,7 @@ from stagewright.version import __version__
 SLACKS = (0.0, 0.02, 0.1)
 """Slowdowns of the slowest stage that are accepted in exchange for smaller boundaries; all are tried."""
 
-_SHRINKS = (0.0, 0.04, 0.12)
+SHRINKS = (0.0, 0.04, 0.12)
 """Fractions of the memory left free when cutting by range sums, which are less exact than a replay."""
 
 _HIDDEN = 0.8
@@ -562,11 +562,13 @@ def fastest_fitted(
     below_s: float = math.inf,
     longest_s: float = math.inf,
     thorough: bool = False,
+    shrinks: Sequence[float] = SHRINKS,
 ) -> Candidate | TooSlow | None:
     """Return the fastest partition including what it must recompute and offload, or None.
 
     The partitions of `kept`, which recompute and offload nothing, are tried too. None if no partition fits, or none is
-    predicted to take less than `below_s` per batch; batches of `longest_s` or longer are of no use.
+    predicted to take less than `below_s` per batch; batches of `longest_s` or longer are of no use. `shrinks` are the shares
+    of memory that partitions leave free, one after the other until one fits.
     """
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
@@ -580,7 +582,7 @@ def fastest_fitted(
     whole = _whole_stages(first, model_costs) if first.cuts else None
     precision = first.staged.job.precision
     kept_state = configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)
-    for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
+    for shrink in shrinks if first.cuts else shrinks[:1]:
         tried = [()] if whole is None else cuts_to_try(
             whole, first.memories, model_costs, () if shrink else by_cuts,
             state_bytes=kept_state, offload=offload, shrink=shrink, below_s=below_s,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,29 +43,35 @@ class FitsAhead:
     """How a fit is worked out, which depends on nothing else."""
     _running: dict[Attempt, tuple[int, int]] = field(default_factory=dict)
     """Processes and the descriptors of what they answer."""
+    _answers: dict[Attempt, bytes] = field(default_factory=dict)
+    """What ended processes have answered; incomplete where one died."""
     _latest_s: float = 0.0
 
     def fit(self, attempt: Attempt, later: Iterable[Attempt]) -> Fit | Miss:
         """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
         the most likely first; others that were begun are given up if they are less likely or had other seconds."""
-        for other in [other for other in self._running if other[1:] != attempt[1:]]:
-            self._give_up(other)
-        waits = attempt in self._running  # while another process works it out
-        self._start(attempt, later, num_more_processes(_BYTES))
-        if waits and (result := self._take(attempt)) is not None:
+        others = list(later)
+        self._answers = {known: answer for known, answer in self._answers.items() if known[1:] == attempt[1:]}
+        self._start(attempt, others)
+        while attempt in self._running:
+            self._collect()
+            self._start(attempt, others)
+        if (result := self._answered(attempt)) is not None:
             return replace(result, entry=attempt.entry)
         began_s = time.monotonic()
         result = self.work_out(attempt)
         self._latest_s = time.monotonic() - began_s
         return result
 
-    def _start(self, attempt: Attempt, later: Iterable[Attempt], num_processes: int) -> None:
-        """Begin with the first of `later`, and give up others that were begun, except `attempt`."""
-        if sys.platform != "linux" or self._latest_s < _WORTH_S:
-            return
-        likely = list(islice(later, max(0, num_processes)))
+    def _start(self, attempt: Attempt, later: Sequence[Attempt]) -> None:
+        """Begin with the most likely of `later` for the cores that are idle while this process works out `attempt`, or waits
+        for it, and end all others but that."""
+        likely = list[Attempt]()
+        if sys.platform == "linux" and self._latest_s >= _WORTH_S:
+            unknown = (other for other in later if other not in self._answers)
+            likely = list(islice(unknown, max(0, num_more_processes(_BYTES))))
         for other in [other for other in self._running if other != attempt and other not in likely]:
-            self._give_up(other)
+            self._end(other)
         for other in likely:
             if other not in self._running:
                 with suppress(OSError):  # no more processes
@@ -73,24 +80,29 @@ class FitsAhead:
     def close(self) -> None:
         """End all processes."""
         for attempt in list(self._running):
-            self._give_up(attempt)
+            self._end(attempt)
 
     def _answer(self, attempt: Attempt, answers: BinaryIO) -> None:
         """Write a result without the stages of a candidate, which hold the whole graph."""
         result = self.work_out(attempt)
         pickle.dump(replace(result, candidate=None) if isinstance(result, Miss) else result, answers)
 
-    def _take(self, attempt: Attempt) -> Fit | Miss | None:
-        """Return the answer of a process once it has one; None if it dies."""
-        try:
+    def _collect(self) -> None:
+        """Wait until processes have answered."""
+        ready = select.select([answers for _, answers in self._running.values()], [], [])[0]
+        for attempt in [attempt for attempt, (_, answers) in self._running.items() if answers in ready]:
             with open(self._running[attempt][1], "rb", closefd=False) as stream:
-                return pickle.loads(stream.read())
+                self._answers[attempt] = stream.read()
+            self._end(attempt)
+
+    def _answered(self, attempt: Attempt) -> Fit | Miss | None:
+        """Return what a process has answered; None if there was none, or it died."""
+        try:
+            return pickle.loads(self._answers.pop(attempt, b""))
         except (EOFError, pickle.UnpicklingError):
             return None
-        finally:
-            self._give_up(attempt)
 
-    def _give_up(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt) -> None:
         """End a process, whether or not it has an answer."""
         child, answers = self._running.pop(attempt)
         os.close(answers)

@@ -15,6 +15,7 @@ from stagewright.estimation.stages import RangeCosts
 from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
 from stagewright.planning.candidate import (
+    SHRINKS,
     Candidate,
     make_plan,
     make_program,
@@ -189,7 +190,9 @@ class Fitting:
         while lost <= _MOST_FRAGMENTS * limit:
             start = fastest.with_headroom(lost)
             was_short |= start.excess_bytes > 0
-            candidate = self._best_that_fits(start, model_costs, below_s, longest_s)
+            # Where the cuts tried first lack the memory that is expected to be lost, others are tried with all of it.
+            shrinks = SHRINKS[:1] if expected else SHRINKS
+            candidate = self._best_that_fits(start, model_costs, below_s, longest_s, shrinks)
             if candidate is None:
                 return Miss(entry, was_short=was_short)
             if tight:
@@ -257,7 +260,12 @@ class Fitting:
         return Miss(entry, reason, least - limit, least_bytes=least)
 
     def _best_that_fits(
-        self, fastest: Candidate, model_costs: RangeCosts, below_s: float, longest_s: float
+        self,
+        fastest: Candidate,
+        model_costs: RangeCosts,
+        below_s: float,
+        longest_s: float,
+        shrinks: Sequence[float],
     ) -> Candidate | None:
         """Return the fastest partition if it fits; else one within memory or one that saves, whichever is faster; None if
         only batches of `longest_s` or longer may fit."""
@@ -275,6 +283,7 @@ class Fitting:
             below_s=below_s,
             longest_s=longest_s,
             thorough=self.thorough,
+            shrinks=shrinks,
         )
         if configuration.streamed:
             return None if isinstance(saving, TooSlow) else saving or kept

@@ -10,7 +10,7 @@ from dataclasses import replace
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import RangeCosts
-from stagewright.planning.candidate import Candidate, fastest_fitted, make_program
+from stagewright.planning.candidate import SHRINKS, Candidate, fastest_fitted, make_program
 from stagewright.planning.checkpointing.fit import TooSlow
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.prediction.predict import host_of, rank_memories
@@ -94,13 +94,15 @@ def saving_with_hosts(
     below_s: float = math.inf,
     longest_s: float = math.inf,
     thorough: bool = False,
+    shrinks: Sequence[float] = SHRINKS,
 ) -> Candidate | TooSlow | None:
     """Return the result of `fastest_fitted`, without offloading where it does not fit on the hosts."""
 
     def fitted(offload: bool) -> Candidate | TooSlow | None:
         return fastest_fitted(
-            kept, model_costs, offload=offload, below_s=below_s, longest_s=longest_s, thorough=thorough
-        )
+            kept, model_costs, offload=offload, below_s=below_s, longest_s=longest_s, thorough=thorough,
+            shrinks=shrinks,
+        )  # fmt: skip
 
     candidate = fitted(offload)
     if not isinstance(candidate, Candidate):
