@@ -57,3 +57,27 @@ def test_no_process_outlives_the_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
+
+
+def test_without_further_processes_the_rest_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, num_forks = os.fork, 0
+
+    def failing() -> int:
+        nonlocal num_forks
+        num_forks += 1
+        if num_forks > 1:
+            raise BlockingIOError("no more processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing)
+    answers = list(worked_out(dying, range(6), 3))
+    assert answers == [0, 1, 2, 3, None, None]
+
+
+def test_a_process_may_be_ended_again() -> None:
+    child, answers = machine.forked(lambda stream: None)
+    os.close(answers)
+    machine.end(child)
+    machine.end(child)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, os.WNOHANG)

@@ -46,7 +46,12 @@ def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forks of processes with threads
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:
+            os.close(reader)
+            os.close(writer)
+            raise
     if child:
         os.close(writer)
         return child, reader
@@ -65,7 +70,7 @@ def worked_out(
     work: Callable[[Item], Result], items: Sequence[Item], num_processes: int
 ) -> Iterator[Result | None]:
     """Yield `work` of all items, in order, from so many processes, which start as copies of this one and get blocks of items
-    in turn; None for what a process did not get to because it died."""
+    in turn; None for what a process did not get to because it died or could not be started."""
 
     def answer(first: int, stream: BinaryIO) -> None:
         for start in range(first * _BLOCK, len(items), num_processes * _BLOCK):
@@ -75,13 +80,14 @@ def worked_out(
 
     children = list[tuple[int, BinaryIO]]()
     try:
-        for first in range(num_processes):
-            child, answers = forked(partial(answer, first))
-            children.append((child, os.fdopen(answers, "rb")))
+        with suppress(OSError):  # no more processes
+            for first in range(num_processes):
+                child, answers = forked(partial(answer, first))
+                children.append((child, os.fdopen(answers, "rb")))
         for place in range(len(items)):
-            _, stream = children[place // _BLOCK % num_processes]
+            number = place // _BLOCK % num_processes
             try:
-                yield pickle.load(stream)
+                yield pickle.load(children[number][1]) if number < len(children) else None
             except (EOFError, pickle.UnpicklingError):
                 yield None
     finally:
@@ -91,10 +97,10 @@ def worked_out(
 
 
 def end(child: int) -> None:
-    """End a process that `forked` started, and wait for it."""
-    with suppress(ProcessLookupError):
+    """End a process that `forked` started, and wait for it, unless it has been waited for already."""
+    with suppress(ProcessLookupError, ChildProcessError):
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+        os.waitpid(child, 0)
 
 
 def num_more_processes(num_bytes: float) -> int:

@@ -117,8 +117,11 @@ def test_a_search_that_ends_among_the_kinds_keeps_the_plans_of_all_together(
         return search.plan(model, part, *arguments, **options)
 
     monkeypatch.setattr(cost, "plan", planned)
-    (together,) = priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **SPACE)
+    options = SPACE | {"patience_s": math.inf}
+    (together,) = priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **options)
     assert together.result.ended_early == "ended by SIGTERM" and together.cluster is box
+    with pytest.raises(KeyboardInterrupt):  # nobody asked for the plans so far
+        priced_results("gpt2", box, JOB, "speed", 1e9, only_best=True, **SPACE)
 
 
 def position_of(device: int, plan: Plan) -> int:

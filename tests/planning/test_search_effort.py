@@ -24,7 +24,7 @@ def small() -> Cluster:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "tokens", "most"),
-    [("gpt2", small(), 32, 512, 75), ("llama-3-70b", load_cluster("64x8x-h100"), 1024, 8192, 40)],
+    [("gpt2", small(), 32, 512, 75), ("llama-3-70b", load_cluster("64x8x-h100"), 1024, 8192, 55)],
     ids=["gpt2", "llama-3-70b"],
 )
 def test_a_search_fits_few_configurations(

@@ -32,8 +32,9 @@ def command() -> NoReturn:
     if isinstance(code, str) or _has_children():
         sys.exit(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as where it was closed before the start
+            stream.flush()
     os._exit(code or 0)
 
 

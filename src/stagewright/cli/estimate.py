@@ -208,9 +208,13 @@ def _estimates(path: Path, estimate: Callable[..., tuple[str, bool]]) -> Iterato
         yield from starmap(estimate, others)
         return
 
+    kept_trace = partial(
+        trace, only_kept="torch" in sys.modules
+    )  # whose threads a copy of this process lacks
+
     def estimate_kept(item: tuple[int, str]) -> tuple[str, bool] | None:
         try:
-            return estimate(*item, report=silent, trace=partial(trace, only_kept="torch" in sys.modules))
+            return estimate(*item, report=silent, trace=kept_trace)
         except LookupError:
             return None
 

@@ -139,6 +139,7 @@ def priced_results(
     check_price(price_per_hour)
     ranked: list[PricedResult] = []
     failure: PlanError | InputError | None = None
+    ended: str | None = None
     patience_s, begun_s = options.pop("patience_s", None), time.monotonic()
     for part in _parts(cluster, objective):
 
@@ -156,22 +157,23 @@ def priced_results(
             failure = failure or error
             continue
         except KeyboardInterrupt as interrupt:
-            if not ranked:
+            if not ranked or patience_s is None:
                 raise
-            what = str(interrupt) or "interrupted"
-            ranked[0] = replace(ranked[0], result=ranked[0].result.ended(what, 0.0))
+            ended = str(interrupt) or "interrupted"
             break
         rate = result.plans[0].predictions.tokens_per_second
         price = price_of(part, terms) if price_per_hour is None else price_per_hour
         ranked.append(
             PricedResult(part, result, bill(tokens, job.global_batch, rate, part.num_devices, price))
         )
-        if result.ended_early is not None:
+        if (ended := result.ended_early) is not None:
             break
     if not ranked:
         raise failure or PlanError("nothing to try: give a larger cluster")
     by_cost = objective == "cost"
     ranked.sort(key=lambda priced: priced.bill.dollars or 0.0 if by_cost else priced.bill.days)
+    if ended is not None and ranked[0].result.ended_early is None:
+        ranked[0] = replace(ranked[0], result=ranked[0].result.ended(ended, 0.0))
     return tuple(ranked)
 
 

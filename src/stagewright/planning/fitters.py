@@ -496,7 +496,7 @@ class OperatorFitter(Fitter):
             self._try_on_host(entry, little)
         self._learn(entry, result.step_seconds)
         if result.step_seconds < best_s:
-            self._offloading_pays = any(stage.offloaded_bytes for stage in result.plan.predictions.stages)
+            self._offloading_pays = _offloads(configuration)
             if configuration.saves:
                 self._lost_share = result.lost_share
         return result

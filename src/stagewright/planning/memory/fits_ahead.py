@@ -103,7 +103,8 @@ class FitsAhead:
             return None
 
     def _end(self, attempt: Attempt) -> None:
-        """End a process, whether or not it has an answer."""
-        child, answers = self._running.pop(attempt)
-        os.close(answers)
+        """End a process, whether or not it has an answer; if this is interrupted, `close` does it again."""
+        child, answers = self._running[attempt]
         end(child)
+        del self._running[attempt]
+        os.close(answers)
