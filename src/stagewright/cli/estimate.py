@@ -208,9 +208,8 @@ def _estimates(path: Path, estimate: Callable[..., tuple[str, bool]]) -> Iterato
         yield from starmap(estimate, others)
         return
 
-    kept_trace = partial(
-        trace, only_kept="torch" in sys.modules
-    )  # whose threads a copy of this process lacks
+    # A copy of this process lacks the threads that torch has started here.
+    kept_trace = partial(trace, only_kept="torch" in sys.modules)
 
     def estimate_kept(item: tuple[int, str]) -> tuple[str, bool] | None:
         try:
