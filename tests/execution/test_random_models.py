@@ -7,6 +7,7 @@ gradients, buffers and parameters are those of a plain loop. Each has a process 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import warnings
@@ -108,6 +109,7 @@ def in_a_child(work: Callable[[], Outcome]) -> Outcome:
         child = os.fork()
     if child == 0:
         try:
+            gc.freeze()  # finalizers of what other tests have left may need what a copy of their process lacks
             torch.set_num_threads(1)
             warnings.simplefilter("ignore")
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where libraries write of what they refuse
