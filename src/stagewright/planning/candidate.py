@@ -266,7 +266,10 @@ def takes_longer(
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
     staged = with_program(model_costs, configuration, cuts, make_program(configuration), cluster, job)
-    return step_seconds(staged) >= below_s and seconds_in_order(staged) >= below_s
+    if step_seconds(staged) < below_s:
+        return False
+    staged_in_order = placed(staged)[0]
+    return staged_in_order is staged or step_seconds(staged_in_order) >= below_s
 
 
 def seconds_in_order(staged: StagedModel) -> float:

@@ -62,7 +62,7 @@ _ALIKE = 0.005
 """Share of a step by which coarse costs are misjudged otherwise of `_nearly_alike` configurations."""
 
 _OFFLOADING = 0.1
-"""The same of alike configurations that offload: a little less memory may cost much time."""
+"""Share of a step by which configurations that are alike and offload may differ: a little less memory may cost much time."""
 
 _LITTLE = 0.02
 """Share of a device's memory below which it makes no difference how state is sharded."""

@@ -46,9 +46,9 @@ def improve(search: Search) -> None:
     assert isinstance(fitter, OperatorFitter)
     _try_pieces(search)
     _try_whole_sequences(search)
-    if not search.fits and search.request.below_s < math.inf:
-        return
     if not search.fits:
+        if search.request.below_s < math.inf:
+            return
         search.report("recomputing and offloading more")
         last = fitter.last_resort()
         if last is None:

@@ -51,7 +51,8 @@ class FitsAhead:
         """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
         the most likely first; others that were begun are given up if they are less likely or had other seconds."""
         others = list(later)
-        self._answers = {known: answer for known, answer in self._answers.items() if known[1:] == attempt[1:]}
+        for other in [other for other in self._answers if other[1:] != attempt[1:]]:
+            del self._answers[other]
         self._start(attempt, others)
         while attempt in self._running:
             self._collect()
