@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.graph import OperatorGraph
-from stagewright.graph.resize import Unlike, at_degree, at_samples
+from stagewright.graph.resize import Change, Unlike, on_line, with_changes
 from stagewright.tracing import trace as tracing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.settings import TraceSettings
@@ -29,10 +29,10 @@ _once: dict[str, OperatorGraph] = {}
 
 def _traced(model: str, size: int, **options: Any) -> OperatorGraph:
     """Traced, that is: in the cache are graphs that follow from others."""
-    asked = repr((model, size, options))
-    if asked not in _once:
-        _once[asked] = trace(model, size, 64, use_cache=False, **options)
-    return _once[asked]
+    key = repr((model, size, options))
+    if key not in _once:
+        _once[key] = trace(model, size, 64, use_cache=False, **options)
+    return _once[key]
 
 
 def _alike(one: OperatorGraph, other: OperatorGraph) -> bool:
@@ -44,24 +44,24 @@ def _alike(one: OperatorGraph, other: OperatorGraph) -> bool:
         replace(graph, nodes=tuple(replace(node, signature=0) for node in graph.nodes))
         for graph in (one, other)
     ]
-    return bare[0] == bare[1] and all(len(found) == 1 for found in classes.values())
+    return bare[0] == bare[1] and all(len(others) == 1 for others in classes.values())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_larger_microbatches_follow_from_two(model: str) -> None:
     two, three, five = (_traced(model, size) for size in (2, 3, 5))
-    assert _alike(at_samples(two, three, (2, 3), 5), five)
+    assert _alike(on_line(two, three, (2, 3), 5, is_degree=False), five)
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
 def test_where_one_sample_is_computed_as_two_they_tell_all(model: str) -> None:
     one, two, four = (_traced(model, size) for size in (1, 2, 4))
-    assert _alike(at_samples(one, two, (1, 2), 4), four)
+    assert _alike(on_line(one, two, (1, 2), 4, is_degree=False), four)
 
 
 def test_what_computes_one_sample_in_another_way_tells_nothing_of_more() -> None:
     with pytest.raises(Unlike, match="other operators"):
-        at_samples(_traced("tiny-gpt2", 1), _traced("tiny-gpt2", 2), (1, 2), 4)
+        on_line(_traced("tiny-gpt2", 1), _traced("tiny-gpt2", 2), (1, 2), 4, is_degree=False)
 
 
 @pytest.mark.parametrize(
@@ -76,33 +76,75 @@ def test_what_computes_one_sample_in_another_way_tells_nothing_of_more() -> None
 )
 def test_more_ranks_follow_from_two_and_four(model: str, axis: str, options: dict[str, Any]) -> None:
     two, four, eight = (_traced(model, 2, **{axis: width}, **options, **SHARED) for width in (2, 4, 8))
-    assert _alike(at_degree(two, four, (2, 4), 8), eight)
+    assert _alike(on_line(two, four, (2, 4), 8, is_degree=True), eight)
+
+
+EXPERTS = {"experts": "grouped", "overrides": {"n_routed_experts": 16}}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "axes"),
+    [
+        ("tiny-llama", {}, {"microbatch_size": (1, 3), "cp": (2, 4)}),
+        ("tiny-llama", {"tp": 2, "splits_sequence": True}, {"microbatch_size": (1, 2), "cp": (2, 8)}),
+        ("tiny-gpt2", {"overrides": {"n_head": 16}}, {"microbatch_size": (2, 3), "tp": (2, 4)}),
+        ("tiny-mixtral", {}, {"microbatch_size": (1, 2), "cp": (2, 4)}),
+        pytest.param("tiny-nemotron-h", {}, {"microbatch_size": (2, 4), "tp": (2, 4)}, marks=pytest.mark.slow),
+        pytest.param(
+            "tiny-deepseek-v3", EXPERTS, {"microbatch_size": (1, 2), "cp": (2, 4), "ep": (2, 4)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_several_sizes_at_once_follow_from_each(
+    model: str, options: dict[str, Any], axes: dict[str, tuple[int, int]]
+) -> None:
+    def graph(sizes: dict[str, int]) -> OperatorGraph:
+        degrees = {axis: size for axis, size in sizes.items() if axis != "microbatch_size"}
+        return _traced(model, sizes["microbatch_size"], **degrees, **options, **SHARED)
+
+    base = {axis: before for axis, (before, _) in axes.items()}
+    changed = [graph({**base, axis: after}) for axis, (_, after) in axes.items()]
+    changes = [Change(axis != "microbatch_size", *sizes) for axis, sizes in axes.items()]
+    whole = graph({axis: after for axis, (_, after) in axes.items()})
+    assert _alike(with_changes(changes, graph(base), *changed), whole)
+
+
+def test_what_two_sizes_change_together_must_be_in_proportion_to_each() -> None:
+    def graph(size: int, length: int) -> OperatorGraph:
+        return trace("tiny-llama", size, length, use_cache=False, **SHARED)
+
+    changes = [Change(False, 1, 2), Change(False, 64, 96)]
+    whole = with_changes(changes, graph(1, 64), graph(2, 64), graph(1, 96))
+    assert _alike(whole, graph(2, 96))
+    with pytest.raises(Unlike, match="not in proportion"):  # 96 tokens are not a half more than 65
+        with_changes([changes[0], Change(False, 65, 96)], graph(1, 64), graph(2, 64), graph(1, 96))
 
 
 def test_a_rank_with_one_head_does_not_follow_from_ranks_with_several() -> None:
     options = {"overrides": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, **SHARED}
     two, four = (_traced("tiny-llama", 1, tp=width, **options) for width in (2, 4))
     with pytest.raises(Unlike, match="at another size"):
-        at_degree(two, four, (2, 4), 8)
+        on_line(two, four, (2, 4), 8, is_degree=True)
     with pytest.raises(Unlike, match="would be"):
-        at_degree(two, four, (2, 4), 16)
+        on_line(two, four, (2, 4), 16, is_degree=True)
 
 
 def test_larger_sizes_are_not_traced_where_smaller_ones_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path))
-    made: list[tuple[int, int]] = []
+    traced: list[tuple[int, int]] = []
     real = tracing.trace_reference
 
     def counted(reference: Any, settings: TraceSettings, facts: Any, report: Any) -> Any:
-        made.append((settings.microbatch_size, settings.cp))
+        traced.append((settings.microbatch_size, settings.cp))
         return real(reference, settings, facts, report)
 
     monkeypatch.setattr(tracing, "trace_reference", counted)
     for cp in (2, 4, 8):
         for size in (1, 2, 4, 8):
-            found = trace("tiny-llama", size, 128, cp=cp, expand=False, **SHARED)
-            assert (found.facts["microbatch_size"], found.facts["cp"]) == (size, cp)
-            assert found.facts["num_tokens"] == size * 128 // cp
-    assert made == [(1, 2), (2, 2), (1, 4), (2, 4)]
+            graph = trace("tiny-llama", size, 128, cp=cp, expand=False, **SHARED)
+            assert (graph.facts["microbatch_size"], graph.facts["cp"]) == (size, cp)
+            assert graph.facts["num_tokens"] == size * 128 // cp
+    assert traced == [(1, 2), (2, 2), (1, 4)]

@@ -1,15 +1,17 @@
-"""Graphs of other microbatch sizes or parallel degrees, extrapolated from the graphs at two sizes.
+"""Graphs of other microbatch sizes or parallel degrees, extrapolated from graphs at few sizes.
 
 Every dimension of a tensor is linear in the number of samples, and in 1 / the number of ranks that share a layer; so are
 strides and sizes among the arguments of operators. So all of them lie on a line through those of two graphs, which must be
-equal in everything else: operators, their order and their inputs.
+equal in everything else: operators, their order and their inputs. Where several sizes change at once, each number follows
+from those at which only one of them does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph
@@ -20,109 +22,143 @@ class Unlike(ContractError):
     """Two graphs differ in more than sizes, or a size would not be a whole number."""
 
 
-def at_samples(
-    first_graph: OperatorGraph, second_graph: OperatorGraph, sizes: tuple[int, int], num_samples: int
+class Change(NamedTuple):
+    """One size in which a graph differs from another."""
+
+    is_degree: bool
+    """Whether it is the number of ranks that share a layer; otherwise that of samples."""
+    before: int
+    after: int
+
+    @property
+    def factor(self) -> Fraction:
+        """What a number in proportion to the size is multiplied by."""
+        return Fraction(self.before, self.after) if self.is_degree else Fraction(self.after, self.before)
+
+
+def on_line(
+    first_graph: OperatorGraph,
+    second_graph: OperatorGraph,
+    sizes: tuple[int, int],
+    size: int,
+    is_degree: bool,
 ) -> OperatorGraph:
-    """Return the graph for microbatches of `num_samples`, from the graphs for two `sizes` of microbatches.
-
-    Raises:
-        Unlike: the two differ in more than sizes.
-    """
-    first, second = sizes
-    return _on_line(first_graph, second_graph, _Line(Fraction(num_samples - first, second - first)))
-
-
-def at_degree(
-    first_graph: OperatorGraph, second_graph: OperatorGraph, sizes: tuple[int, int], size: int
-) -> OperatorGraph:
-    """Return the graph for a parallel degree of `size`, from the graphs for two `sizes`.
+    """Return the graph for microbatches of `size` samples, or with `is_degree` for that parallel degree, from the graphs for
+    two `sizes`.
 
     Raises:
         Unlike: the two differ in more than sizes, or the degree does not divide a dimension.
     """
-    first, second = (Fraction(1, ranks) for ranks in sizes)
-    return _on_line(
-        first_graph, second_graph, _Line((Fraction(1, size) - first) / (second - first), sizes, size)
-    )
+    first, second, wanted = (Fraction(1, number) if is_degree else number for number in (*sizes, size))
+    at = Fraction(wanted - first, second - first)
+    return _Line(at, sizes if is_degree else None, size).graph((first_graph, second_graph))
 
 
-def _on_line(first_graph: OperatorGraph, second_graph: OperatorGraph, line: _Line) -> OperatorGraph:
-    """Return the graph at a point of `line`; signatures are equal there if they are equal in both graphs."""
-    if len(first_graph.nodes) != len(second_graph.nodes):
-        raise Unlike(f"model '{first_graph.name}' has other operators at another size")
-    others = {
-        field.name: line.between(getattr(first_graph, field.name), getattr(second_graph, field.name))
-        for field in fields(OperatorGraph)
-        if field.name != "nodes"
-    }
-    return OperatorGraph(**others, nodes=tuple(map(line.node, first_graph.nodes, second_graph.nodes)))
+def with_changes(changes: Sequence[Change], base: OperatorGraph, *changed: OperatorGraph) -> OperatorGraph:
+    """Return the graph with all `changes` of `base`, from `base` and the graphs with one of them each.
+
+    Raises:
+        Unlike: they differ in more than sizes, or a number that several changes concern is not in proportion to each size.
+    """
+    return _Corner(changes).graph((base, *changed))
 
 
-class _Line:
-    """A line through two points: whole numbers at `at`, from those at 0 and at 1.
+class _Sizes:
+    """Numbers of a graph that follow from those in others, in order."""
+
+    def __init__(self) -> None:
+        self.signatures: dict[tuple[int, ...], int] = {}
+
+    def whole(self, numbers: Sequence[int]) -> int:
+        """Return the number that follows from different `numbers`, one of each graph."""
+        raise NotImplementedError
+
+    def graph(self, graphs: Sequence[OperatorGraph]) -> OperatorGraph:
+        """Return the graph that follows; signatures are equal there if they are equal in all graphs."""
+        if len({len(graph.nodes) for graph in graphs}) > 1:
+            raise Unlike(f"model '{graphs[0].name}' has other operators at another size")
+        others = {
+            field.name: self.item([getattr(graph, field.name) for graph in graphs])
+            for field in fields(OperatorGraph)
+            if field.name != "nodes"
+        }
+        nodes = zip(*(graph.nodes for graph in graphs), strict=True)
+        return OperatorGraph(**others, nodes=tuple(map(self.node, nodes)))
+
+    def node(self, nodes: Sequence[Node]) -> Node:
+        """Return the node that follows; nodes with equal signatures in only some of the graphs get different ones."""
+        first, *others = nodes
+        arguments = list[Any]()
+        for name in _NODE:
+            if name in _SIZED:
+                arguments.append(self.item([getattr(node, name) for node in nodes]))
+            elif name == "signature":
+                of_all = tuple([node.signature for node in nodes])
+                arguments.append(self.signatures.setdefault(of_all, len(self.signatures)))
+            else:
+                value = getattr(first, name)
+                if any(getattr(node, name) != value for node in others):
+                    raise Unlike(f"'{first.name}' is another operator at another size")
+                arguments.append(value)
+        return Node(*arguments)
+
+    def item(self, items: Sequence[Any]) -> Any:
+        """Return the item that follows from the same one of each graph."""
+        first = items[0]
+        kind = type(first)
+        for item in items:
+            if type(item) is not kind:
+                raise Unlike(f"{first!r} is {item!r} at another size")
+        if items.count(first) == len(items):
+            return first
+        if kind is int:
+            return self.whole(items)
+        if kind is tuple:
+            if len(set(map(len, items))) > 1:
+                raise Unlike("an operator has other arguments at another size")
+            return tuple(map(self.item, zip(*items, strict=True)))
+        if kind is dict:
+            if any(list(item) != list(first) for item in items):
+                raise Unlike("a graph has other names at another size")
+            return {key: self.item([item[key] for item in items]) for key in first}
+        if kind is TensorMeta:
+            return self._meta(items)
+        if is_dataclass(first):
+            return self._fields(items)
+        other = next(item for item in items if item != first)
+        raise Unlike(f"{str(first)[:40]} is {str(other)[:40]} at another size")
+
+    def _fields(self, items: Sequence[Any]) -> Any:
+        kind = type(items[0])
+        return kind(*(self.item([getattr(item, field.name) for item in items]) for field in fields(kind)))
+
+    def _meta(self, metas: Sequence[TensorMeta]) -> TensorMeta:
+        """Return the layout that follows. Where a dimension is 1 in only some of the graphs, torch may choose other strides
+        there."""
+        meta: TensorMeta = self._fields(metas)
+        first = metas[0]
+        for other in metas[1:]:
+            for sizes in zip(first.shape, other.shape, meta.shape, first.stride, other.stride, strict=True):
+                size, other_size, next_size, stride, other_stride = sizes
+                if size != other_size and (
+                    next_size == 1 or (1 in (size, other_size) and stride != other_stride)
+                ):
+                    raise Unlike(f"{first} is {other} at another size, and {meta}")
+        return meta
+
+
+class _Line(_Sizes):
+    """A line through two points: numbers at `at`, from those at 0 and at 1.
 
     `degrees` are the parallel degrees at 0 and at 1: no other number grows with the degree.
     """
 
     def __init__(self, at: Fraction, degrees: tuple[int, int] | None = None, degree: int = 0) -> None:
+        super().__init__()
         self.at, self.degrees, self.degree = at, degrees, degree
-        self.signatures: dict[tuple[int, int], int] = {}
 
-    def node(self, first: Node, second: Node) -> Node:
-        """Return the node at `at`; nodes with equal signatures in only one of the graphs get different ones."""
-        pair = first.signature, second.signature
-        arguments = [
-            getattr(first, name)
-            if name not in _SIZED
-            else self.between(getattr(first, name), getattr(second, name))
-            for name in _NODE
-        ]
-        arguments[_NODE.index("signature")] = self.signatures.setdefault(pair, len(self.signatures))
-        for name in _NODE:
-            if name not in _SIZED and name != "signature" and getattr(first, name) != getattr(second, name):
-                raise Unlike(f"'{first.name}' is another operator at another size")
-        return Node(*arguments)
-
-    def between(self, first: Any, second: Any) -> Any:
-        """Return the item at `at` that is `first` at 0 and `second` at 1."""
-        kind = type(first)
-        if kind is not type(second):
-            raise Unlike(f"{first!r} is {second!r} at another size")
-        if first == second:
-            return first
-        if kind is int:
-            return self._whole(first, second)
-        if kind is tuple:
-            if len(first) != len(second):
-                raise Unlike("an operator has other arguments at another size")
-            return tuple(map(self.between, first, second))
-        if kind is dict:
-            if list(first) != list(second):
-                raise Unlike("a graph has other names at another size")
-            return {key: self.between(value, second[key]) for key, value in first.items()}
-        if kind is TensorMeta:
-            return self._meta(first, second)
-        if is_dataclass(first):
-            return kind(
-                *(self.between(getattr(first, f.name), getattr(second, f.name)) for f in fields(first))
-            )
-        raise Unlike(f"{str(first)[:40]} is {str(second)[:40]} at another size")
-
-    def _meta(self, first: TensorMeta, second: TensorMeta) -> TensorMeta:
-        """Return the layout at `at`. Where a dimension is 1 in only one of the graphs, torch may choose other strides
-        there."""
-        meta = TensorMeta(
-            *(self.between(getattr(first, f.name), getattr(second, f.name)) for f in fields(first))
-        )
-        for sizes in zip(first.shape, second.shape, meta.shape, first.stride, second.stride, strict=True):
-            size_at_0, size_at_1, size, stride, next_stride = sizes
-            if size_at_0 != size_at_1 and (
-                size == 1 or (1 in (size_at_0, size_at_1) and stride != next_stride)
-            ):
-                raise Unlike(f"{first} is {second} at another size, and {meta}")
-        return meta
-
-    def _whole(self, first: int, second: int) -> int:
+    def whole(self, numbers: Sequence[int]) -> int:
+        first, second = numbers
         if self.degrees is not None and (second > first) == (self.degrees[1] > self.degrees[0]):
             if (first, second) == self.degrees:
                 return self.degree
@@ -130,6 +166,30 @@ class _Line:
         size = first + (second - first) * self.at
         if size.denominator != 1 or size < 0:
             raise Unlike(f"a size of {first} and {second} would be {size}")
+        return int(size)
+
+
+class _Corner(_Sizes):
+    """The corner of a box opposite to one whose neighbours are known."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        super().__init__()
+        self.factors = [change.factor for change in changes]
+
+    def whole(self, numbers: Sequence[int]) -> int:
+        first, *others = numbers
+        changed = [
+            (number, factor) for number, factor in zip(others, self.factors, strict=True) if number != first
+        ]
+        if len(changed) == 1:
+            return changed[0][0]
+        size = Fraction(first)
+        for number, factor in changed:
+            if number != first * factor:
+                raise Unlike(f"{first} is {number} at another size, not in proportion to it")
+            size *= factor
+        if size.denominator != 1:
+            raise Unlike(f"a size of {first} would be {size}")
         return int(size)
 
 

@@ -19,16 +19,18 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from stagewright.errors import InputError, UnevenDegreeError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.graph.repeat import expanded
-from stagewright.graph.resize import Unlike, at_degree, at_samples
+from stagewright.graph.resize import Change, Unlike, on_line, with_changes
 from stagewright.text import say, silent
 from stagewright.tracing.dependencies import FACT, Dependencies, FileWatch
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -177,16 +179,18 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
         return model.kind != "factory" and follows(facts)
 
     def follows(facts: dict[str, Any]) -> bool:
-        for axis, (_, pairs) in _AXES.items():
-            for pair in (pair for pair in pairs if max(pair) < facts.get(axis, 1)):
-                neighbours = [{**facts, axis: other} for other in pair]
-                if all(map(is_cached, neighbours)):
-                    return axis == "microbatch_size" or is_alike(facts, neighbours)
+        for source in _sources(facts, is_own):
+            if all(map(is_cached, source.neighbours)):
+                return source.is_likely or is_alike(facts, source.neighbours)
         return False
+
+    def is_own(facts: dict[str, Any]) -> bool:
+        path = _entry(facts, stamp)
+        return path in missing or (path is not None and path.exists())
 
     def is_alike(facts: dict[str, Any], neighbours: list[dict[str, Any]]) -> bool:
         """Return whether larger sizes follow; tried once per parallel degree."""
-        degrees = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != "microbatch_size"])
+        degrees = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != _SAMPLES])
         if degrees not in follows_by_degrees:
             is_there = all(
                 path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp)) is not None
@@ -284,27 +288,65 @@ def _cached(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph |
 
 
 def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
-    """Return the graph of these facts on a line through two that are known."""
-    for axis, (follow, pairs) in _AXES.items():
-        size = facts.get(axis, 1)
-        for pair in (pair for pair in pairs if max(pair) < size):
-            neighbours = [_cached({**facts, axis: other}, stamp, follows=True) for other in pair]
-            if neighbours[0] is None or neighbours[1] is None:
-                continue
-            try:
-                return follow(neighbours[0], neighbours[1], pair, size)
-            except Unlike:
-                continue
+    """Return the graph of these facts that follows from graphs of other sizes."""
+
+    def is_own(base: dict[str, Any]) -> bool:
+        path = _entry(base, stamp)
+        return path is not None and path.exists()
+
+    for source in _sources(facts, is_own):
+        graphs = list[OperatorGraph]()
+        for neighbour in source.neighbours:
+            if (graph := _cached(neighbour, stamp, follows=True)) is None:
+                break
+            graphs.append(graph)
+        else:
+            with contextlib.suppress(Unlike):
+                return source.follow(*graphs)
     return None
 
 
+class _Source(NamedTuple):
+    """How a graph may follow from others."""
+
+    neighbours: list[dict[str, Any]]
+    """The facts of the others."""
+    follow: Callable[..., OperatorGraph]
+    """What makes it from them; raises `Unlike`."""
+    is_likely: bool = False
+    """Whether it need not be tried out to be believed."""
+
+
+def _sources(facts: dict[str, Any], is_own: Callable[[dict[str, Any]], bool]) -> Iterator[_Source]:
+    """Yield from what the graph of `facts` may follow: two other sizes on one axis, or a graph that was traced (`is_own`)
+    and those that differ from it on one axis each."""
+    sizes = {axis: facts.get(axis, 1) for axis in _AXES}
+    for axis, pairs in _AXES.items():
+        for pair in (pair for pair in pairs if max(pair) < sizes[axis]):
+            neighbours = [{**facts, axis: size} for size in pair]
+            line = partial(on_line, sizes=pair, size=sizes[axis], is_degree=axis != _SAMPLES)
+            yield _Source(neighbours, line, axis == _SAMPLES)
+    choices = [
+        [size, *(number for number in sorted(set(chain(*_AXES[axis]))) if number < size)]
+        for axis, size in sizes.items()
+    ]
+    for base_sizes in product(*choices):
+        changed = {axis: base for axis, base in zip(sizes, base_sizes, strict=True) if base != sizes[axis]}
+        base = facts | changed
+        if len(changed) > 1 and is_own(base):
+            changes = [Change(axis != _SAMPLES, smaller, sizes[axis]) for axis, smaller in changed.items()]
+            neighbours = [base, *({**base, axis: sizes[axis]} for axis in changed)]
+            yield _Source(neighbours, partial(with_changes, changes))
+
+
+_SAMPLES = "microbatch_size"
 _AXES = {
-    "microbatch_size": (at_samples, ((1, 2), (2, 4))),
-    "tp": (at_degree, ((2, 4),)),
-    "cp": (at_degree, ((2, 4),)),
-    "ep": (at_degree, ((2, 4),)),
+    _SAMPLES: ((1, 2), (2, 4)),
+    "tp": ((2, 4),),
+    "cp": ((2, 4),),
+    "ep": ((2, 4),),
 }
-"""How larger sizes follow, and from which; a rank without parallelism says nothing about one of several."""
+"""From which sizes larger ones follow; a rank without parallelism says nothing about one of several."""
 
 
 def _stamp() -> str:
