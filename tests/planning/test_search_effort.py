@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from small_devices import with_room
 
 from stagewright.cluster import Cluster, load_cluster
+from stagewright.graph import OperatorGraph
+from stagewright.planning import best_first
 from stagewright.planning.fitters import OperatorFitter
 from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.search import plan
+from stagewright.tracing.ahead import Ahead
+from stagewright.tracing.cache import to_trace, trace
+from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import MIB
 
 
@@ -40,3 +47,28 @@ def test_a_search_fits_few_configurations(
     monkeypatch.setattr(OperatorFitter, "fit", counted)
     plan(model, cluster, {"global_batch": batch, "sequence_length": tokens})
     assert 0 < num_fits <= most
+
+
+def test_other_processes_get_what_the_search_needs_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given, traced = list[dict[str, Any]](), list[Mapping[str, Any]]()
+
+    class Others(Ahead):
+        def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> None:
+            given.extend(map(dict, wanted))
+
+        def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+            given.extend(map(dict, wanted))
+
+    def recorded(reference: ModelReference, report: Any, **settings: Any) -> OperatorGraph:
+        traced.extend(to_trace(reference, [settings]))
+        return trace(reference, **settings)
+
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(best_first, "Ahead", Others)
+    monkeypatch.setattr(best_first, "cached_trace", recorded)
+    plan("gpt2", small(), {"global_batch": 32, "sequence_length": 512}, trace=recorded)
+    narrow = [settings for settings in traced[2:] if settings["microbatch_size"] <= 2]
+    assert {settings.get("tp", 1) for settings in narrow} == {1, 2, 4, 8}
+    assert [settings for settings in narrow if settings not in given] == []

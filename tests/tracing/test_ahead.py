@@ -44,27 +44,39 @@ def test_what_follows_is_not_traced() -> None:
 def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = resolve("tiny-llama"), list[str]()
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
-    asked = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
-    with Ahead(model, asked, said.append) as others:
-        others.finish(asked)
+    wanted = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
+    with Ahead(model, wanted, said.append) as others:
+        others.finish(wanted)
     assert said[0] == "0 of 5 graphs, on 3 processes" and said[-1] == "5 of 5 graphs, on 3 processes"
-    assert to_trace(model, asked) == []  # what is refused is not tried again
+    assert to_trace(model, wanted) == []  # what is refused is not tried again
     one = sizes(2)[0]
     kept, traced = trace(model, **one), trace(model, use_cache=False, **one)
     assert (kept.nodes, kept.values, kept.facts) == (traced.nodes, traced.values, traced.facts)
 
 
 def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = resolve("tiny-llama"), sizes(1, 2, microbatches=(1,))
+    model, wanted = resolve("tiny-llama"), sizes(1, 2, microbatches=(1,))
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
-    with Ahead(model, asked) as others:
-        others.start(asked)
+    with Ahead(model, wanted) as others:
+        others.start(wanted[1:], wanted[:1])
         others._wait()
-        assert to_trace(model, asked) == asked[:1]  # which is left to this process
+        assert to_trace(model, wanted) == wanted[:1]  # which is left to this process
+
+
+def test_a_process_gets_two_graphs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, wanted = resolve("tiny-llama"), sizes(1, 2, microbatches=(1, 2))
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
+    with Ahead(model, wanted) as others:
+        others.start(wanted[2:] + wanted[:2])
+        others._wait()
+        assert to_trace(model, wanted) == wanted[:2]
+        others.start(wanted)
+        others._wait()
+    assert to_trace(model, wanted) == []
 
 
 def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, model, asked = tmp_path / "here", resolve("tiny-llama"), sizes(1, microbatches=(1, 2))
+    here, model, wanted = tmp_path / "here", resolve("tiny-llama"), sizes(1, microbatches=(1, 2))
     here.mkdir()
     for name in ("json", "torch", "selectors"):
         (here / f"{name}.py").write_text(
@@ -72,10 +84,10 @@ def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
         )
     monkeypatch.chdir(here)
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
-    with Ahead(model, asked) as others:
-        others.start(asked)
+    with Ahead(model, wanted) as others:
+        others.start(wanted[1:], wanted[:1])
         others._wait()
-    assert to_trace(model, asked) == asked[:1]
+    assert to_trace(model, wanted) == wanted[:1]
     assert not (here / "ran").exists()
 
 
@@ -85,25 +97,25 @@ def test_few_graphs_and_code_of_factories_start_no_process(monkeypatch: pytest.M
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
-    for model, asked in (
+    for model, wanted in (
         ("tiny-llama", sizes(1, microbatches=(1,))),
         (f"{__file__}:sizes", sizes(1, 2, 4)),
     ):
-        with Ahead(resolve(model), asked) as others:
-            others.start(asked)
+        with Ahead(resolve(model), wanted) as others:
+            others.start(wanted[1:], wanted[:1])
 
 
 def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError("no processes left")
 
-    model, asked = resolve("tiny-llama"), sizes(1, 2, 4)
+    model, wanted = resolve("tiny-llama"), sizes(1, 2, 4)
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
-    with Ahead(model, asked) as others:
-        others.start(asked)
-        others.finish(asked)
-    assert to_trace(model, asked) == [*sizes(1, 2, microbatches=(1, 2)), *sizes(4, microbatches=(1,))]
+    with Ahead(model, wanted) as others:
+        others.start(wanted[1:], wanted[:1])
+        others.finish(wanted)
+    assert to_trace(model, wanted) == [*sizes(1, 2, microbatches=(1, 2)), *sizes(4, microbatches=(1,))]
 
 
 def test_a_graph_that_another_process_traces_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from operator import itemgetter
 from typing import Any, Self
 
@@ -23,7 +23,14 @@ from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter, fitter_of
 from stagewright.planning.job import Job
 from stagewright.planning.joint.top_configurations import MOST_FILLED
-from stagewright.planning.loss_pieces import logits_bytes, pieces_by_share, pieces_of_tokens
+from stagewright.planning.loss_pieces import (
+    PIECE_TOKENS,
+    Shape,
+    logits_bytes,
+    pieces_by_share,
+    pieces_of_tokens,
+    short_of_memory,
+)
 from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search_result import LARGER, Excluded, NextBest, SearchResult, operator_warnings
@@ -60,6 +67,10 @@ _NEAR = 0.05
 _READY = 3
 """Number of entries that are made ready before each fit for the next ones, in at most `_STEPS` steps."""
 _STEPS = 60
+_LIKELY = 12
+"""Number of graphs that are looked at before each fit for what other processes may trace."""
+_SURE = 6
+"""Number of the most promising among them that come before those with the loss in pieces."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,8 @@ class Search:
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
+    _ahead: Ahead | None = None
+    """Who traces what may be needed, once all degrees have a bound and where graphs are kept."""
     _processes: ExitStack = field(default_factory=ExitStack)
     """Processes that trace or fit ahead, until the search is closed."""
 
@@ -194,22 +207,18 @@ class Search:
         sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
         if not sizes_of:
             raise InputError(obstacle(self.cluster, self.job, space))  # for any model
-        arguments = {degrees: self._arguments(degrees, sizes[0]) for degrees, sizes in sizes_of.items()}
-        larger = {
-            degrees: self._arguments(degrees, sizes[1])
-            for degrees, sizes in sizes_of.items()
-            if len(sizes) > 1
-        }
         has_experts, is_ahead = space.ep is not None, False
 
-        def to_trace_ahead() -> list[dict[str, Any]]:
+        def unbounded() -> list[dict[str, Any]]:
             traceable = (degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
-            return [arguments[degrees] for degrees in self._unbounded(traceable)]
+            return [self._arguments(degrees, sizes_of[degrees]) for degrees in self._unbounded(traceable)]
 
-        ahead = Ahead(self.request.model, [*arguments.values(), *larger.values()], self.report)
+        ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
         self._processes.enter_context(ahead)
         if self._is_kept():
-            ahead.start(to_trace_ahead())
+            first, *others = unbounded() or [{}]
+            ahead.start(others, [first])
+            self._ahead = ahead
         for degrees, sizes in sizes_of.items():
             if degrees.ep > 1 and not has_experts:
                 continue
@@ -224,24 +233,58 @@ class Search:
                 graph = next(iter(self.coarse.graphs.values()))
                 has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
                 if self._is_kept():
-                    ahead.finish(to_trace_ahead())
+                    missing = to_trace(self.request.model, unbounded())
+                    if len(missing) > 1:
+                        ahead.finish(missing)
+                    else:
+                        self._trace_ahead(missing)
         self.untraced.sort(key=lambda untraced: untraced.bound_s)
         while self.untraced and not self.waiting:
             self._gather_untraced()
         if not self.waiting:
             self._refuse_nothing_to_try()
         self.is_gathered = True
-        if self._is_kept():  # what may be wanted next
-            wider = [arguments[untraced.degrees] for untraced in self.untraced]
-            traced = {(graph.tp, graph.cp, graph.ep) for graph in self.coarse.graphs}
-            nearby = [
-                sizes for degrees, sizes in larger.items() if (degrees.tp, degrees.cp, degrees.ep) in traced
-            ]
-            ahead.start([*wider[:2], *nearby])
 
-    def _arguments(self, degrees: Configuration, microbatch: int) -> dict[str, Any]:
-        """Return the arguments of the tracer for degrees and a microbatch size."""
-        return self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=microbatch)))
+    def _all_arguments(self, sizes_of: Mapping[Configuration, Sequence[int]]) -> list[dict[str, Any]]:
+        """Return the arguments of the tracer for all degrees, with the loss in any number of pieces that may be tried."""
+        keys = dict[Configuration, None]()
+        for degrees, sizes in sizes_of.items():
+            for size in sizes:
+                key = replace(degrees, microbatch=size)
+                keys |= dict.fromkeys(
+                    self.with_pieces(key, tokens) for tokens in (self.piece_tokens, *PIECE_TOKENS)
+                )
+        return list(map(self.coarse.trace_arguments, keys))
+
+    def _trace_ahead(self, own: Sequence[Mapping[str, Any]]) -> None:
+        """Let other processes trace what is likely to be needed next, while this one traces `own` graphs or fits."""
+        if self._ahead is not None:
+            likely = (key for key in dict.fromkeys(self._likely_traced()) if key not in self.coarse.graphs)
+            self._ahead.start(list(map(self.coarse.trace_arguments, islice(likely, _LIKELY))), own)
+
+    def _likely_traced(self) -> Iterator[Configuration]:
+        """Yield keys of graphs that may be needed, the most likely first: for what may be faster than the plans so far, and
+        for trying these with the loss in pieces."""
+        untraced = [
+            (other.bound_s, replace(other.degrees, microbatch=other.microbatch_sizes[0]))
+            for other in self.untraced
+        ]
+        bounded = [
+            (bound_s, entry.configuration.traced)
+            for bound_s, _, entry in self.waiting.entries
+            if entry.bounded_by is not None
+        ]
+        by_bound = sorted((*untraced, *bounded), key=itemgetter(0))
+        may_be_fast = [self.with_pieces(key) for bound_s, key in by_bound if bound_s < self.longest_s]
+        yield from may_be_fast[:_SURE]
+        for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
+            yield from (self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
+        yield from self.whole_sequences
+        yield from may_be_fast[_SURE:]
+
+    def _arguments(self, degrees: Configuration, microbatch_sizes: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of the tracer for degrees and the first of the microbatch sizes."""
+        return self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=microbatch_sizes[0])))
 
     def _refuse_nothing_to_try(self) -> None:
         lacks = self.fitter.nearest_bound is not None
@@ -267,6 +310,7 @@ class Search:
     def _gather_untraced(self) -> None:
         """Trace the most promising of the untraced degrees, and queue their configurations."""
         first = self.untraced.pop(0)
+        self._trace_ahead([self._arguments(first.degrees, first.microbatch_sizes)])
         self._gather_degrees(first.degrees, first.microbatch_sizes)
 
     def gather_sizes(self, degrees: Configuration, sizes: Sequence[int], *, strictly: bool = False) -> None:
@@ -407,6 +451,7 @@ class Search:
         else:
             self.fitted_s = bound_s
             self._prepare_next()
+            self._trace_ahead([])
             self.report(f"{max(total - len(self.waiting), 0)} of {total}: {entry.configuration}")
             self._fit(entry)
             self.fitted_s = math.inf
@@ -468,6 +513,8 @@ class Search:
         key = self.with_pieces(entry.configuration.traced)
         configuration = replace(entry.configuration, loss_pieces=key.loss_pieces)
         self.report(f"degrees {key}")
+        if key not in self.coarse.graphs:
+            self._trace_ahead([self.coarse.trace_arguments(key)])
         try:
             self.coarse.costs(key)
         except (InputError, TraceError, ContractError) as error:
@@ -550,21 +597,43 @@ class Search:
 
     # -- pieces of the loss ------------------------------------------------------------------------------------------
 
-    def with_pieces(self, key: Configuration) -> Configuration:
-        """Return `key` with the current number of loss pieces."""
+    def with_pieces(self, key: Configuration, piece_tokens: int | None = None) -> Configuration:
+        """Return `key` with the number of loss pieces for pieces of so many tokens, by default as it is tried now."""
         if not self.is_own:
             return replace(key, loss_pieces=1)
         given = self.space.loss_pieces
-        return replace(key, loss_pieces=self._pieces(key) if given == "auto" else given)
+        tokens = self.piece_tokens if piece_tokens is None else piece_tokens
+        return replace(key, loss_pieces=self._pieces(key, tokens) if given == "auto" else given)
 
-    def _pieces(self, key: Configuration) -> int:
+    def _pieces(self, key: Configuration, piece_tokens: int) -> int:
         num_tokens = key.microbatch * self.job.sequence_length
         logits = self.logits_bytes(key.microbatch, key.tp)
         if not self.has_pieces or not logits:
             return 1
         by_share = pieces_by_share(logits, num_tokens, self.usable_bytes)
-        of_tokens = pieces_of_tokens(self.piece_tokens, num_tokens) if self.piece_tokens else 1
+        of_tokens = pieces_of_tokens(piece_tokens, num_tokens) if piece_tokens else 1
         return max(by_share, of_tokens)
+
+    def short_of_memory(self) -> list[Shape]:
+        """Return the configurations that may fit, or be faster, with the loss in pieces."""
+        plans = [fit.plan for fit in self.fits]
+        return short_of_memory(plans, self.fitter.excluded, self.logits_bytes, self.usable_bytes)
+
+    @property
+    def whole_sequences(self) -> list[Configuration]:
+        """The key of the best plan without sequence parallelism, where its ranks split the sequence and need not."""
+        if self.best is None or self.space.sequence_parallel is not None:
+            return []
+        key = self.best.entry.configuration.traced
+        return [replace(key, sequence_parallel=False)] if key.sequence_parallel else []
+
+    def graphs_of(self, shape: Shape) -> list[Configuration]:
+        """Return the keys of the graphs of a shape, with the loss in one piece."""
+        return [
+            replace(key, loss_pieces=1)
+            for key in self.coarse.graphs
+            if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
+        ]
 
     def logits_bytes(self, microbatch: int, tp: int) -> int:
         """Return the bytes of a microbatch's logits on one of `tp` ranks."""

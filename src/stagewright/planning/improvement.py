@@ -14,7 +14,7 @@ from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
 from stagewright.planning.joint.top_configurations import NUM_SEARCHED, busy_seconds, joint_plans
-from stagewright.planning.loss_pieces import PIECE_TOKENS, short_of_memory
+from stagewright.planning.loss_pieces import PIECE_TOKENS
 from stagewright.planning.memory.fitting import Fit
 from stagewright.planning.plan import Plan
 from stagewright.planning.ranking import AS_FAST, ranked
@@ -68,17 +68,12 @@ def _try_pieces(search: Search) -> None:
     """Try what is short of the memory that logits take once more with the loss in pieces."""
     divided = set[tuple[int, int]]()  # tensor parallel degrees and microbatch sizes whose loss was in pieces
     for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
-        plans = [fit.plan for fit in search.fits]
-        shapes = short_of_memory(plans, search.fitter.excluded, search.logits_bytes, search.usable_bytes)
+        has_plans, shapes = bool(search.fits), search.short_of_memory()
         search.piece_tokens = tokens
         for shape in shapes:
-            if plans and (shape.tp, shape.microbatch_size) in divided:
+            if has_plans and (shape.tp, shape.microbatch_size) in divided:
                 continue
-            same = [
-                replace(key, loss_pieces=1)
-                for key in search.coarse.graphs
-                if (key.tp, key.microbatch) == (shape.tp, shape.microbatch_size)
-            ]
+            same = search.graphs_of(shape)
             if any(search.with_pieces(key).loss_pieces > 1 for key in same):
                 divided.add((shape.tp, shape.microbatch_size))
             _try_degrees(search, same, set(shape.degrees))
@@ -86,10 +81,11 @@ def _try_pieces(search: Search) -> None:
 
 def _try_whole_sequences(search: Search) -> None:
     """Try the degrees of the best without sequence parallelism, where its ranks split the sequence."""
-    best = search.best
-    if best is not None and best.plan.sequence_parallel and search.space.sequence_parallel is None:
-        whole = replace(best.entry.configuration.traced, sequence_parallel=False)
-        _try_degrees(search, [whole], {(best.plan.dp, best.plan.pp)})
+    for key in search.whole_sequences:
+        assert search.best is not None
+        plan = search.best.plan
+        search.piece_tokens = search.piece_tokens if key.loss_pieces > 1 else 0
+        _try_degrees(search, [key], {(plan.dp, plan.pp)})
 
 
 def _try_degrees(search: Search, keys: Iterable[Configuration], shapes: set[tuple[int, int]]) -> None:

@@ -36,7 +36,7 @@ class Ahead:
         settings: Sequence[Mapping[str, Any]],
         report: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`settings`: arguments of all calls that may follow, smaller sizes first."""
+        """`settings`: arguments of all calls that may follow."""
         self._model, self._settings, self._report = model, list(settings), report
         self._given: set[int] = set()  # indices into the settings
         self._num_done = 0
@@ -57,27 +57,27 @@ class Ahead:
         for end in (self._queue, self._to_queue, self._done, self._to_done):
             os.close(end)
 
-    def start(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Start to trace the missing graphs of `wanted` except the first, which the caller traces meanwhile."""
-        self._give([setting for setting in to_trace(self._model, wanted) if setting is not wanted[0]], 1)
+    def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
+        `own` ones the caller traces meanwhile."""
+        self._count(0.0)
+        self._give([setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1)
 
     def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Trace the missing graphs of `wanted`, together with other processes if there are enough graphs."""
         for _ in range(2):  # some turn out not to follow from others
-            self._give(to_trace(self._model, wanted), 2)
+            self._give(to_trace(self._model, wanted), 2, most=len(wanted))
             while (place := _next(self._queue, 0)) is not None:
                 self._say()
                 _trace(self._model, self._settings[place])
                 self._num_done += 1
             self._wait()
 
-    def _give(self, missing: Sequence[Mapping[str, Any]], fewest: int) -> None:
-        """Give graphs to processes; so many are worth starting some, each of which first imports torch."""
-        places = [
-            place
-            for place, setting in enumerate(self._settings)
-            if setting in missing and place not in self._given
-        ]
+    def _give(self, missing: Sequence[Mapping[str, Any]], fewest: int, most: int = 0) -> None:
+        """Give graphs to processes, until there are `most` or two for each; so many are worth starting some, each of which
+        first imports torch."""
+        places = [self._settings.index(setting) for setting in missing if setting in self._settings]
+        places = [place for place in places if place not in self._given]
         num = min(num_more_processes(_BYTES), len(places))
         if self._model.kind == "factory" or not sys.executable or not num:
             return
@@ -87,6 +87,8 @@ class Ahead:
             while len(self._workers) < num:
                 self._workers.append(self._worker())
         if self._workers:
+            num_waiting = len(self._given) - self._num_done
+            places = places[: max(0, (most or 2 * len(self._workers)) - num_waiting)]
             self._given.update(places)
             os.write(self._to_queue, b"".join(place.to_bytes(2) for place in places))
 
@@ -112,9 +114,16 @@ class Ahead:
         """Wait until all given graphs are done, or a process ends early."""
         self._say()
         while self._num_done < len(self._given) and all(worker.poll() is None for worker in self._workers):
-            if select.select([self._done], [], [], 1.0)[0]:
-                self._num_done += len(os.read(self._done, 1))
+            if self._count(1.0):
                 self._say()
+
+    def _count(self, patience_s: float) -> int:
+        """Count graphs that others have done since, and return their number; wait for the first as long as that."""
+        if not select.select([self._done], [], [], patience_s)[0]:
+            return 0
+        num = len(os.read(self._done, 2**16))
+        self._num_done += num
+        return num
 
     def _say(self) -> None:
         if self._given:
