@@ -68,7 +68,11 @@ def test_other_processes_get_what_the_search_needs_later(
     monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(best_first, "Ahead", Others)
     monkeypatch.setattr(best_first, "cached_trace", recorded)
-    plan("gpt2", small(), {"global_batch": 32, "sequence_length": 512}, trace=recorded)
-    narrow = [settings for settings in traced[2:] if settings["microbatch_size"] <= 2]
-    assert {settings.get("tp", 1) for settings in narrow} == {1, 2, 4, 8}
-    assert [settings for settings in narrow if settings not in given] == []
+    job = {"global_batch": 8, "sequence_length": 64}
+    plan("tiny-llama", "8x-h100", job, trace=recorded)
+    split = [
+        settings for settings in traced[2:] if settings.get("tp", 1) == 1 or settings.get("splits_sequence")
+    ]
+    first = [settings for settings in split if settings["microbatch_size"] <= 2]
+    assert {settings.get("tp", 1) for settings in first} == {1, 2, 4, 8}
+    assert [settings for settings in first if settings not in given] == []
