@@ -9,12 +9,13 @@ from those at which only one of them does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from stagewright.errors import ContractError
-from stagewright.graph.graph import Node, OperatorGraph
+from stagewright.graph.graph import Node, OperatorGraph, Value
 from stagewright.graph.tensor import TensorMeta
 
 
@@ -68,6 +69,7 @@ class _Sizes:
 
     def __init__(self) -> None:
         self.signatures: dict[tuple[int, ...], int] = {}
+        self.metas: dict[tuple[TensorMeta, ...], TensorMeta] = {}
 
     def whole(self, numbers: Sequence[int]) -> int:
         """Return the number that follows from different `numbers`, one of each graph."""
@@ -75,32 +77,47 @@ class _Sizes:
 
     def graph(self, graphs: Sequence[OperatorGraph]) -> OperatorGraph:
         """Return the graph that follows; signatures are equal there if they are equal in all graphs."""
-        if len({len(graph.nodes) for graph in graphs}) > 1:
-            raise Unlike(f"model '{graphs[0].name}' has other operators at another size")
+        first = graphs[0]
+        if len({(len(graph.nodes), len(graph.values)) for graph in graphs}) > 1:
+            raise Unlike(f"model '{first.name}' has other operators at another size")
         others = {
             field.name: self.item([getattr(graph, field.name) for graph in graphs])
             for field in fields(OperatorGraph)
-            if field.name != "nodes"
+            if field.name not in ("nodes", "values")
         }
         nodes = zip(*(graph.nodes for graph in graphs), strict=True)
-        return OperatorGraph(**others, nodes=tuple(map(self.node, nodes)))
+        values = zip(*(graph.values for graph in graphs), strict=True)
+        return OperatorGraph(
+            **others, nodes=tuple(map(self.node, nodes)), values=tuple(map(self.value, values))
+        )
 
     def node(self, nodes: Sequence[Node]) -> Node:
         """Return the node that follows; nodes with equal signatures in only some of the graphs get different ones."""
-        first, *others = nodes
-        arguments = list[Any]()
-        for name in _NODE:
-            if name in _SIZED:
-                arguments.append(self.item([getattr(node, name) for node in nodes]))
-            elif name == "signature":
-                of_all = tuple([node.signature for node in nodes])
-                arguments.append(self.signatures.setdefault(of_all, len(self.signatures)))
-            else:
-                value = getattr(first, name)
-                if any(getattr(node, name) != value for node in others):
-                    raise Unlike(f"'{first.name}' is another operator at another size")
-                arguments.append(value)
-        return Node(*arguments)
+        first = nodes[0]
+        call = _CALL(first)
+        for node in nodes:
+            if _CALL(node) != call:
+                raise Unlike(f"'{first.name}' is another operator at another size")
+        of_all = tuple([node.signature for node in nodes])
+        signature = self.signatures.setdefault(of_all, len(self.signatures))
+        args = self.item([node.args for node in nodes])
+        kwargs = self.item([node.kwargs for node in nodes])
+        if args is first.args and kwargs is first.kwargs and signature == first.signature:
+            return first
+        return replace(first, args=args, kwargs=kwargs, signature=signature)
+
+    def value(self, values: Sequence[Value]) -> Value:
+        """Return the value that follows."""
+        first = values[0]
+        identity = _IDENTITY(first)
+        for value in values:
+            if _IDENTITY(value) != identity:
+                raise Unlike(f"'{first.name}' is another value at another size")
+        metas = tuple([value.meta for value in values])
+        meta = self.metas.get(metas)
+        if meta is None:
+            meta = self.metas[metas] = self.item(metas)
+        return first if meta is first.meta else replace(first, meta=meta)
 
     def item(self, items: Sequence[Any]) -> Any:
         """Return the item that follows from the same one of each graph."""
@@ -193,5 +210,7 @@ class _Corner(_Sizes):
         return int(size)
 
 
-_NODE = tuple(field.name for field in fields(Node))
-_SIZED = frozenset({"args", "kwargs"})
+_CALL = attrgetter(
+    *(field.name for field in fields(Node) if field.name not in ("args", "kwargs", "signature"))
+)
+_IDENTITY = attrgetter(*(field.name for field in fields(Value) if field.name != "meta"))

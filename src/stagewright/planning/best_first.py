@@ -227,6 +227,7 @@ class Search:
                 self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
             else:
                 self._gather_degrees(degrees, sizes)
+                self._trace_ahead([])
                 self._fit_first()
             if self.coarse.graphs and not is_ahead:
                 is_ahead = True

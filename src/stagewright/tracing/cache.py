@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
-from stagewright.errors import InputError, UnevenDegreeError
+from stagewright.errors import InputError, TraceError, UnevenDegreeError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
@@ -89,20 +89,68 @@ def trace(
         raise UnevenDegreeError(reason)
     if graph is None and only_kept:
         raise LookupError(f"there is no graph of '{reference.text}' in the cache for {wanted}")
+    if graph is None and path is not None and reference.kind != "factory":
+        graph = _from_stand_in(reference, wanted, stamp, report)
     if graph is None:
-        with _only_process(path, report):
-            if path is not None and path.exists():  # by now
-                graph = _cached(facts, stamp, False)
-            if graph is None:
-                try:
-                    graph, is_kept = _traced(reference, wanted, facts, report)
-                except UnevenDegreeError as error:
-                    if reference.kind != "factory":
-                        _note_refused(path, str(error))
-                    raise
-                if path is not None and is_kept:
-                    _store(path, graph)
+        graph = _new(reference, wanted, path, stamp, report)
     return expanded(graph) if expand else graph
+
+
+def _new(
+    reference: ModelReference,
+    wanted: TraceSettings,
+    path: Path | None,
+    stamp: str,
+    report: Callable[[str], None],
+) -> OperatorGraph:
+    """Return a graph that was not in the cache at `path`, where it is kept."""
+    facts = _facts(reference, wanted)
+    with _only_process(path, report):
+        if (
+            path is not None and path.exists() and (graph := _cached(facts, stamp, False)) is not None
+        ):  # by now
+            return graph
+        try:
+            graph, is_kept = _traced(reference, wanted, facts, report)
+        except UnevenDegreeError as error:
+            if reference.kind != "factory":
+                _note_refused(path, str(error))
+            raise
+        if path is not None and is_kept:
+            _store(path, graph)
+    return graph
+
+
+def _from_stand_in(
+    reference: ModelReference, wanted: TraceSettings, stamp: str, report: Callable[[str], None]
+) -> OperatorGraph | None:
+    """Return a graph that follows once the graph of smaller sizes is traced, from which others follow, too; or None."""
+    facts = _facts(reference, wanted)
+    for source in _sources(facts, partial(_is_own, stamp=stamp)):
+        if (neighbour := _only_missing(source, stamp)) is not None:
+            sizes = {axis: neighbour.get(axis, 1) for axis in _AXES}
+            with contextlib.suppress(InputError, TraceError):
+                _new(reference, replace(wanted, **sizes), _entry(neighbour, stamp), stamp, report)
+                return _cached(facts, stamp, follows=True)
+    return None
+
+
+def _only_missing(source: _Source, stamp: str) -> dict[str, Any] | None:
+    """Return the facts of the only graph that is missing for another one to follow; None if there are several, or the others
+    differ in more than sizes."""
+    graphs = [_cached(neighbour, stamp, follows=True) for neighbour in source.neighbours]
+    if graphs.count(None) != 1 or not source.changes:
+        return None
+    base, *changed = graphs
+    present = [
+        (change, graph) for change, graph in zip(source.changes, changed, strict=True) if graph is not None
+    ]
+    try:
+        if base is not None:
+            with_changes([change for change, _ in present], base, *(graph for _, graph in present))
+    except Unlike:
+        return None
+    return source.neighbours[graphs.index(None)]
 
 
 def _traced(
@@ -170,7 +218,6 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
     """Return the `settings` of `trace`, smaller sizes first, whose graphs are neither cached nor follow from cached ones or
     from earlier ones in the list; the latter is assumed until they exist."""
     stamp, missing = _stamp(), dict[Path, Mapping[str, Any]]()
-    follows_by_degrees: dict[str, bool] = {}
 
     def is_cached(facts: dict[str, Any]) -> bool:
         path = _entry(facts, stamp)
@@ -185,18 +232,16 @@ def to_trace(model: ModelReference, settings: Sequence[Mapping[str, Any]]) -> li
         return False
 
     def is_own(facts: dict[str, Any]) -> bool:
-        path = _entry(facts, stamp)
-        return path in missing or (path is not None and path.exists())
+        return _entry(facts, stamp) in missing or _is_own(facts, stamp)
 
     def is_alike(facts: dict[str, Any], neighbours: list[dict[str, Any]]) -> bool:
-        """Return whether larger sizes follow; tried once per parallel degree."""
-        degrees = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != _SAMPLES])
-        if degrees not in follows_by_degrees:
-            is_there = all(
-                path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp)) is not None
-            )
-            follows_by_degrees[degrees] = not is_there or _cached(facts, stamp, follows=True) is not None
-        return follows_by_degrees[degrees]
+        """Return whether larger sizes follow; tried once for all microbatches, and believed until it can be tried."""
+        if not all(path.exists() for neighbour in neighbours if (path := _entry(neighbour, stamp))):
+            return True
+        path = _entry({**facts, _SAMPLES: 0}, stamp)
+        if path not in _ALIKE:
+            _ALIKE[path] = _cached(facts, stamp, follows=True) is not None
+        return _ALIKE[path]
 
     for setting in settings:
         facts = _facts_of(model, setting)
@@ -289,12 +334,7 @@ def _cached(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph |
 
 def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
     """Return the graph of these facts that follows from graphs of other sizes."""
-
-    def is_own(base: dict[str, Any]) -> bool:
-        path = _entry(base, stamp)
-        return path is not None and path.exists()
-
-    for source in _sources(facts, is_own):
+    for source in _sources(facts, partial(_is_own, stamp=stamp)):
         graphs = list[OperatorGraph]()
         for neighbour in source.neighbours:
             if (graph := _cached(neighbour, stamp, follows=True)) is None:
@@ -306,6 +346,12 @@ def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
     return None
 
 
+def _is_own(facts: dict[str, Any], stamp: str) -> bool:
+    """Return whether the graph of these facts was traced and is in the cache."""
+    path = _entry(facts, stamp)
+    return path is not None and path.exists()
+
+
 class _Source(NamedTuple):
     """How a graph may follow from others."""
 
@@ -315,6 +361,8 @@ class _Source(NamedTuple):
     """What makes it from them; raises `Unlike`."""
     is_likely: bool = False
     """Whether it need not be tried out to be believed."""
+    changes: Sequence[Change] = ()
+    """In what all but the first of the others differ from it."""
 
 
 def _sources(facts: dict[str, Any], is_own: Callable[[dict[str, Any]], bool]) -> Iterator[_Source]:
@@ -336,7 +384,7 @@ def _sources(facts: dict[str, Any], is_own: Callable[[dict[str, Any]], bool]) ->
         if len(changed) > 1 and is_own(base):
             changes = [Change(axis != _SAMPLES, smaller, sizes[axis]) for axis, smaller in changed.items()]
             neighbours = [base, *({**base, axis: sizes[axis]} for axis in changed)]
-            yield _Source(neighbours, partial(with_changes, changes))
+            yield _Source(neighbours, partial(with_changes, changes), changes=changes)
 
 
 _SAMPLES = "microbatch_size"
@@ -491,6 +539,8 @@ _MOST_KNOWN = 16
 _READING = RLock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
 """Graphs read last, with the versions of their files: estimates of one model need few."""
+_ALIKE: dict[Path | None, bool] = {}
+"""Whether graphs of some parallel degrees follow from smaller ones, by what stands for all of their sizes."""
 _FOLLOWED: dict[Path, OperatorGraph] = {}
 """Graphs last derived from smaller ones."""
 
