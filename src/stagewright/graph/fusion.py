@@ -109,6 +109,8 @@ def reducing_once(graph: OperatorGraph) -> OperatorGraph:
         for node in graph.nodes
         if node.op == ALL_REDUCE and node.part is Part.WEIGHT_GRAD
     }
+    if not summed:
+        return graph
     contributions = {
         gradient: tuple((node, summed.get(value, value)) for node, value in parts)
         for gradient, parts in graph.contributions.items()
@@ -351,7 +353,8 @@ class _Fused:
             return leaders.get(node, node)
 
         nodes = tuple(
-            node if node.forward < 0 else replace(node, forward=home(node.forward)) for node in self.order
+            node if node.forward not in leaders else replace(node, forward=leaders[node.forward])
+            for node in self.order
         )
         self._follow_storages(nodes)
         late = [node.id for node in nodes if node.part is Part.FORWARD and old.position[node.id] >= old.late]

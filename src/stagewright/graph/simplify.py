@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, makers_of
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, makers_of, renumbered
 
 _GROUP = {
     Part.STATIC: 0,
@@ -197,25 +197,34 @@ def renumbered_graph(graph: OperatorGraph) -> OperatorGraph:
     names = {value: index for index, value in enumerate(sorted(used))}
     producer = {output: node.id for node in graph.nodes for output in node.outputs if output is not None}
     signatures: dict[int, int] = {}
-    nodes = tuple(
-        replace(
-            node.renamed(names),
-            id=node_ids[node.id],
-            outputs=tuple(None if value is None else names[value] for value in node.outputs),
-            forward=node_ids.get(node.forward, -1),
-            signature=signatures.setdefault(node.signature, len(signatures)),
+
+    def numbered(node: Node) -> Node:
+        inputs = tuple([names[value] for value in node.inputs])
+        is_same = inputs == node.inputs
+        return Node(
+            node_ids[node.id],
+            node.op,
+            node.args if is_same else renumbered(node.args, names.__getitem__),
+            node.kwargs if is_same else renumbered(node.kwargs, names.__getitem__),
+            inputs,
+            tuple([None if value is None else names[value] for value in node.outputs]),
+            node.part,
+            node_ids.get(node.forward, -1),
+            node.module,
+            node.ordinal,
+            signatures.setdefault(node.signature, len(signatures)),
+            node.draw,
+            node.where,
+            node.region,
+            node.is_kept,
         )
-        for node in graph.nodes
-    )
-    values = tuple(
-        replace(
-            graph.values[value],
-            id=index,
-            storage=names[graph.values[value].storage],
-            node=node_ids[producer[value]] if value in producer else -1,
-        )
-        for value, index in names.items()
-    )
+
+    def numbered_value(index: int, value: Value) -> Value:
+        storage, node = names[value.storage], node_ids[producer[value.id]] if value.id in producer else -1
+        return Value(index, value.meta, storage, value.origin, value.name, node, value.needs_grad)
+
+    nodes = tuple(map(numbered, graph.nodes))
+    values = tuple([numbered_value(index, graph.values[value]) for value, index in names.items()])
     return replace(
         graph,
         values=values,

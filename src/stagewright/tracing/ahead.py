@@ -61,7 +61,10 @@ class Ahead:
         """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
         `own` ones the caller traces meanwhile."""
         self._count(0.0)
-        self._give([setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1)
+        if self._num_waiting < 2 * len(self._workers) or not self._workers:
+            self._give(
+                [setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1
+            )
 
     def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Trace the missing graphs of `wanted`, together with other processes if there are enough graphs."""
@@ -87,8 +90,7 @@ class Ahead:
             while len(self._workers) < num:
                 self._workers.append(self._worker())
         if self._workers:
-            num_waiting = len(self._given) - self._num_done
-            places = places[: max(0, (most or 2 * len(self._workers)) - num_waiting)]
+            places = places[: max(0, (most or 2 * len(self._workers)) - self._num_waiting)]
             self._given.update(places)
             os.write(self._to_queue, b"".join(place.to_bytes(2) for place in places))
 
@@ -110,10 +112,14 @@ class Ahead:
         worker.stdin.flush()
         return worker
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._given) - self._num_done
+
     def _wait(self) -> None:
         """Wait until all given graphs are done, or a process ends early."""
         self._say()
-        while self._num_done < len(self._given) and all(worker.poll() is None for worker in self._workers):
+        while self._num_waiting > 0 and all(worker.poll() is None for worker in self._workers):
             if self._count(1.0):
                 self._say()
 

@@ -398,11 +398,12 @@ _AXES = {
 
 
 def _stamp() -> str:
-    """Return what graphs depend on besides their facts, so that a changed tracer never reads an old cache."""
+    """Return a digest of what graphs depend on besides their facts, so that a changed tracer never reads an old cache."""
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     tracer_files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([FORMAT, __version__, tracer_files, tracing_packages(), _installed(), _environment()])
+    whole = [FORMAT, __version__, tracer_files, tracing_packages(), _installed(), _environment()]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
 
 @functools.cache
