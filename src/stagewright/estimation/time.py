@@ -23,7 +23,7 @@ from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
 from stagewright.graph.added_nodes import ACCUMULATE, HOST_COPIES
 from stagewright.graph.expert_parallel import ALL_TO_ALL
-from stagewright.graph.graph import short_name
+from stagewright.graph.graph import UNPACKING, short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
@@ -551,13 +551,10 @@ class Costing:
     def _pairs(self) -> tuple[Pair, ...]:
         return pairs_of(self.graph, self.runtime.overlapped_collectives)
 
-    def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
-        """Return a lower bound on the part of the device's time that grows with the samples of a microbatch: without
-        launches, latency, and traffic of weights and their gradients. With measured operators nothing is known to grow."""
-        return sum(self.growing(node, value) for node in nodes)
-
     def growing(self, node: Node, value: Lookup) -> float:
-        """Return `growing_seconds` of one node."""
+        """Return a lower bound on the part of a node's time on the device that grows with the samples of a microbatch:
+        without launches, latency, and traffic of weights and their gradients. With measured operators nothing is known to
+        grow."""
         if self.device.profile is not None:
             return 0.0
         kind = self._kind(node), node.part
@@ -579,6 +576,8 @@ class Costing:
         operator = work(node, value)
         is_product = operator.kernel is Kernel.MATMUL
         if operator.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
+            return 0.0
+        if node.op in UNPACKING:  # of weights
             return 0.0
         if node.id in self.fusions and not is_product:
             return max(0.0, self.of(node, value).device_s - self.device.launch_overhead_s)

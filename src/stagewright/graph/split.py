@@ -505,12 +505,14 @@ def _in_order(*groups: Iterable[Node]) -> list[Node]:
 
 def _first_run(nodes: Sequence[Node], again: Sequence[Node], once: Sequence[Node]) -> list[Node]:
     """Return what can run while the rank waits for a cotangent: the uninterrupted run of `again` at the beginning of
-    `nodes`, up to a node that is not among `once`, with the fetches before that."""
+    `nodes`, up to a node that is not among `once`, with the fetches before that. Nothing waits for what is fetched: where no
+    cotangent is waited for, the backward hides that."""
     again_ids, once_ids = {id(node) for node in again}, {id(node) for node in once}
     comes = [id(node) in once_ids or node.op in (FETCH, FETCHED) for node in nodes]
     start = next((index for index, node in enumerate(nodes) if id(node) in again_ids), 0)
     stop = comes.index(False, start) if False in comes[start:] else len(nodes)
-    return [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
+    run = [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
+    return list(itertools.takewhile(lambda node: node.op != FETCHED, run))
 
 
 def _prune(gradient_nodes: list[Node], weight: Iterable[Node], sent: list[int]) -> list[Node]:

@@ -528,7 +528,7 @@ class Search:
         every operator."""
         if split.larger:
             share = self.coarse.growing_share(split.configuration.traced)
-            self._queue(replace(split.grown(), compute_s=share * split.compute_s))
+            self._queue(replace(split.grown(), compute_s=share * self.fitter.least_compute_s(split)))
 
     def _leave_out_larger(self, entry: Entry) -> None:
         """Exclude the larger microbatches of an entry that does not fit."""

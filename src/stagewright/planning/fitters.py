@@ -132,6 +132,11 @@ class Fitter(ABC):
     def split(self, entry: Entry) -> tuple[float, Entry] | None:
         """Return an entry with its cuts, and a lower bound on its seconds; None, with the reason noted, if it cannot fit."""
 
+    def least_compute_s(self, entry: Entry) -> float:
+        """Return what forwards and backwards of a partitioned entry take with all that may yet be tried, of which the bound
+        of its larger microbatches follows."""
+        return entry.compute_s
+
     def judged_s(self, entry: Entry) -> float:
         """Return the lower bound of `split` for an entry that was split, after what others have turned out to take since."""
         return 0.0
@@ -362,9 +367,7 @@ class OperatorFitter(Fitter):
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
         if configuration.saves:
             within = self._within_memory(split)
-            # Where all forwards come first, what they save could not leave while they compute.
-            may_offload = self.space.offload and configuration.schedule not in ALL_TOGETHER
-            if may_offload and (within is None or self._offloading_pays):
+            if self._may_offload(configuration) and (within is None or self._offloading_pays):
                 offloading = replace(split, configuration=replace(configuration, offload=True))
                 moved = self._within_memory(offloading)
                 if moved is not None and (within is None or moved.seconds < within.seconds):
@@ -396,6 +399,16 @@ class OperatorFitter(Fitter):
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
         split = replace(split, compute_s=compute_s, busy_s=busy_s)
         return self.judged_s(split), split
+
+    def _may_offload(self, configuration: Configuration) -> bool:
+        """Return whether offloading may be tried: where all forwards come first, what they save could not leave while they
+        compute."""
+        return self.space.offload and configuration.schedule not in ALL_TOGETHER
+
+    def least_compute_s(self, entry: Entry) -> float:
+        if self._may_offload(entry.configuration) and not self._offloading_pays and entry.configuration.saves:
+            return entry.compute_s - self.saving_s(entry)
+        return entry.compute_s
 
     def _more(self, key: Configuration) -> float:
         """Return how many times the seconds of ranges the whole model takes: they leave out what splitting adds, such as

@@ -132,7 +132,11 @@ class Layers:
     def _growing_share(self, device: Device) -> float:
         stage, costing = self.stage("none"), self._model_costs.on(device).costing
         nodes = *stage.forward.nodes, *stage.backward.nodes
-        return min(1.0, costing.growing_seconds(nodes, stage.value) / costing.seconds(nodes, stage.value))
+        growing = sum(
+            costing.growing(node, stage.value) * self._counts[layer]
+            for node, layer in zip(nodes, self._layers(nodes), strict=True)
+        )
+        return min(1.0, growing / self.costs(device, "none").total_seconds)
 
     def wider_seconds(self, tp: float, cp: float) -> float:
         """Return a lower bound on the seconds of a microbatch of the whole model with `tp` times the tensor parallel degree
@@ -140,11 +144,9 @@ class Layers:
 
         Tensor parallel collectives do not shrink with `tp`; everything else shrinks with both, except for fixed costs.
         """
-        stage, costing = self.stage("none"), self._model_costs.costing
-        position, layer, seconds = self.graph.position, 0, 0.0
-        for node in (*stage.forward.nodes, *stage.backward.nodes):
-            if node.forward in position:
-                layer = self._layer(position[node.forward])
+        stage, costing, seconds = self.stage("none"), self._model_costs.costing, 0.0
+        nodes = *stage.forward.nodes, *stage.backward.nodes
+        for node, layer in zip(nodes, self._layers(nodes), strict=True):
             is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
             shrinks = cp if is_shared else tp * cp
             if work(node, stage.value).kernel is Kernel.MEMORY and node.op not in COLLECTIVES:
@@ -161,15 +163,19 @@ class Layers:
         return split_graph(self.graph, [], [policy(self.graph)])[0]
 
     def _spent(self, nodes: Sequence[Node], stage: Stage, costing: Costing) -> Floats:
-        """Return the costs by layer of nodes in the order they run; nodes added by splitting count for the layer before."""
+        """Return the costs by layer of nodes in the order they run."""
+        spent = np.zeros((len(self._counts), 3))
+        np.add.at(spent, self._layers(nodes), costing.columns(nodes, stage.value).T)
+        return spent
+
+    def _layers(self, nodes: Sequence[Node]) -> list[int]:
+        """Return the layers of nodes in the order they run; those added by splitting count for the layer before."""
         layer, layers, position = 0, list[int](), self.graph.position
         for node in nodes:
             if node.forward in position:
                 layer = self._layer(position[node.forward])
             layers.append(layer)
-        spent = np.zeros((len(self._counts), 3))
-        np.add.at(spent, layers, costing.columns(nodes, stage.value).T)
-        return spent
+        return layers
 
     def _saved(self, stage: Stage) -> Floats:
         """Return the bytes of values saved by the forward, by the layer that produces them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,11 @@ class Chain:
         for root, storage in self.storages.items():
             by_operator[storage.maker].append(root)
         return tuple(map(tuple, by_operator))
+
+    @cached_property
+    def seconds_after(self) -> tuple[float, ...]:
+        """Seconds from before every operator to the end; one entry more than operators."""
+        return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
 
     @cached_property
     def shape(self) -> str:

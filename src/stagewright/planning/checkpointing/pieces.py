@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -57,6 +58,8 @@ class PieceNetwork:
         self.maker: list[int] = []
         self.bytes: list[int] = []
         self.needed: list[bool] = []
+        self.last: list[int] = []
+        """The operator of the piece that uses each storage last."""
         self.kept: list[bool] = []
         """Whether the next boundary keeps each storage, because the backward needs it."""
         for number in local:
@@ -66,6 +69,7 @@ class PieceNetwork:
                 self.maker.append(number - start)
                 self.bytes.append(storage.num_bytes)
                 self.needed.append(storage.needed)
+                self.last.append(min(storage.last, stop - 1) - start)
                 self.kept.append(storage.needed and storage.last >= stop and not is_last)
         outside: dict[int, int] = {}
         self.outside = outside
@@ -110,11 +114,13 @@ class PieceNetwork:
                         by_operators[ran] = self._point(ran)
         return _undominated(by_operators.values())
 
-    def with_moves(self, points: Sequence[Point], link_s_per_byte: float) -> tuple[Point, ...]:
-        """Return the undominated of `points` and others, of which kept values are offloaded to the host."""
-        return _undominated(
-            [*points, *(moved for point in points for moved in self._moved(point, link_s_per_byte))]
-        )
+    def with_moves(
+        self, points: Sequence[Point], link_s_per_byte: float, spare_s: float
+    ) -> tuple[Point, ...]:
+        """Return the undominated of `points` and others, of which kept values are offloaded to the host; the link has
+        `spare_s` after the forward of the piece for copies that have not ended by then."""
+        moved = [other for point in points for other in self._moved(point, link_s_per_byte, spare_s)]
+        return _undominated([*points, *moved])
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
@@ -142,29 +148,55 @@ class PieceNetwork:
         kept += sum(self.outside_bytes[root] for root in outside)
         return Point(sum(self.seconds[number] for number in ran), float(kept), float(work), ran)
 
-    def _moved(self, point: Point, link_s_per_byte: float) -> Iterable[Point]:
-        """Yield `point` with as many kept bytes offloaded as the link moves while the forward is at the piece, the largest
-        first, and with all of them offloaded."""
+    def _moved(self, point: Point, link_s_per_byte: float, spare_s: float) -> Iterable[Point]:
+        """Yield `point` with as many kept bytes offloaded as the link moves meanwhile, the largest first, with and without
+        what recomputation reads, which waits for it; and with all of them offloaded."""
+        sizes, begins, read = self._movable(point)
+        piece_s = sum(self.seconds)
+
+        def late_s(moved: Iterable[int]) -> float:
+            """Return for how long the copies of what is moved cannot be hidden."""
+            end = busy = 0.0
+            for number in sorted(moved, key=begins.__getitem__):
+                seconds = sizes[number] * link_s_per_byte
+                end, busy = max(end, begins[number]) + seconds, busy + seconds
+            return max(0.0, busy - piece_s, end - piece_s - spare_s)
+
+        def hidden(numbers: Iterable[int]) -> tuple[int, ...]:
+            chosen: list[int] = []
+            for number in sorted(numbers, key=lambda number: (-sizes[number], number)):
+                if late_s([*chosen, number]) <= 0:
+                    chosen.append(number)
+            return tuple(sorted(chosen))
+
+        for moved in dict.fromkeys((hidden(sizes.keys() - read), hidden(sizes), tuple(sorted(sizes)))):
+            num_bytes = float(sum(map(sizes.__getitem__, moved)))
+            read_s = sum(sizes[number] for number in read.intersection(moved)) * link_s_per_byte
+            read_s = max(0.0, read_s - 2 * spare_s)
+            yield Point(
+                point.seconds + late_s(moved) + read_s, point.kept_bytes - num_bytes, point.work_bytes + num_bytes,
+                point.ran, moved, num_bytes,
+            )  # fmt: skip
+
+    def _movable(self, point: Point) -> tuple[dict[int, int], dict[int, float], set[int]]:
+        """Return what may be offloaded, numbered as in `Point.moved`: bytes, the seconds of the piece after which the copy
+        begins, and what recomputation reads."""
         recomputed = set(point.ran)
         taken = {root for number in point.ran for root in self.uses[number]}
         sizes: dict[int, int] = {}
+        begins: dict[int, float] = {}
+        read: set[int] = set()
+        done_s = [*accumulate(self.seconds)]
         for root, maker in enumerate(self.maker):
             if maker not in recomputed and (self.needed[root] or root in taken):
                 sizes[maker] = sizes.get(maker, 0) + self.bytes[root]
+                begins[maker] = max(begins.get(maker, 0.0), done_s[self.last[root]])
+                if root in taken:
+                    read.add(maker)
         for root in {root for number in point.ran for root in self.takes[number]}:
-            sizes[-1 - root] = self.outside_bytes[root]
-        free = sum(self.seconds)
-        hidden: list[int] = []
-        for number in sorted(sizes, key=lambda number: (-sizes[number], number)):
-            if (sum(map(sizes.__getitem__, hidden)) + sizes[number]) * link_s_per_byte <= free:
-                hidden.append(number)
-        for moved in dict.fromkeys((tuple(sorted(hidden)), tuple(sorted(sizes)))):
-            num_bytes = float(sum(map(sizes.__getitem__, moved)))
-            late = max(0.0, num_bytes * link_s_per_byte - free)
-            yield Point(
-                point.seconds + late, point.kept_bytes - num_bytes, point.work_bytes + num_bytes, point.ran,
-                moved, num_bytes,
-            )  # fmt: skip
+            sizes[-1 - root], begins[-1 - root] = self.outside_bytes[root], 0.0
+            read.add(-1 - root)
+        return sizes, begins, read
 
     def _flipped(self, ran: frozenset[int]) -> Iterable[tuple[int, ...]]:
         """Yield the recomputed operators if one storage more or one less than with `ran` is kept."""

@@ -118,9 +118,11 @@ class PieceCache:
             alike = operators.tobytes(), is_last, is_thorough
             points = self._known(alike, lambda: network_of(chain, start, stop).points(is_thorough))
             if math.isfinite(link_s_per_byte):
-                moved = (*alike, link_s_per_byte)
+                first, end = chain.boundaries[start], chain.boundaries[stop]
+                spare_s = min(sum(chain.seconds[first:end]), chain.seconds_after[end])
+                moved = (*alike, link_s_per_byte, spare_s)
                 points = self._known(
-                    moved, lambda: network_of(chain, start, stop).with_moves(points, link_s_per_byte)
+                    moved, lambda: network_of(chain, start, stop).with_moves(points, link_s_per_byte, spare_s)
                 )
             self._at[key] = points
         return self._at[key]
@@ -170,8 +172,9 @@ class RankChain:
     While the backward of a stage is at a piece, the set in use has the values kept before the piece and in it, and every
     other set has all kept values; the recomputed values of the piece and the backward's own results are alive in addition.
 
-    With a link to the host (`link_s_per_byte` is finite), a piece may offload what it keeps; the link is busy with it while
-    the forward, and later the backward, are at the piece, and what exceeds the time of the forward is added.
+    With a link to the host (`link_s_per_byte` is finite), a piece may offload what it keeps. The link is busy with it from
+    its last use in the forward, for no longer than the piece takes, and not beyond the stage, where F waits for it. The
+    backward is at the piece for longer, but for what R recomputes from copies on the host, which it waits for.
 
     Ignores: results of recomputed operators that no backward needs; that values kept by several pieces are counted for each;
     values fetched from the host before their piece; link time that other pieces leave unused.
