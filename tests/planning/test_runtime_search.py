@@ -30,6 +30,7 @@ from stagewright.planning.search import plan as search
 from stagewright.planning.search_result import SearchResult
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 CLUSTER = load_cluster("8x-h100")
@@ -165,6 +166,21 @@ def test_what_lacks_memory_in_smaller_microbatches_lacks_it_in_larger_ones() -> 
         missing = fitter.missing_bytes(fitter._in_layers(replace(one, configuration=smaller)))
         assert missing <= fitter.missing_bytes(fitter._in_layers(one)), one.configuration
     assert len(compared) > 30
+
+
+def test_larger_microbatches_are_bounded_though_dequantising_does_not_grow_with_them() -> None:
+    adapted = resolve("tiny-llama").adapted(Lora(rank=4, alpha=8, base="nf4"))
+    job = Job(global_batch=8, sequence_length=8)
+    cluster = load_cluster("1x-rtx4090")
+    (node,) = cluster.nodes
+    slow = node.device.model_copy(update={"memory_bandwidth": 1e8})  # not waiting for the host
+    cluster = cluster.model_copy(update={"nodes": (node.model_copy(update={"device": slow}),)})
+
+    def layers(size: int) -> Layers:
+        return Layers(trace(adapted, size, expand=False, **job.traced("cuda")), cluster, job)
+
+    seconds = {size: layers(size).costs(cluster.device, "none").total_seconds / size for size in (1, 8)}
+    assert 0 < layers(1).growing_share * seconds[1] <= seconds[8]
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])

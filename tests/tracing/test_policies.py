@@ -15,7 +15,7 @@ from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
 from stagewright.execution import compiled
 from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.added_nodes import FETCHED
+from stagewright.graph.added_nodes import FETCH, FETCHED
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.graph.split import SplitGraph, split_graph
 from stagewright.graph.stage import Stage
@@ -147,6 +147,11 @@ def test_a_stage_that_waits_for_a_cotangent_has_something_to_recompute_meanwhile
     assert first.rebuild.nodes and not last.rebuild.nodes
     assert {*first.rebuild.inputs} <= {*first.saved} <= {*first.inputs}
     kept, _ = split_graph(graph, cuts, [KEEP] * 2)
+    partly = Policy(frozenset(kept.saved[::3]), frozenset(kept.saved[1::3]), fetch_ahead=10**6)
+    moved, _ = split_graph(graph, cuts, [partly, KEEP])
+    operators = [node.op for node in moved.rebuild.nodes]
+    assert FETCH in operators and FETCHED not in operators  # no copy is waited for
+    assert any(node.op == FETCHED for node in moved.backward.nodes) and moved.recomputed.nodes
     assert kept.rebuild.nodes == kept.recomputed.nodes == () and {*first.rebuild.outputs} <= {*kept.saved}
 
 
