@@ -59,3 +59,20 @@ def test_equal_pieces_have_the_points_of_each(link_s_per_byte: float) -> None:
                 points = network.with_moves(points, link_s_per_byte, spare_s)
             assert cache.points(chain, stop - length, stop, link_s_per_byte) == points
     assert len(cache._points) < len(cache._at)  # layers are equal
+
+
+def test_copies_at_the_end_of_a_stage_have_no_time() -> None:
+    chain = chain_of_model("tiny-llama")
+    last = len(chain.boundaries) - 1
+    network = network_of(chain, last - 1, last)
+    points = network.points(True)
+    (everything,) = (point for point in points if not point.ran)
+    link_s_per_byte = sum(network.seconds) / everything.kept_bytes  # as much as the link moves meanwhile
+
+    def seconds(spare_s: float) -> float:
+        """Of the point that moves all."""
+        moved = network.with_moves([everything], link_s_per_byte, spare_s)
+        return next(point.seconds for point in moved if point.moved_bytes == everything.kept_bytes)
+
+    assert seconds(sum(network.seconds)) == pytest.approx(0.0, abs=1e-12)
+    assert 0 < seconds(0.0) <= sum(network.seconds) * (1 + 1e-9)

@@ -173,7 +173,7 @@ class Search:
     """Step seconds with the loss evaluated in one piece."""
 
     _ahead: Ahead | None = None
-    """Who traces what may be needed, once all degrees have a bound and where graphs are kept."""
+    """Processes that trace what may be needed, where graphs are kept."""
     _processes: ExitStack = field(default_factory=ExitStack)
     """Processes that trace or fit ahead, until the search is closed."""
 
@@ -216,8 +216,8 @@ class Search:
         ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
         self._processes.enter_context(ahead)
         if self._is_kept():
-            first, *others = unbounded() or [{}]
-            ahead.start(others, [first])
+            wanted = unbounded()
+            ahead.start(wanted[1:], wanted[:1])
             self._ahead = ahead
         for degrees, sizes in sizes_of.items():
             if degrees.ep > 1 and not has_experts:

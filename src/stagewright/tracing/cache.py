@@ -106,9 +106,8 @@ def _new(
     """Return a graph that was not in the cache at `path`, where it is kept."""
     facts = _facts(reference, wanted)
     with _only_process(path, report):
-        if (
-            path is not None and path.exists() and (graph := _cached(facts, stamp, False)) is not None
-        ):  # by now
+        graph = None if path is None else _cached(facts, stamp, False)  # by now
+        if graph is not None:
             return graph
         try:
             graph, is_kept = _traced(reference, wanted, facts, report)
