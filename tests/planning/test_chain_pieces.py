@@ -55,8 +55,7 @@ def test_equal_pieces_have_the_points_of_each(link_s_per_byte: float) -> None:
             points = network.points(length <= 2)
             if math.isfinite(link_s_per_byte):
                 first, end = chain.boundaries[stop - length], chain.boundaries[stop]
-                spare_s = min(sum(chain.seconds[first:end]), chain.seconds_after[end])
-                points = network.with_moves(points, link_s_per_byte, spare_s)
+                points = network.with_moves(points, link_s_per_byte, chain.spare_s(first, end))
             assert cache.points(chain, stop - length, stop, link_s_per_byte) == points
     assert len(cache._points) < len(cache._at)  # layers are equal
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.graph import OperatorGraph
-from stagewright.graph.resize import Change, Unlike, on_line, with_changes
+from stagewright.graph.resize import SizeChange, Unlike, on_line, with_changes
 from stagewright.tracing import trace as tracing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.settings import TraceSettings
@@ -105,7 +105,7 @@ def test_several_sizes_at_once_follow_from_each(
 
     base = {axis: before for axis, (before, _) in axes.items()}
     changed = [graph({**base, axis: after}) for axis, (_, after) in axes.items()]
-    changes = [Change(axis != "microbatch_size", *sizes) for axis, sizes in axes.items()]
+    changes = [SizeChange(axis != "microbatch_size", *sizes) for axis, sizes in axes.items()]
     whole = graph({axis: after for axis, (_, after) in axes.items()})
     assert _alike(with_changes(changes, graph(base), *changed), whole)
 
@@ -114,11 +114,11 @@ def test_what_two_sizes_change_together_must_be_in_proportion_to_each() -> None:
     def graph(size: int, length: int) -> OperatorGraph:
         return trace("tiny-llama", size, length, use_cache=False, **SHARED)
 
-    changes = [Change(False, 1, 2), Change(False, 64, 96)]
+    changes = [SizeChange(False, 1, 2), SizeChange(False, 64, 96)]
     whole = with_changes(changes, graph(1, 64), graph(2, 64), graph(1, 96))
     assert _alike(whole, graph(2, 96))
     with pytest.raises(Unlike, match="not in proportion"):  # 96 tokens are not a half more than 65
-        with_changes([changes[0], Change(False, 65, 96)], graph(1, 64), graph(2, 64), graph(1, 96))
+        with_changes([changes[0], SizeChange(False, 65, 96)], graph(1, 64), graph(2, 64), graph(1, 96))
 
 
 def test_a_rank_with_one_head_does_not_follow_from_ranks_with_several() -> None:

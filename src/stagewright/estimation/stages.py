@@ -272,9 +272,8 @@ def _waiting_seconds(nodes: Sequence[Node], value: Lookup, columns: Floats, devi
     Each direction of the link copies one storage after the other, overlapped with computations, from the time when the
     device reaches `OFFLOAD` or `FETCH`; the device waits before `OFFLOADED` and `FETCHED`. A CPU copies in between.
 
-    Ignores: transfers between stages and of the optimizer's state over the same link; the memory bandwidth of the copies, on
-    the host shared by all devices of a node;
-    fetches while a rank waits for other ranks between R and its backward.
+    Ignores: transfers between stages and of the optimizer's state over the same link; the memory bandwidth of the copies,
+    which on the host all devices of a node share; fetches while a rank waits for other ranks between R and its backward.
     """
     if not any(node.op in HOST_COPIES for node in nodes):
         return 0.0

@@ -348,10 +348,6 @@ class _Fused:
         """Return the rewritten graph, numbered in running order."""
         old = self.old
         leaders = {member: group.members[0] for group in self.groups for member in group.members}
-
-        def home(node: int) -> int:
-            return leaders.get(node, node)
-
         nodes = tuple(
             node if node.forward not in leaders else replace(node, forward=leaders[node.forward])
             for node in self.order
@@ -363,7 +359,7 @@ class _Fused:
             nodes=nodes,
             values=tuple(self.values),
             contributions={
-                gradient: tuple((home(node), value) for node, value in parts)
+                gradient: tuple((leaders.get(node, node), value) for node, value in parts)
                 for gradient, parts in old.contributions.items()
             },
             facts=old.facts | ({"late": _number_before(nodes, late)} if late else {}),

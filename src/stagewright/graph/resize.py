@@ -8,22 +8,24 @@ from those at which only one of them does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph, Value
 from stagewright.graph.tensor import TensorMeta
+
+Item = TypeVar("Item", Node, Value)
 
 
 class Unlike(ContractError):
     """Two graphs differ in more than sizes, or a size would not be a whole number."""
 
 
-class Change(NamedTuple):
+class SizeChange(NamedTuple):
     """One size in which a graph differs from another."""
 
     is_degree: bool
@@ -55,7 +57,9 @@ def on_line(
     return _Line(at, sizes if is_degree else None, size).graph((first_graph, second_graph))
 
 
-def with_changes(changes: Sequence[Change], base: OperatorGraph, *changed: OperatorGraph) -> OperatorGraph:
+def with_changes(
+    changes: Sequence[SizeChange], base: OperatorGraph, *changed: OperatorGraph
+) -> OperatorGraph:
     """Return the graph with all `changes` of `base`, from `base` and the graphs with one of them each.
 
     Raises:
@@ -93,11 +97,7 @@ class _Sizes:
 
     def node(self, nodes: Sequence[Node]) -> Node:
         """Return the node that follows; nodes with equal signatures in only some of the graphs get different ones."""
-        first = nodes[0]
-        call = _CALL(first)
-        for node in nodes:
-            if _CALL(node) != call:
-                raise Unlike(f"'{first.name}' is another operator at another size")
+        first = _alike(nodes, _CALL, "operator")
         of_all = tuple([node.signature for node in nodes])
         signature = self.signatures.setdefault(of_all, len(self.signatures))
         args = self.item([node.args for node in nodes])
@@ -108,11 +108,7 @@ class _Sizes:
 
     def value(self, values: Sequence[Value]) -> Value:
         """Return the value that follows."""
-        first = values[0]
-        identity = _IDENTITY(first)
-        for value in values:
-            if _IDENTITY(value) != identity:
-                raise Unlike(f"'{first.name}' is another value at another size")
+        first = _alike(values, _IDENTITY, "value")
         metas = tuple([value.meta for value in values])
         meta = self.metas.get(metas)
         if meta is None:
@@ -189,7 +185,7 @@ class _Line(_Sizes):
 class _Corner(_Sizes):
     """The corner of a box opposite to one whose neighbours are known."""
 
-    def __init__(self, changes: Sequence[Change]) -> None:
+    def __init__(self, changes: Sequence[SizeChange]) -> None:
         super().__init__()
         self.factors = [change.factor for change in changes]
 
@@ -208,6 +204,16 @@ class _Corner(_Sizes):
         if size.denominator != 1:
             raise Unlike(f"a size of {first} would be {size}")
         return int(size)
+
+
+def _alike(items: Sequence[Item], key: Callable[[Item], Any], kind: str) -> Item:
+    """Return the first of `items`; raises `Unlike` where others have another `key`."""
+    first, *others = items
+    expected = key(first)
+    for item in others:
+        if key(item) != expected:
+            raise Unlike(f"'{first.name}' is another {kind} at another size")
+    return first
 
 
 _CALL = attrgetter(

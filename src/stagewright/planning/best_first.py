@@ -280,7 +280,8 @@ class Search:
         yield from may_be_fast[:_SURE]
         for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
             yield from (self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
-        yield from self.whole_sequences
+        if (whole := self.whole_sequences) is not None:
+            yield whole
         yield from may_be_fast[_SURE:]
 
     def _arguments(self, degrees: Configuration, microbatch_sizes: Sequence[int]) -> dict[str, Any]:
@@ -621,12 +622,12 @@ class Search:
         return short_of_memory(plans, self.fitter.excluded, self.logits_bytes, self.usable_bytes)
 
     @property
-    def whole_sequences(self) -> list[Configuration]:
-        """The key of the best plan without sequence parallelism, where its ranks split the sequence and need not."""
+    def whole_sequences(self) -> Configuration | None:
+        """The key of the best plan without sequence parallelism; None where its ranks do not split the sequence, or must."""
         if self.best is None or self.space.sequence_parallel is not None:
-            return []
+            return None
         key = self.best.entry.configuration.traced
-        return [replace(key, sequence_parallel=False)] if key.sequence_parallel else []
+        return replace(key, sequence_parallel=False) if key.sequence_parallel else None
 
     def graphs_of(self, shape: Shape) -> list[Configuration]:
         """Return the keys of the graphs of a shape, with the loss in one piece."""

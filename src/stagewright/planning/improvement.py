@@ -81,11 +81,11 @@ def _try_pieces(search: Search) -> None:
 
 def _try_whole_sequences(search: Search) -> None:
     """Try the degrees of the best without sequence parallelism, where its ranks split the sequence."""
-    for key in search.whole_sequences:
-        assert search.best is not None
-        plan = search.best.plan
-        search.piece_tokens = search.piece_tokens if key.loss_pieces > 1 else 0
-        _try_degrees(search, [key], {(plan.dp, plan.pp)})
+    best, whole = search.best, search.whole_sequences
+    if best is not None and whole is not None:
+        if whole.loss_pieces == 1:
+            search.piece_tokens = 0
+        _try_degrees(search, [whole], {(best.plan.dp, best.plan.pp)})
 
 
 def _try_degrees(search: Search, keys: Iterable[Configuration], shapes: set[tuple[int, int]]) -> None:

@@ -21,6 +21,8 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 
 _BYTES = 1.5 * 2**30
 """Memory of a process in bytes, estimated generously."""
+_EACH = 2
+"""Graphs that a process has at a time, the one that it traces among them, where it is not known which are needed."""
 
 
 class Ahead:
@@ -61,7 +63,7 @@ class Ahead:
         """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
         `own` ones the caller traces meanwhile."""
         self._count(0.0)
-        if self._num_waiting < 2 * len(self._workers) or not self._workers:
+        if not self._workers or self._num_waiting < _EACH * len(self._workers):
             self._give(
                 [setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1
             )
@@ -77,8 +79,8 @@ class Ahead:
             self._wait()
 
     def _give(self, missing: Sequence[Mapping[str, Any]], fewest: int, most: int = 0) -> None:
-        """Give graphs to processes, until there are `most` or two for each; so many are worth starting some, each of which
-        first imports torch."""
+        """Give graphs to processes, until there are `most`, or `_EACH` for each; so many are worth starting some, each of
+        which first imports torch."""
         places = [self._settings.index(setting) for setting in missing if setting in self._settings]
         places = [place for place in places if place not in self._given]
         num = min(num_more_processes(_BYTES), len(places))
@@ -90,7 +92,7 @@ class Ahead:
             while len(self._workers) < num:
                 self._workers.append(self._worker())
         if self._workers:
-            places = places[: max(0, (most or 2 * len(self._workers)) - self._num_waiting)]
+            places = places[: max(0, (most or _EACH * len(self._workers)) - self._num_waiting)]
             self._given.update(places)
             os.write(self._to_queue, b"".join(place.to_bytes(2) for place in places))
 

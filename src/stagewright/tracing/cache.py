@@ -30,7 +30,7 @@ from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.graph.repeat import expanded
-from stagewright.graph.resize import Change, Unlike, on_line, with_changes
+from stagewright.graph.resize import SizeChange, Unlike, on_line, with_changes
 from stagewright.text import say, silent
 from stagewright.tracing.dependencies import FACT, Dependencies, FileWatch
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -360,7 +360,7 @@ class _Source(NamedTuple):
     """What makes it from them; raises `Unlike`."""
     is_likely: bool = False
     """Whether it need not be tried out to be believed."""
-    changes: Sequence[Change] = ()
+    changes: Sequence[SizeChange] = ()
     """In what all but the first of the others differ from it."""
 
 
@@ -381,7 +381,9 @@ def _sources(facts: dict[str, Any], is_own: Callable[[dict[str, Any]], bool]) ->
         changed = {axis: base for axis, base in zip(sizes, base_sizes, strict=True) if base != sizes[axis]}
         base = facts | changed
         if len(changed) > 1 and is_own(base):
-            changes = [Change(axis != _SAMPLES, smaller, sizes[axis]) for axis, smaller in changed.items()]
+            changes = [
+                SizeChange(axis != _SAMPLES, smaller, sizes[axis]) for axis, smaller in changed.items()
+            ]
             neighbours = [base, *({**base, axis: sizes[axis]} for axis in changed)]
             yield _Source(neighbours, partial(with_changes, changes), changes=changes)
 

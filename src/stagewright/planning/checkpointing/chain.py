@@ -74,9 +74,14 @@ class Chain:
         return tuple(map(tuple, by_operator))
 
     @cached_property
-    def seconds_after(self) -> tuple[float, ...]:
+    def _seconds_after(self) -> tuple[float, ...]:
         """Seconds from before every operator to the end; one entry more than operators."""
         return tuple(accumulate(reversed(self.seconds), initial=0.0))[::-1]
+
+    def spare_s(self, start: int, stop: int) -> float:
+        """Return the seconds that the link has after the operators ``[start, stop)`` for copies that they began: as many as
+        they take, and no more than the rest of the forward."""
+        return min(sum(self.seconds[start:stop]), self._seconds_after[stop])
 
     @cached_property
     def shape(self) -> str:

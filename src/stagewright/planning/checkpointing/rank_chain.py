@@ -119,7 +119,7 @@ class PieceCache:
             points = self._known(alike, lambda: network_of(chain, start, stop).points(is_thorough))
             if math.isfinite(link_s_per_byte):
                 first, end = chain.boundaries[start], chain.boundaries[stop]
-                spare_s = min(sum(chain.seconds[first:end]), chain.seconds_after[end])
+                spare_s = chain.spare_s(first, end)
                 moved = (*alike, link_s_per_byte, spare_s)
                 points = self._known(
                     moved, lambda: network_of(chain, start, stop).with_moves(points, link_s_per_byte, spare_s)
@@ -174,7 +174,7 @@ class RankChain:
 
     With a link to the host (`link_s_per_byte` is finite), a piece may offload what it keeps. The link is busy with it from
     its last use in the forward, for no longer than the piece takes, and not beyond the stage, where F waits for it. The
-    backward is at the piece for longer, but for what R recomputes from copies on the host, which it waits for.
+    backward has time for the copies back, except at its beginning, where recomputation waits for what it reads.
 
     Ignores: results of recomputed operators that no backward needs; that values kept by several pieces are counted for each;
     values fetched from the host before their piece; link time that other pieces leave unused.
