@@ -17,7 +17,7 @@ import numpy as np
 from stagewright.arrays import Floats
 from stagewright.errors import PlanError
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.graph.flat_buffers import PARAMETERS
+from stagewright.graph.flat_buffers import GRADIENTS, PARAMETERS
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import cluster_for
 from stagewright.planning.assignment.device_order import usable_bytes_of_ranks
@@ -325,10 +325,10 @@ class OperatorFitter(Fitter):
 
     def _alike(self, configuration: Configuration) -> Configuration:
         """Return the same wherever the optimizer is, which takes little time, for all ways to recompute, and where trained
-        parameters take little memory, as adapters do, for all ways to shard these."""
+        parameters take little memory, as adapters do, for all ways to shard these with the same stages."""
         alike = replace(configuration, host_optimizer=False, offload=_offloads(configuration))
         trained_bytes = float(self.coarse.costs(configuration.traced).trained_bytes.sum()) / configuration.pp
-        if configuration.level < PARAMETERS and trained_bytes < _LITTLE * self._usable_bytes:
+        if configuration.level < _first_of_own_kind(alike) and trained_bytes < _LITTLE * self._usable_bytes:
             alike = replace(alike, zero=0)
         return alike
 
@@ -663,8 +663,15 @@ def _offloads(configuration: Configuration) -> bool:
 
 
 def _nearly_alike(alike: Configuration) -> Configuration:
-    """The same also where the loss is in pieces, and for all ways to shard that leave parameters whole."""
-    return replace(alike, loss_pieces=1, zero=alike.level if alike.level >= PARAMETERS else 0)
+    """The same also where the loss is in pieces, and for all ways to shard with the same stages."""
+    has_others = alike.level >= _first_of_own_kind(alike)
+    return replace(alike, loss_pieces=1, zero=alike.level if has_others else 0)
+
+
+def _first_of_own_kind(configuration: Configuration) -> int:
+    """Return the lowest sharding level that differs from those below: with parameters in shards, or where a stage that
+    offloads, and waits for its copies, is as short as what is sharded at a time."""
+    return GRADIENTS if _offloads(configuration) else PARAMETERS
 
 
 def _headroom_key(entry: Entry, num_stages: int) -> tuple[object, ...]:
