@@ -58,7 +58,7 @@ def test_other_processes_get_what_the_search_needs_later(
         def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> None:
             given.extend(map(dict, wanted))
 
-        def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        def share(self, wanted: Sequence[Mapping[str, Any]]) -> None:
             given.extend(map(dict, wanted))
 
     def recorded(reference: ModelReference, report: Any, **settings: Any) -> OperatorGraph:

@@ -30,6 +30,13 @@ def sizes(*widths: int, microbatches: tuple[int, ...] = (1, 2, 4)) -> list[dict[
     ]
 
 
+def wait(others: Ahead) -> None:
+    """Wait until other processes have done what they were given."""
+    while others._num_waiting:
+        assert all(worker.poll() is None for worker in others._workers)
+        others._count(1.0)
+
+
 def test_what_follows_is_not_traced() -> None:
     model = resolve("tiny-llama")
     assert to_trace(model, sizes(1, 2)) == sizes(1, 2, microbatches=(1, 2))
@@ -46,12 +53,26 @@ def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
     wanted = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
     with Ahead(model, wanted, said.append) as others:
-        others.finish(wanted)
-    assert said[0] == "0 of 5 graphs, on 3 processes" and said[-1] == "5 of 5 graphs, on 3 processes"
+        for index in range(len(wanted)):
+            others.bring(wanted[index:])
+            assert to_trace(model, wanted[index : index + 1]) == []
+    assert said[0] == "0 of 5 graphs, on 3 processes"
     assert to_trace(model, wanted) == []  # what is refused is not tried again
     one = sizes(2)[0]
     kept, traced = trace(model, **one), trace(model, use_cache=False, **one)
     assert (kept.nodes, kept.values, kept.facts) == (traced.nodes, traced.values, traced.facts)
+
+
+def test_who_waits_for_a_graph_traces_only_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(Ahead):
+        def _worker(self) -> subprocess.Popen[str]:
+            return subprocess.Popen([sys.executable, "-c", "input()"], text=True, stdin=subprocess.PIPE)
+
+    model, wanted = resolve("tiny-llama"), sizes(1, 2, microbatches=(1, 2))
+    monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
+    with Idle(model, wanted) as others:
+        others.bring(wanted)
+        assert to_trace(model, wanted) == wanted[1:]
 
 
 def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +80,7 @@ def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pyt
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
     with Ahead(model, wanted) as others:
         others.start(wanted[1:], wanted[:1])
-        others._wait()
+        wait(others)
         assert to_trace(model, wanted) == wanted[:1]  # which is left to this process
 
 
@@ -68,10 +89,10 @@ def test_a_process_gets_two_graphs_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
     with Ahead(model, wanted) as others:
         others.start(wanted[2:] + wanted[:2])
-        others._wait()
+        wait(others)
         assert to_trace(model, wanted) == wanted[:2]
         others.start(wanted)
-        others._wait()
+        wait(others)
     assert to_trace(model, wanted) == []
 
 
@@ -86,7 +107,7 @@ def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 1)
     with Ahead(model, wanted) as others:
         others.start(wanted[1:], wanted[:1])
-        others._wait()
+        wait(others)
     assert to_trace(model, wanted) == wanted[:1]
     assert not (here / "ran").exists()
 
@@ -114,7 +135,7 @@ def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ahead, "num_more_processes", lambda num_bytes: 2)
     with Ahead(model, wanted) as others:
         others.start(wanted[1:], wanted[:1])
-        others.finish(wanted)
+        others.bring(wanted)
     assert to_trace(model, wanted) == [*sizes(1, 2, microbatches=(1, 2)), *sizes(4, microbatches=(1,))]
 
 

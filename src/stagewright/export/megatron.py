@@ -31,8 +31,6 @@ STACK = Stack(
 )
 """Its distributed optimizer shards optimizer state, and it recomputes the same part of every layer."""
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-
 
 def megatron_options(plan: Plan) -> tuple[str, ...]:
     """Return the parallelism of a plan as options, one with its value each; model, data and learning rate are the user's.
@@ -65,8 +63,7 @@ def reduces_in_bf16(plan: Plan) -> bool:
 
 def has_experts(plan: Plan) -> bool:
     """Return whether the model of `plan` is a mixture of experts."""
-    config = {} if plan.model.is_code else plan.model.reference().config or {}
-    return any(config.get(key) for key in _EXPERTS)
+    return not plan.model.is_code and plan.model.reference().names_experts
 
 
 def remarks(plan: Plan) -> Iterator[str]:

@@ -207,17 +207,19 @@ class Search:
         sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
         if not sizes_of:
             raise InputError(obstacle(self.cluster, self.job, space))  # for any model
-        has_experts, is_ahead = space.ep is not None, False
+        has_experts = space.ep is not None or self.request.model.names_experts
 
-        def unbounded() -> list[dict[str, Any]]:
-            traceable = (degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
-            return [self._arguments(degrees, sizes_of[degrees]) for degrees in self._unbounded(traceable)]
+        def unbounded() -> list[Configuration]:
+            return self._unbounded(degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
 
+        def arguments(several: Iterable[Configuration]) -> list[dict[str, Any]]:
+            return [self._arguments(degrees, sizes_of[degrees]) for degrees in several]
+
+        waiting = unbounded()
         ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
         self._processes.enter_context(ahead)
         if self._is_kept():
-            wanted = unbounded()
-            ahead.start(wanted[1:], wanted[:1])
+            ahead.start(arguments(waiting[1:]), arguments(waiting[:1]))
             self._ahead = ahead
         for degrees, sizes in sizes_of.items():
             if degrees.ep > 1 and not has_experts:
@@ -225,20 +227,24 @@ class Search:
             if (narrower := self.coarse.narrower(degrees)) is not None:
                 bound_s = self.coarse.wider_s(degrees, narrower)
                 self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
-            else:
-                self._gather_degrees(degrees, sizes)
-                self._trace_ahead([])
-                self._fit_first()
-            if self.coarse.graphs and not is_ahead:
-                is_ahead = True
+                continue
+            is_first = not self.coarse.graphs
+            if not is_first and self._ahead is not None:
+                ahead.bring(arguments([degrees, *waiting]))
+            self._gather_degrees(degrees, sizes)
+            if is_first and self.coarse.graphs:
                 graph = next(iter(self.coarse.graphs.values()))
-                has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
-                if self._is_kept():
-                    missing = to_trace(self.request.model, unbounded())
-                    if len(missing) > 1:
-                        ahead.finish(missing)
-                    else:
-                        self._trace_ahead(missing)
+                has_experts = space.ep is not None or any(
+                    short_name(node.op) == "permute_rows" for node in graph
+                )
+                waiting = unbounded()
+                if not self._is_kept():
+                    self._ahead = None
+            waiting = [other for other in waiting if other != degrees]
+            if self._ahead is not None:
+                ahead.share(arguments(waiting))
+                self._trace_ahead([])
+            self._fit_first()
         self.untraced.sort(key=lambda untraced: untraced.bound_s)
         while self.untraced and not self.waiting:
             self._gather_untraced()

@@ -68,15 +68,26 @@ class Ahead:
                 [setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1
             )
 
-    def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Trace the missing graphs of `wanted`, together with other processes if there are enough graphs."""
-        for _ in range(2):  # some turn out not to follow from others
-            self._give(to_trace(self._model, wanted), 2, most=len(wanted))
-            while (place := _next(self._queue, 0)) is not None:
+    def share(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        """Let other processes trace all missing graphs of `wanted`, the first ones first, if these are several; the caller
+        traces some in `bring`."""
+        self._count(0.0)
+        self._give(to_trace(self._model, wanted), 2, most=len(wanted))
+
+    def bring(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        """Share the missing graphs of `wanted` and trace some, until the first or what it follows from is there, or nobody
+        traces it."""
+        while to_trace(self._model, wanted[:1]):
+            self.share(wanted)
+            if (place := _next(self._queue, 0)) is not None:
                 self._say()
                 _trace(self._model, self._settings[place])
                 self._num_done += 1
-            self._wait()
+            elif self._num_waiting > 0 and all(worker.poll() is None for worker in self._workers):
+                self._say()
+                self._count(1.0)
+            else:
+                return
 
     def _give(self, missing: Sequence[Mapping[str, Any]], fewest: int, most: int = 0) -> None:
         """Give graphs to processes, until there are `most`, or `_EACH` for each; so many are worth starting some, each of
@@ -117,13 +128,6 @@ class Ahead:
     @property
     def _num_waiting(self) -> int:
         return len(self._given) - self._num_done
-
-    def _wait(self) -> None:
-        """Wait until all given graphs are done, or a process ends early."""
-        self._say()
-        while self._num_waiting > 0 and all(worker.poll() is None for worker in self._workers):
-            if self._count(1.0):
-                self._say()
 
     def _count(self, patience_s: float) -> int:
         """Count graphs that others have done since, and return their number; wait for the first as long as that."""

@@ -22,7 +22,7 @@ from stagewright.documents import parse_json, read_json
 from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
 from stagewright.tracing.models.lora import Lora
-from stagewright.tracing.models.overrides import apply_overrides, check_sizes
+from stagewright.tracing.models.overrides import apply_overrides, check_sizes, of_text
 from stagewright.tracing.models.quantised import FP8, refuse_fp8, refuse_method
 from stagewright.tracing.models.source import factory_source, split_factory, takes_sequence_length
 
@@ -34,6 +34,8 @@ OTHER_FORMATS = (
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MOST_CONFIG_BYTES = 2**22
+NUM_EXPERTS = "num_experts", "n_routed_experts", "num_local_experts"
+"""Keys of configs with the number of experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class ModelReference:
             return takes_sequence_length(self.text)
         is_of_images = self.config.keys() & {"image_size", "num_channels"}
         return not is_of_images or bool(self.config.keys() & {"vocab_size", "text_config"})
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether the config names a number of experts; False for a factory, whose layers are not known before it is run."""
+        config = of_text(self.config or {})
+        return any(config.get(key) for key in NUM_EXPERTS)
 
     def adapted(self, lora: Lora | None) -> ModelReference:
         """Return this model with adapters, which alone are trained; unchanged if `lora` is None.
