@@ -172,6 +172,8 @@ class Search:
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
+    _not_missing: set[Configuration] = field(default_factory=set)
+    """Keys of graphs that were in the cache, or followed from what was."""
     _ahead: Ahead | None = None
     """Processes that trace what may be needed, where graphs are kept."""
     _processes: ExitStack = field(default_factory=ExitStack)
@@ -265,30 +267,47 @@ class Search:
 
     def _trace_ahead(self, own: Sequence[Mapping[str, Any]]) -> None:
         """Let other processes trace what is likely to be needed next, while this one traces `own` graphs or fits."""
-        if self._ahead is not None:
-            likely = (key for key in dict.fromkeys(self._likely_traced()) if key not in self.coarse.graphs)
-            self._ahead.start(list(map(self.coarse.trace_arguments, islice(likely, _LIKELY))), own)
+        if self._ahead is None or not self._ahead.has_room:
+            return
+        likely = list(islice(self._likely_traced(), _LIKELY))
+        missing = [key for key in likely if key not in self._not_missing]
+        if missing and not self._ahead.start(list(map(self.coarse.trace_arguments, missing)), own):
+            self._not_missing.update(missing)
 
     def _likely_traced(self) -> Iterator[Configuration]:
         """Yield keys of graphs that may be needed, the most likely first: for what may be faster than the plans so far, and
         for trying these with the loss in pieces."""
+        yielded = set(self.coarse.graphs)
+
+        def new(keys: Iterable[Configuration]) -> Iterator[Configuration]:
+            for key in keys:
+                if key not in yielded:
+                    yielded.add(key)
+                    yield key
+
+        may_be_fast = new(map(self.with_pieces, self._untraced_by_bound()))
+        yield from islice(may_be_fast, _SURE)
+        for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
+            yield from new(self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
+        if (whole := self.whole_sequences) is not None:
+            yield from new([whole])
+        yield from may_be_fast
+
+    def _untraced_by_bound(self) -> Iterator[Configuration]:
+        """Yield keys of graphs of what may be faster than the plans so far and is bounded by other graphs, by that bound."""
         untraced = [
             (other.bound_s, replace(other.degrees, microbatch=other.microbatch_sizes[0]))
             for other in self.untraced
         ]
         bounded = [
-            (bound_s, entry.configuration.traced)
+            (bound_s, entry.configuration)
             for bound_s, _, entry in self.waiting.entries
             if entry.bounded_by is not None
         ]
-        by_bound = sorted((*untraced, *bounded), key=itemgetter(0))
-        may_be_fast = [self.with_pieces(key) for bound_s, key in by_bound if bound_s < self.longest_s]
-        yield from may_be_fast[:_SURE]
-        for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
-            yield from (self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
-        if (whole := self.whole_sequences) is not None:
-            yield whole
-        yield from may_be_fast[_SURE:]
+        for bound_s, configuration in sorted((*untraced, *bounded), key=itemgetter(0)):
+            if bound_s >= self.longest_s:
+                return
+            yield configuration.traced
 
     def _arguments(self, degrees: Configuration, microbatch_sizes: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of the tracer for degrees and the first of the microbatch sizes."""

@@ -260,14 +260,15 @@ def configurations(
     Raises:
         InputError: a recompute setting that the model does not support.
     """
+    recomputes = _recomputes(graph, job, space)
     for shape in pipelines(degrees, cluster, job, space, most_stages(num_layers, cluster, job)):
         if space.streamed == "always":
-            for recompute in _recomputes(graph, job, space):
+            for recompute in recomputes:
                 streamed = replace(shape, recompute=recompute, offload=space.offload)
                 yield from streamed_configurations(streamed, num_layers, graph)
             continue
         for schedule, chunks in dict.fromkeys(_schedules(shape, num_layers, job, space)):
-            for recompute in _recomputes(graph, job, space):
+            for recompute in recomputes:
                 for zero in _levels(shape.num_holders, cluster, job, space):
                     yield replace(
                         shape, schedule=schedule, chunks=chunks, recompute=recompute, zero=zero,

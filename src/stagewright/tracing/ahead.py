@@ -59,14 +59,19 @@ class Ahead:
         for end in (self._queue, self._to_queue, self._done, self._to_done):
             os.close(end)
 
-    def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
-        `own` ones the caller traces meanwhile."""
+    @property
+    def has_room(self) -> bool:
+        """Whether other processes may get more by `start`."""
         self._count(0.0)
-        if not self._workers or self._num_waiting < _EACH * len(self._workers):
-            self._give(
-                [setting for setting in to_trace(self._model, [*own, *wanted]) if setting not in own], 1
-            )
+        return not self._workers or self._num_waiting < _EACH * len(self._workers)
+
+    def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
+        `own` ones the caller traces meanwhile. Return whether any is missing."""
+        missing = to_trace(self._model, [*own, *wanted])
+        if self.has_room:
+            self._give([setting for setting in missing if setting not in own], 1)
+        return bool(missing)
 
     def share(self, wanted: Sequence[Mapping[str, Any]]) -> None:
         """Let other processes trace all missing graphs of `wanted`, the first ones first, if these are several; the caller

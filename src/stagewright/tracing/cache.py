@@ -400,11 +400,16 @@ _AXES = {
 
 def _stamp() -> str:
     """Return a digest of what graphs depend on besides their facts, so that a changed tracer never reads an old cache."""
+    whole = [FORMAT, __version__, _tracer_files(), tracing_packages(), _installed(), _environment()]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+
+@functools.cache
+def _tracer_files() -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of the files of the tracer, as they were when it was first used."""
     folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    tracer_files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    whole = [FORMAT, __version__, tracer_files, tracing_packages(), _installed(), _environment()]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 @functools.cache
@@ -537,7 +542,7 @@ def _remember(memory: dict[Path, _T], path: Path, value: _T) -> _T:
     return value
 
 
-_MOST_KNOWN = 16
+_MOST_KNOWN = 64
 _READING = RLock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
 """Graphs read last, with the versions of their files: estimates of one model need few."""

@@ -136,6 +136,8 @@ class Coarse:
         """Return, for every stage, the costs of all layers on the slowest of its devices; `recompute` replaces that of the
         configuration."""
         how = recompute or configuration.recomputed_alike
+        if cluster.is_homogeneous:
+            return [self.costs(key, cluster.device, how)] * configuration.num_stages
         rank_costs = [
             self._slowest(key, devices, how) for devices in devices_of_ranks(cluster, configuration.pp)
         ]

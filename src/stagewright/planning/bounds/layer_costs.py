@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -104,6 +105,7 @@ class Layers:
         ]
         size = len(graph.forward_ids)
         self._ends = np.array([0, *begins, numbered[-1] + 1, size] if begins else [0, size, size])
+        self._inner_ends: list[int] = self._ends[1:-1].tolist()
         self._counts = np.ones(len(self._ends) - 1, np.int64)
         for repeat in graph.facts.get(REPEATS, ()):
             self._counts[1 + names.index(repeat.layer(repeat.before[-1]))] += len(repeat.missing)
@@ -188,4 +190,4 @@ class Layers:
         return saved
 
     def _layer(self, place: int) -> int:
-        return int(np.searchsorted(self._ends[1:-1], place, side="right"))
+        return bisect.bisect_right(self._inner_ends, place)
