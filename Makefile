@@ -28,7 +28,7 @@ help: ## List the targets
 	@echo "  TORCH_INDEX_URL=...   the wheel index PyTorch comes from (its CPU wheels are the small ones)"
 	@echo "  STAGEWRIGHT_SEED=...  of what torture and fuzz-models draw; their last line names it"
 
-demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine (100 s)
+demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine (a minute)
 	$(ENV_PYTHON) -m stagewright.cli demo
 
 test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, tests, doc examples
@@ -94,4 +94,7 @@ $(INSTALLED): pyproject.toml requirements.lock
 	@echo "Installing PyTorch $(TORCH_VERSION), then the rest; this takes a few minutes, once."
 	$(PIP) install torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(PIP) install -e '.[dev]' -c requirements.lock
+	@echo "Compiling kernels, which are kept on disk; less than a minute, once."
+	-$(ENV_PYTHON) -m stagewright.cli plan tiny-llama --cluster 4x-rtx4090 --global-batch 16 --sequence-length 256 \
+	    --memory-limit 150MiB > /dev/null
 	@rm $(UNFINISHED) && touch $@

@@ -66,6 +66,12 @@ def compiled_helper(function: Function) -> Function:
     return _kept(decorator, function)
 
 
+def is_compiled(name: str) -> bool:
+    """Whether the machine code of a kernel is on disk, or is kept nowhere."""
+    folder = _folder()
+    return folder is None or any(folder.rglob(f"*.{name}-*.nbi"))
+
+
 def is_in_kernel(frame: FrameType | None) -> bool:
     """Whether `frame` runs on behalf of numba, which compiles or loads a kernel there or converts what one has returned."""
     return any(module_of(caller).startswith(("numba.", "namedtuple_")) for caller in with_callers(frame))

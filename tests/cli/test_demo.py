@@ -24,10 +24,10 @@ def test_the_demonstration_plans_probes_and_trains(tmp_path: Path) -> None:
     assert (large.model.name, large.cluster.num_devices) == ("llama-3-8b", 8)
     small = load_plan(tmp_path / "demo" / "small.json")
     record = json.loads((tmp_path / "demo" / "record.json").read_text())
-    assert len(record["losses"]) == 20 and record["losses"][-1] < 0.7 * record["losses"][0]
+    assert len(record["losses"]) == 15 and record["losses"][-1] < 0.7 * record["losses"][0]
     for rank in record["ranks"]:
         predicted = small.predictions.ranks[rank["pipeline_rank"]].allocated_peak_bytes
         assert rank["allocated_peak_bytes"] == pytest.approx(predicted, rel=0.03)
-    assert done.stdout.startswith("This takes about 100 seconds on two idle cores")
+    assert done.stdout.startswith("This takes about a minute on two idle cores")
     for heading in ("1. Planning", "2. Probing", "3. Planning", "4. Training", "Done in"):
         assert heading in done.stdout

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _LARGE = "llama-3-8b"
 _SMALL = "tiny-llama"
 _PROCESSES = 2
-_STEPS = 20
-_SECONDS = 100
+_STEPS = 15
 
 
 def demo(
@@ -36,15 +35,15 @@ def demo(
 ) -> None:
     """Plan a large model, then train a small one here.
 
-    Llama-3-8B for 8 GPUs, and a small Llama on this machine. Takes about 100 seconds on two cores; needs neither weights
-    nor a GPU.
+    Llama-3-8B for 8 GPUs, and a small Llama on this machine. Takes about a minute on two cores, and half a minute more
+    the first time; needs neither weights nor a GPU.
 
     Example:
         stagewright demo
     """
     begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    show(f"This takes about {_SECONDS} seconds on two idle cores, most of them in the first of four parts.\n")
+    show("This takes about a minute on two idle cores, and half a minute more the first time.\n")
     _plan_large(out)
     cluster = _probe(out)
     plan = _plan_small(cluster, out)

@@ -22,6 +22,7 @@ from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter, fitter_of
 from stagewright.planning.job import Job
+from stagewright.planning.joint.compiling import compiled_meanwhile
 from stagewright.planning.joint.top_configurations import MOST_FILLED
 from stagewright.planning.loss_pieces import (
     PIECE_TOKENS,
@@ -35,6 +36,7 @@ from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search_result import LARGER, Excluded, NextBest, SearchResult, operator_warnings
 from stagewright.planning.space import (
+    JOINT,
     Space,
     configurations,
     microbatch_sizes,
@@ -194,6 +196,8 @@ class Search:
         self.fitter = fitter_of(self.coarse, self.space)
         if isinstance(self.fitter, OperatorFitter):
             self._processes.callback(self.fitter.ahead.close)
+            if JOINT in (self.space.schedules or ()):
+                self.wait_for_kernels = self._processes.enter_context(compiled_meanwhile())
         (self.usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 
     # -- bound -------------------------------------------------------------------------------------------------------

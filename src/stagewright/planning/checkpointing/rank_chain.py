@@ -103,7 +103,7 @@ class PieceCache:
                     columns.append(self._columns(chain, start, stop, link_s_per_byte))
                 ends.append(len(starts))
             numbers = np.cumsum([0, *(column.shape[1] for column in columns)])
-            points = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0))
+            points = np.ascontiguousarray(np.concatenate(columns, axis=1) if columns else np.zeros((3, 0)))
             self._of_chain[key] = _Pieces(
                 np.array(ends), np.array(starts, np.int64), np.array(transient, float), numbers, points
             )
@@ -357,7 +357,9 @@ def _partial_choices(
             source = chosen[to]
             kept[stop, to], seconds[stop, to] = new_kept[source], new_seconds[source]
             point, label = divmod(origin[source], _MOST_LABELS)
-            piece = np.searchsorted(first_point, point, side="right") - 1
+            piece = ends[stop]
+            while first_point[piece + 1] <= point:
+                piece += 1
             before[stop, to, 0], before[stop, to, 1] = starts[piece], label
             before[stop, to, 2] = point - first_point[piece]
     return _Labels(numbers, kept, seconds, before)
@@ -380,9 +382,15 @@ def _thinned(kept: Floats, seconds: Floats) -> Ints:
     chosen = chosen[:count]
     if count <= _MOST_LABELS:
         return chosen
-    wanted = np.linspace(kept[chosen[0]], kept[chosen[-1]], _MOST_LABELS)
-    spread = np.unique(np.searchsorted(kept[chosen], wanted))
-    return chosen[np.minimum(spread, count - 1)]
+    spread = np.empty(_MOST_LABELS, np.int64)
+    num_spread, place = 0, 0
+    for wanted in np.linspace(kept[chosen[0]], kept[chosen[-1]], _MOST_LABELS):
+        while place < count - 1 and kept[chosen[place]] < wanted:
+            place += 1
+        if num_spread == 0 or spread[num_spread - 1] != chosen[place]:
+            spread[num_spread] = chosen[place]
+            num_spread += 1
+    return spread[:num_spread]
 
 
 @compiled
@@ -400,4 +408,9 @@ def _fastest_by_bytes(kept: Floats, seconds: Floats) -> Ints:
         if (kept[label], seconds[label]) < (kept[least], seconds[least]):
             least = label
     fastest[0] = least  # others in its bin are nearly as small
-    return fastest[fastest >= 0]
+    count = 0
+    for label in fastest:
+        if label >= 0:
+            fastest[count] = label
+            count += 1
+    return fastest[:count]
