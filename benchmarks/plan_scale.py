@@ -1,11 +1,12 @@
 """How long `stagewright plan` takes for large models on large clusters, in units of what `torch.export` of Llama-3-8B takes.
 
-    python benchmarks/plan_scale.py [--only llama-3-8b ...] [--limit 600] [--json]
+    python benchmarks/plan_scale.py [--only llama-3-8b ...] [--limit 600] [--first] [--json]
 
 X is `torch.export` of Llama-3-8B, 8,192 tokens with labels, on fake tensors, imports left out, around every case. Each
 case is the whole command in a new process: with no trace kept (`new`), then with those that the run before has kept
 (`kept`); kernels are compiled before. `first` is when its progress on a terminal shows a plan. A case that takes longer
-than the limit is stopped and counted as that.
+than the limit is stopped and counted as that. With `--first` every bundled model is planned for 512 H100 with nothing kept,
+and only until a plan is shown.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def export_seconds() -> float:
     return float(done.stdout.split()[-1])
 
 
-def once(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
-    """One run of the command, with its stderr on a terminal."""
+def once(case: Case, folder: str, limit_s: float, *, only_first: bool = False) -> dict[str, Any]:
+    """One run of the command, with its stderr on a terminal; with `only_first`, until that shows a plan."""
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     environment = {
         **os.environ, "STAGEWRIGHT_CACHE": folder, "PYTHONPATH": path, "COLUMNS": "200", "TERM": "xterm",
@@ -115,6 +116,8 @@ def once(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
                 break
             if first is None and b"best so far" in shown:
                 first = round(time.perf_counter() - begun, 1)
+                if only_first:
+                    process.terminate()
         if process.poll() is None and time.perf_counter() - begun >= limit_s:
             process.kill()
             return {"seconds": limit_s, "first": first, "error": f"stopped after {limit_s:.0f} s"}
@@ -152,14 +155,37 @@ def measured(case: Case, limit_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def first_plans(only: str, limit_s: float) -> list[dict[str, Any]]:
+    """When progress shows a plan of every bundled model that is not for tests, with nothing kept."""
+    from stagewright.tracing.models.reference import bundled_names, resolve
+
+    rows = []
+    for name in bundled_names():
+        if only not in name or name.startswith("tiny-"):
+            continue
+        config = resolve(name).config or {}
+        tokens = min(4096, config.get("max_position_embeddings") or config.get("n_positions") or 512)
+        with tempfile.TemporaryDirectory() as folder:
+            run = once(Case(name, "64x8x-h100", 1024, tokens, 0, 0), folder, limit_s, only_first=True)
+        rows.append({"model": name, "tokens": tokens, "first_s": run["first"], "error": run.get("error")})
+        print(f"{name:26} {tokens:5} tokens  first plan after {run['first']} s", file=sys.stderr, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="models whose name has this part")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a command may take")
+    parser.add_argument("--first", action="store_true", help="first plans of all bundled models alone")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if given.first:
+        first = first_plans(given.only, given.limit)
+        if given.json:
+            print(json.dumps({"cores": os.cpu_count(), "first": first}, indent=1))
+        return
     rows = []
     for case in CASES:
         if given.only in case.model:

@@ -174,6 +174,8 @@ class Search:
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
     """Step seconds with the loss evaluated in one piece."""
 
+    wait_for_kernels: Callable[[], object] = lambda: None
+    """Waits for the process that compiles the kernels of the joint search, if there is one."""
     _not_missing: set[Configuration] = field(default_factory=set)
     """Keys of graphs that were in the cache, or followed from what was."""
     _ahead: Ahead | None = None
@@ -221,11 +223,11 @@ class Search:
         def arguments(several: Iterable[Configuration]) -> list[dict[str, Any]]:
             return [self._arguments(degrees, sizes_of[degrees]) for degrees in several]
 
-        waiting = unbounded()
+        remaining = unbounded()
         ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
         self._processes.enter_context(ahead)
         if self._is_kept():
-            ahead.start(arguments(waiting[1:]), arguments(waiting[:1]))
+            ahead.start(arguments(remaining[1:]), arguments(remaining[:1]))
             self._ahead = ahead
         for degrees, sizes in sizes_of.items():
             if degrees.ep > 1 and not has_experts:
@@ -235,20 +237,20 @@ class Search:
                 self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
                 continue
             is_first = not self.coarse.graphs
+            remaining = [other for other in remaining if other != degrees]
             if not is_first and self._ahead is not None:
-                ahead.bring(arguments([degrees, *waiting]))
+                ahead.bring(arguments([degrees, *remaining]))
             self._gather_degrees(degrees, sizes)
             if is_first and self.coarse.graphs:
                 graph = next(iter(self.coarse.graphs.values()))
                 has_experts = space.ep is not None or any(
                     short_name(node.op) == "permute_rows" for node in graph
                 )
-                waiting = unbounded()
+                remaining = [other for other in unbounded() if other != degrees]
                 if not self._is_kept():
                     self._ahead = None
-            waiting = [other for other in waiting if other != degrees]
             if self._ahead is not None:
-                ahead.share(arguments(waiting))
+                ahead.share(arguments(remaining))
                 self._trace_ahead([])
             self._fit_first()
         self.untraced.sort(key=lambda untraced: untraced.bound_s)
