@@ -15,7 +15,6 @@ import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,8 +176,9 @@ def test_a_recipe_is_the_same_code_whatever_the_names(monkeypatch: pytest.Monkey
     harmless = ast.dump(ast.parse(bridge_files(called("plan"))["recipe.py"]))
     for name in NAMES:
         assert ast.dump(ast.parse(bridge_files(called(name))["recipe.py"])) == harmless
-    config = dict(resolve("llama-3-8b").config or {}) | {"notes": list(NAMES)}
-    monkeypatch.setattr(ModelSection, "reference", lambda self: SimpleNamespace(config=config))
+    reference = resolve("llama-3-8b")
+    config = dict(reference.config or {}) | {"notes": list(NAMES)}
+    monkeypatch.setattr(ModelSection, "reference", lambda self: replace(reference, config=config))
     module = ast.parse(bridge_files(called("plan"))["recipe.py"])
     (model,) = (node for node in module.body if isinstance(node, ast.Assign))
     assert isinstance(model.value, ast.Call)
