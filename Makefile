@@ -94,7 +94,7 @@ $(INSTALLED): pyproject.toml requirements.lock
 	@echo "Installing PyTorch $(TORCH_VERSION), then the rest; this takes a few minutes, once."
 	$(PIP) install torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(PIP) install -e '.[dev]' -c requirements.lock
-	@echo "Compiling kernels, which are kept on disk; less than a minute, once."
+	@echo "Compiling kernels, which are kept on disk; a minute, once."
 	-$(ENV_PYTHON) -m stagewright.cli plan tiny-llama --cluster 4x-rtx4090 --global-batch 16 --sequence-length 256 \
 	    --memory-limit 150MiB > /dev/null
 	@rm $(UNFINISHED) && touch $@

@@ -67,7 +67,7 @@ def compiled_helper(function: Function) -> Function:
 
 
 def is_compiled(name: str) -> bool:
-    """Whether the machine code of a kernel is on disk, or is kept nowhere."""
+    """Return whether the machine code of a kernel is on disk; True also where there is no folder for it."""
     folder = _folder()
     return folder is None or any(folder.rglob(f"*.{name}-*.nbi"))
 

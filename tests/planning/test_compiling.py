@@ -15,7 +15,7 @@ from stagewright.planning.joint.compiling import compiled_meanwhile
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What processes are started for, which wait for the end of their input in place of compiling."""
+    """Names of the modules that processes are started for; in place of compiling, each waits for the end of its input."""
     commands: list[list[str]] = []
 
     def command(module: str) -> list[str]:

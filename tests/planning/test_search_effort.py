@@ -55,8 +55,9 @@ def test_other_processes_get_what_the_search_needs_later(
     given, traced = list[dict[str, Any]](), list[Mapping[str, Any]]()
 
     class Others(Ahead):
-        def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> None:
+        def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> bool:
             given.extend(map(dict, wanted))
+            return True
 
         def share(self, wanted: Sequence[Mapping[str, Any]]) -> None:
             given.extend(map(dict, wanted))

@@ -177,7 +177,7 @@ class Search:
     wait_for_kernels: Callable[[], object] = lambda: None
     """Waits for the process that compiles the kernels of the joint search, if there is one."""
     _not_missing: set[Configuration] = field(default_factory=set)
-    """Keys of graphs that were in the cache, or followed from what was."""
+    """Keys of graphs that were in the cache, or followed from others in it, when last looked up."""
     _ahead: Ahead | None = None
     """Processes that trace what may be needed, where graphs are kept."""
     _processes: ExitStack = field(default_factory=ExitStack)
@@ -198,7 +198,7 @@ class Search:
         self.fitter = fitter_of(self.coarse, self.space)
         if isinstance(self.fitter, OperatorFitter):
             self._processes.callback(self.fitter.ahead.close)
-            if JOINT in (self.space.schedules or ()):
+            if JOINT in (self.space.schedules or ()) and self.cluster.num_devices > 1 and self.space.pp != 1:
                 self.wait_for_kernels = self._processes.enter_context(compiled_meanwhile())
         (self.usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 
@@ -220,8 +220,8 @@ class Search:
         def unbounded() -> list[Configuration]:
             return self._unbounded(degrees for degrees in sizes_of if degrees.ep == 1 or has_experts)
 
-        def arguments(several: Iterable[Configuration]) -> list[dict[str, Any]]:
-            return [self._arguments(degrees, sizes_of[degrees]) for degrees in several]
+        def arguments(keys: Iterable[Configuration]) -> list[dict[str, Any]]:
+            return [self._arguments(degrees, sizes_of[degrees]) for degrees in keys]
 
         remaining = unbounded()
         ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
@@ -285,22 +285,22 @@ class Search:
         for trying these with the loss in pieces."""
         yielded = set(self.coarse.graphs)
 
-        def new(keys: Iterable[Configuration]) -> Iterator[Configuration]:
+        def not_yielded(keys: Iterable[Configuration]) -> Iterator[Configuration]:
             for key in keys:
                 if key not in yielded:
                     yielded.add(key)
                     yield key
 
-        may_be_fast = new(map(self.with_pieces, self._untraced_by_bound()))
+        may_be_fast = not_yielded(map(self.with_pieces, self._untraced_by_bound()))
         yield from islice(may_be_fast, _SURE)
         for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
-            yield from new(self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
+            yield from not_yielded(self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
         if (whole := self.whole_sequences) is not None:
-            yield from new([whole])
+            yield from not_yielded([whole])
         yield from may_be_fast
 
     def _untraced_by_bound(self) -> Iterator[Configuration]:
-        """Yield keys of graphs of what may be faster than the plans so far and is bounded by other graphs, by that bound."""
+        """Yield keys of graphs that are not traced yet, of what may be faster than the plans so far, the fastest first."""
         untraced = [
             (other.bound_s, replace(other.degrees, microbatch=other.microbatch_sizes[0]))
             for other in self.untraced

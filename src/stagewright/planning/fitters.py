@@ -325,7 +325,7 @@ class OperatorFitter(Fitter):
 
     def _alike(self, configuration: Configuration) -> Configuration:
         """Return the same wherever the optimizer is, which takes little time, for all ways to recompute, and where trained
-        parameters take little memory, as adapters do, for all ways to shard these with the same stages."""
+        parameters take little memory, as adapters do, for all sharding levels below `_first_of_own_kind`."""
         alike = replace(configuration, host_optimizer=False, offload=_offloads(configuration))
         trained_bytes = float(self.coarse.costs(configuration.traced).trained_bytes.sum()) / configuration.pp
         if configuration.level < _first_of_own_kind(alike) and trained_bytes < _LITTLE * self._usable_bytes:
@@ -663,14 +663,15 @@ def _offloads(configuration: Configuration) -> bool:
 
 
 def _nearly_alike(alike: Configuration) -> Configuration:
-    """The same also where the loss is in pieces, and for all ways to shard with the same stages."""
-    has_others = alike.level >= _first_of_own_kind(alike)
-    return replace(alike, loss_pieces=1, zero=alike.level if has_others else 0)
+    """Return the same for any number of loss pieces, and for all sharding levels below `_first_of_own_kind`."""
+    is_of_own_kind = alike.level >= _first_of_own_kind(alike)
+    return replace(alike, loss_pieces=1, zero=alike.level if is_of_own_kind else 0)
 
 
 def _first_of_own_kind(configuration: Configuration) -> int:
-    """Return the lowest sharding level that differs from those below: with parameters in shards, or where a stage that
-    offloads, and waits for its copies, is as short as what is sharded at a time."""
+    """Return the lowest sharding level whose stages differ from those of the levels below: the one that shards parameters,
+    or, where stages offload, the one that shards gradients, as each stage is then as short as what is sharded at a time, and
+    waits for its copies."""
     return GRADIENTS if _offloads(configuration) else PARAMETERS
 
 

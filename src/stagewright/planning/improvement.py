@@ -161,9 +161,9 @@ def _may_be_refined(plan: Plan) -> bool:
 def _search_jointly(search: Search, slower: Sequence[Fit]) -> None:
     """Add plans of the joint search that are faster than the best of the built schedules; `slower` are pipelines that it may
     make faster, too."""
-    search.wait_for_kernels()
     stop = threading.Event()
-    for fit in joint_plans(search.fits, slower, search.coarse, search.space, stop):
+    plans = joint_plans(search.fits, slower, search.coarse, search.space, stop, search.wait_for_kernels)
+    for fit in plans:
         search.fits.append(fit)
     if stop.is_set():
         raise KeyboardInterrupt

@@ -61,27 +61,27 @@ class Ahead:
 
     @property
     def has_room(self) -> bool:
-        """Whether other processes may get more by `start`."""
+        """Whether `start` may give more graphs to other processes."""
         self._count(0.0)
         return not self._workers or self._num_waiting < _EACH * len(self._workers)
 
     def start(self, wanted: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Let other processes trace missing graphs of `wanted`, the first ones first, until each has one more to go on with;
-        `own` ones the caller traces meanwhile. Return whether any is missing."""
+        `own` ones the caller traces meanwhile. Return whether any of both is missing."""
         missing = to_trace(self._model, [*own, *wanted])
         if self.has_room:
             self._give([setting for setting in missing if setting not in own], 1)
         return bool(missing)
 
     def share(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Let other processes trace all missing graphs of `wanted`, the first ones first, if these are several; the caller
-        traces some in `bring`."""
+        """Let other processes trace all missing graphs of `wanted`, the first ones first; none is started for a single one.
+        The caller traces some of them in `bring`."""
         self._count(0.0)
         self._give(to_trace(self._model, wanted), 2, most=len(wanted))
 
     def bring(self, wanted: Sequence[Mapping[str, Any]]) -> None:
-        """Share the missing graphs of `wanted` and trace some, until the first or what it follows from is there, or nobody
-        traces it."""
+        """Share the missing graphs of `wanted` and trace some of them, until the first is in the cache, or follows from
+        others there, or there is no process to wait for."""
         while to_trace(self._model, wanted[:1]):
             self.share(wanted)
             if (place := _next(self._queue, 0)) is not None:

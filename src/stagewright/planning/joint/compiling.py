@@ -1,4 +1,4 @@
-"""Kernels of the joint search, with which a search for plans ends, compiled by another process until then.
+"""Compile the kernels of the joint search, with which a search for plans ends, in another process meanwhile.
 
 numba compiles a kernel when it is first called, and keeps it on disk; those of the joint search take 20 s, once.
 """
@@ -21,8 +21,8 @@ _BYTES = 2**29
 
 @contextlib.contextmanager
 def compiled_meanwhile() -> Iterator[Callable[[], None]]:
-    """While this is open, let another process compile the kernels that are not yet, if there is a core for it; yield what
-    waits for it."""
+    """While this is open, let another process compile the kernels that are not compiled yet, if there is a core for it;
+    yield a function that waits until it has."""
     process = None
     if not is_compiled("anneal") and sys.executable and num_more_processes(_BYTES) > 0:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -45,7 +45,7 @@ def compiled_meanwhile() -> Iterator[Callable[[], None]]:
 
 
 def compile_all() -> None:
-    """Search once for a small problem, which calls all of them."""
+    """Compile all kernels of the joint search by searching once for a small problem."""
     from stagewright.planning.joint.problem import JointProblem, LayerTable
     from stagewright.planning.joint.search import Effort, search
 

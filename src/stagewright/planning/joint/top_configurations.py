@@ -98,12 +98,14 @@ def joint_plans(
     coarse: Coarse,
     space: Space,
     stop: threading.Event | None = None,
+    wait_for_kernels: Callable[[], object] = lambda: None,
 ) -> Iterator[Fit]:
     """Yield plans of the joint search for the configurations of `fits`, the plans of the schedules, and of `slower`
     pipelines, which may not fit.
 
     Each is faster than all `fits` and those before it; there are none on devices of several kinds. Ctrl-C during a search
-    sets `stop`, which ends this with what the search has found.
+    sets `stop`, which ends this with what the search has found. `wait_for_kernels` is called before there is something to
+    search.
     """
     stop = stop or threading.Event()
     job = coarse.job
@@ -115,6 +117,7 @@ def joint_plans(
         cluster = entry.cluster
         if base.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
+        wait_for_kernels()
         model_costs = coarse.model_costs(entry.configuration.traced)
         configuration = _joint(entry.configuration, base, space)
         searches = Searches(base, model_costs, configuration, cluster, best, coarse.report, stop)

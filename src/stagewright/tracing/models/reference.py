@@ -35,7 +35,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MOST_CONFIG_BYTES = 2**22
 NUM_EXPERTS = "num_experts", "n_routed_experts", "num_local_experts"
-"""Keys of configs with the number of experts of a layer."""
+"""Keys of configs that give the number of experts of a layer."""
 
 
 @dataclass(frozen=True)
