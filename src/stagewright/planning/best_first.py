@@ -54,8 +54,8 @@ from stagewright.units import format_seconds
 KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
-_FIRST_TRIES = 3
-"""Maximum number of configurations that are fitted before all graphs are traced."""
+_FIRST_TRIES, _FIRST_TRIES_OF_GRAPH = 6, 2
+"""Maximum number of configurations that are fitted before all graphs are traced, in all and once another graph is there."""
 
 _TO_SPARE = 0.15
 """Share of memory that these have to spare by their bound, which leaves out much."""
@@ -72,7 +72,7 @@ _STEPS = 60
 _LIKELY = 12
 """Number of graphs that are looked at before each fit for what other processes may trace."""
 _SURE = 6
-"""Number of the most promising among them that come before those with the loss in pieces."""
+"""Number of the most promising configurations whose graphs come before those with the loss in pieces."""
 
 
 @dataclass(frozen=True)
@@ -291,13 +291,13 @@ class Search:
                     yielded.add(key)
                     yield key
 
-        may_be_fast = not_yielded(map(self.with_pieces, self._untraced_by_bound()))
-        yield from islice(may_be_fast, _SURE)
+        may_be_fast = map(self.with_pieces, self._untraced_by_bound())
+        yield from not_yielded(islice(may_be_fast, _SURE))
         for shape in self.short_of_memory() if self.fits and self.space.loss_pieces == "auto" else ():
             yield from not_yielded(self.with_pieces(key, PIECE_TOKENS[0]) for key in self.graphs_of(shape))
         if (whole := self.whole_sequences) is not None:
             yield from not_yielded([whole])
-        yield from may_be_fast
+        yield from not_yielded(may_be_fast)
 
     def _untraced_by_bound(self) -> Iterator[Configuration]:
         """Yield keys of graphs that are not traced yet, of what may be faster than the plans so far, the fastest first."""
@@ -442,15 +442,18 @@ class Search:
         """Fit a promising configuration of the graphs that are there, so that there is a plan before others are traced.
 
         It keeps everything or recomputes every layer, whichever leaves memory to spare: to choose what to recompute takes
-        longer.
+        longer. After one that does not fit only those without a pipeline are tried, whose bounds on memory are closer.
         """
         is_good = self.fastest is not None and self.fastest.step_seconds <= _POOR * self.waiting.least_s
         if is_good or not self.shows_first:
             return
-        fitter = fitter_of(self.coarse, self.space)
+        fitter, num_before = fitter_of(self.coarse, self.space), len(self._tried_first)
         for _, _, entry in sorted(self.waiting.entries, key=itemgetter(0, 1)):
-            if len(self._tried_first) == _FIRST_TRIES:
+            num_tried = len(self._tried_first)
+            if num_tried == _FIRST_TRIES or num_tried - num_before == _FIRST_TRIES_OF_GRAPH:
                 return
+            if num_tried > num_before and entry.configuration.pp > 1:
+                continue
             first = self._with_memory_to_spare(entry)
             if first is None or first.configuration in self._tried_first:
                 continue
