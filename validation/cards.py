@@ -56,6 +56,17 @@ CARDS: dict[str, dict[str, Card]] = {
             "Times, which are of a network far below its rating; volumes of collectives, which no command prints; "
             "DeepSeek under tensor parallelism, which no bundled model is sharded for.",
         ),
+        "ccl_search_trials.csv": Card(
+            "A search over Megatron's parallelism on A100 with 40 GB: what fits",
+            "All trials of Llama-3.1-8B that ended well are predicted to fit.",
+            "Times, which are of a network far below its rating; why other trials failed, which is not told. That "
+            "optimizers are sharded over replicas.",
+        ),
+        "automodel_goldens.csv": Card(
+            "NeMo Automodel: fine-tuning Llama-3.2-1B on eight H100",
+            "The allocated peak is predicted within 10 %. The step took three times as long as predicted.",
+            "How many tokens of a batch were padding, beside the 177 a sample that are counted.",
+        ),
         "issue_thread_points.csv": Card(
             "Single points from threads",
             "Two steps of Llama-3.2-1B on eight RTX 3090 are predicted within 30 %.",

@@ -307,6 +307,49 @@ def perlmutter(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged(ROOM, "MiB", _room(asked.cluster), _reserved)]
 
 
+def search_trial(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A trial of a search over Megatron's parallelism on the same devices, one microbatch a replica: whether it fits, as
+    all did that ended well. Optimizers are taken to be sharded, which is not told."""
+    if record["status"] != "success":
+        return "why it failed is not told"
+    if not record["workload"].endswith("Megatron"):
+        return "its framework is not told"
+    if record["workload"].startswith("DeepSeek"):
+        return "DeepSeek under tensor parallelism, which no bundled model is sharded for"
+    num, tp, pp, dp, size = (int(record[key]) for key in ("gpus", "tp", "pp", "dp", "micro_batch"))
+    asked = Asked(
+        "llama-3-8b", {}, f"{num // 4}x4x-a100-40" if num > 4 else f"{num}x-a100-40",
+        {
+            "global_batch": dp * size, "sequence_length": int(record["sequence_length"]),
+            "runtime": "megatron-core+te",
+        },
+        {
+            "tp": tp, "pp": pp, "dp": dp, "microbatch": size, "zero": 1 if dp > 1 else None, "sequence_parallel": tp > 1,
+            "recompute": "full" if record["activation_checkpointing"] == "True" else "none",
+        },
+        _PERLMUTTER,
+    )  # fmt: skip
+    return asked, [Judged(ROOM, "MiB", _room(asked.cluster), _reserved)]
+
+
+def automodel(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A fine-tuning run of NeMo Automodel's own tests on eight H100 under FSDP. Lengths vary from step to step: the median
+    of its tokens counts, padding included or not."""
+    if record["recipe"] != "llama3_2_1b_squad":
+        return "no bundled model"
+    num, batch = int(record["gpus_from_tps"]), int(record["global_batch"])
+    asked = Asked(
+        "llama-3.2-1b", {}, f"{num}x-h100",
+        {
+            "global_batch": batch, "sequence_length": round(int(record["tokens_per_step_median"]) / batch),
+            "runtime": "torch-fsdp",
+        },
+        {"dp": num, "microbatch": int(record["local_batch"]), "zero": 3, "recompute": "none"},
+    )  # fmt: skip
+    allocated = Judged("allocated", "GiB", float(record["mem_GiB_median"]), _allocated)
+    return asked, [Judged("time", "s", float(record["step_s_median"]), step_seconds), allocated]
+
+
 _RTX3090_FLOPS = 71e12
 """Peak that TouchNet's utilisation counts with: with it, its steps round to the seconds that it prints."""
 
@@ -344,6 +387,8 @@ SOURCES = {
     ),
     "roundpipe_consumer_gpus.csv": Source("pipelines", roundpipe, 1, {"time": 0.15}),
     "ccl_bench_training.csv": Source("pipelines", perlmutter, 0, {}),
+    "ccl_search_trials.csv": Source("pipelines", search_trial, 0, {}),
+    "automodel_goldens.csv": Source("pipelines", automodel, 0, {"time": 0.25, "allocated": 0.10}),
     "issue_thread_points.csv": Source("pipelines", thread, 0, {"time": 0.25}),
     "flagperf_pipelines.csv": Source(
         "pipelines", flagperf, 0, {"time": 0.15, BY_STAGE: 0.05, "memory": 0.10}

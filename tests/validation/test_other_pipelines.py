@@ -28,6 +28,8 @@ def records(name: str) -> list[runtimes.Record]:
         ("flagperf_pipelines.csv", 10),
         ("roundpipe_consumer_gpus.csv", 9),
         ("ccl_bench_training.csv", 31),
+        ("ccl_search_trials.csv", 23),
+        ("automodel_goldens.csv", 1),
         ("issue_thread_points.csv", 2),
     ],
 )
