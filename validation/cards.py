@@ -93,6 +93,12 @@ CARDS: dict[str, dict[str, Card]] = {
             "of every step were fitted on the three rows on H100, the rate of fp8 matmuls on those on GB200"
             " among others.",
         ),
+        "megatron_bridge_model_cards.csv": Card(
+            "Megatron-Bridge's verified runs",
+            "Two steps of Qwen3-8B on 16 H100 are predicted within 5 %.",
+            "DeepSeek-V3, of which it is not told how layers were cut; runs that do not tell batch and degrees; long "
+            "sequences, adapters.",
+        ),
         "dgxc_benchmarking.csv": Card(
             "DGX Cloud recipes",
             "Steps of pipelines are predicted within 10 % in bf16 and 12 % in fp8.",
