@@ -39,7 +39,7 @@ def test_the_last_rank_allocates_what_megatrons_tests_log(test: str) -> None:
 
 
 def test_as_many_rows_are_judged_and_left_out_as_the_results_say() -> None:
-    """`validation/results/pipelines-2026-11-28.md` states these numbers: change both or neither."""
+    """`validation/results/pipelines-2026-11-28.md` and `pipelines-2026-11-29.md` state these numbers: change all or none."""
     judged = {}
     for name, source in pipelines.SOURCES.items():
         read = [source.reader(record) for record in records_of(name)]
