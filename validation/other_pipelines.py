@@ -284,6 +284,10 @@ _PERLMUTTER = {"num_nics": 4, "inter_node.bandwidth": 22e9}
 """Four adapters of 200 Gbit/s a node. The rows tell of 90 % of the time in communication, so only memory is judged."""
 
 
+def _perlmutter_nodes(num: int) -> str:
+    return f"{num // 4}x4x-a100-40" if num > 4 else f"{num}x-a100-40"
+
+
 def perlmutter(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of torchtitan's on A100 with 40 GB, four a node, with the recomputation that its files have: whether it fits, as
     all of these did."""
@@ -296,7 +300,7 @@ def perlmutter(record: Record) -> tuple[Asked, list[Judged]] | str:
     size = int((record["pp_microbatch"] if pp > 1 else record["micro_batch"]) or batch // dp)
     asked = Asked(
         "deepseek-v2-lite" if record["workload"].startswith("deepseek") else "llama-3-8b", {},
-        f"{num // 4}x4x-a100-40" if num > 4 else f"{num}x-a100-40",
+        _perlmutter_nodes(num),
         {"global_batch": batch, "sequence_length": int(record["sequence_length"]), "runtime": "torch-fsdp"},
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": size, "zero": 3 if pp == 1 else 2, "sequence_parallel": tp > 1,
@@ -318,7 +322,7 @@ def search_trial(record: Record) -> tuple[Asked, list[Judged]] | str:
         return "DeepSeek under tensor parallelism, which no bundled model is sharded for"
     num, tp, pp, dp, size = (int(record[key]) for key in ("gpus", "tp", "pp", "dp", "micro_batch"))
     asked = Asked(
-        "llama-3-8b", {}, f"{num // 4}x4x-a100-40" if num > 4 else f"{num}x-a100-40",
+        "llama-3-8b", {}, _perlmutter_nodes(num),
         {
             "global_batch": dp * size, "sequence_length": int(record["sequence_length"]),
             "runtime": "megatron-core+te",

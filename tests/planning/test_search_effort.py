@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from small_devices import with_room
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.graph import OperatorGraph
 from stagewright.planning import best_first
+from stagewright.planning.best_first import Search
+from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
-from stagewright.planning.memory.fitting import Fit
+from stagewright.planning.memory.fitting import Entry, Fit
 from stagewright.planning.search import plan
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace, trace
@@ -77,3 +81,37 @@ def test_other_processes_get_what_the_search_needs_later(
     first = [settings for settings in split if settings["microbatch_size"] <= 2]
     assert {settings.get("tp", 1) for settings in first} == {1, 2, 4, 8}
     assert [settings for settings in first if settings not in given] == []
+
+
+def test_a_first_plan_is_tried_without_a_pipeline_after_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries, calls = list[Configuration](), list[int]()
+
+    class Nothing(OperatorFitter):
+        def split(self, entry: Entry) -> tuple[float, Entry]:
+            tries.append(entry.configuration)
+            return 0.0, entry
+
+        def fit(
+            self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()
+        ) -> Fit | None:
+            return None
+
+    fit_first = Search._fit_first
+
+    def counted(self: Search) -> None:
+        calls.append(len(tries))
+        with monkeypatch.context() as context:
+            context.setattr(best_first, "fitter_of", Nothing)
+            fit_first(self)
+
+    monkeypatch.setattr(Search, "_fit_first", counted)
+    job = {"global_batch": 16, "sequence_length": 64}
+    plan("tiny-llama", "8x-rtx4090", job, patience_s=math.inf)
+    bounds = [*calls, len(tries)]
+    of_graph = [tries[start:stop] for start, stop in pairwise(bounds)]
+    assert sum(map(bool, of_graph)) > 1 and len(tries) <= 6
+    for configurations in of_graph:
+        assert len(configurations) <= 2
+        assert all(configuration.pp == 1 for configuration in configurations[1:])

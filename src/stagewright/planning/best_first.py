@@ -198,7 +198,8 @@ class Search:
         self.fitter = fitter_of(self.coarse, self.space)
         if isinstance(self.fitter, OperatorFitter):
             self._processes.callback(self.fitter.ahead.close)
-            if JOINT in (self.space.schedules or ()) and self.cluster.num_devices > 1 and self.space.pp != 1:
+            is_joint = JOINT in (self.space.schedules or ()) and self.space.is_improved
+            if is_joint and self.cluster.num_devices > 1 and self.space.pp != 1:
                 self.wait_for_kernels = self._processes.enter_context(compiled_meanwhile())
         (self.usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 

@@ -543,6 +543,7 @@ def _remember(memory: dict[Path, _T], path: Path, value: _T) -> _T:
 
 
 _MOST_KNOWN = 64
+"""Maximum number of graphs kept in memory, of each kind."""
 _READING = RLock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
 """Graphs read last, with the versions of their files: estimates of one model need few."""
