@@ -137,6 +137,19 @@ def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime:
             assert one.bound_s <= job.global_batch / size / num_ranks * costs.total_seconds
 
 
+@pytest.mark.parametrize("splits_sequence", [True, False])
+def test_wider_ranks_share_what_differs_between_them_and_send_no_less(splits_sequence: bool) -> None:
+    reference = resolve("llama-3-8b", SMALL | {"num_hidden_layers": 2, "hidden_size": 2048})
+    job = Job(global_batch=8, sequence_length=4096)
+
+    def layers(tp: int) -> Layers:
+        settings = {"tp": tp, "splits_sequence": splits_sequence, "target": "cuda"}
+        return Layers(trace(reference, 1, 4096, "bfloat16", expand=False, **settings), CLUSTER, job)
+
+    of_narrower, of_wider = layers(2).wider_seconds(4, 1), layers(8).wider_seconds(1, 1)
+    assert 0.8 * of_wider < of_narrower <= of_wider
+
+
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
     (search, few), (roomy, many) = searched(job=LACKING), searched()
     assert search.fitter.nearest_bound and len(few) < len(many)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LARGE = "llama-3-8b"
 _SMALL = "tiny-llama"
 _PROCESSES = 2
-_STEPS = 15
+_STEPS = 12
 
 
 def demo(

@@ -562,6 +562,35 @@ class Costing:
             self._growing_by_kind[kind] = self._growing(node, value)
         return self._growing_by_kind[kind]
 
+    def growing_with(self, node: Node, value: Lookup, share: float) -> float:
+        """Return `growing` for a node with a `share` of the work, whose memory traffic may then fit the cache."""
+        growing_s = self.growing(node, value)
+        if not growing_s or share == 1.0 or node.op in COLLECTIVES:
+            return share * growing_s
+        operator = work(node, value)
+        if operator.kernel not in (Kernel.MEMORY, Kernel.NORM):
+            return share * growing_s
+        fusion = self.fusions.get(node.id)
+        num_bytes = operator.bytes_moved if fusion is None else fusion.bytes_moved
+        streams = Work(operator.kernel, operator.dtype, bytes_moved=share * num_bytes)
+        return min(share * growing_s, (self.device.pace or 1.0) * kernel_seconds(streams, self.device))
+
+    def growing_among(self, node: Node, value: Lookup, num_ranks: int) -> float:
+        """Return `growing` for a collective among `num_ranks` ranks of its group."""
+        growing_s = self.growing(node, value)
+        if not growing_s or self.runtime.overlapped_collectives != "none":
+            return growing_s
+        assert self.cluster is not None
+        place = node.args.index(group_of(node)[1])
+        among = replace(node, args=(*node.args[:place], num_ranks, *node.args[place + 1 :]))
+        now_s, then_s = (
+            collective_seconds(
+                sent, value, self.cluster, self._strides, share=_GROWN * self._sent_share(node, value)
+            )
+            for sent in (node, among)
+        )
+        return growing_s + max(0.0, self._num_copies(node) * (then_s - now_s) / _GROWN)
+
     def _growing(self, node: Node, value: Lookup) -> float:
         if node.op in COLLECTIVES:
             assert self.cluster is not None

@@ -43,7 +43,7 @@ _MIN_SAMPLES, _SAMPLE_S = 3, 1e-3
 _LONG_S = 0.1
 """Seconds from which a CPU's call is timed once per box without warm-up: matmuls in a dtype without hardware instructions
 take seconds."""
-_POSTS = 40
+_POSTS = 16
 """Number of messages that are posted while a CPU computes."""
 _NETWORK_BOXES = 5
 """Number of time boxes of each reference network, in place of as many figures."""

@@ -112,7 +112,7 @@ class Coarse:
     def wider_s(self, key: Configuration, narrower: Configuration) -> float:
         """Return a lower bound on a step with the degrees of `key`, for any number of stages and replicas, from the graph of
         the smaller degrees `narrower`."""
-        seconds = self._layers_of(narrower).wider_seconds(key.tp / narrower.tp, key.cp / narrower.cp)
+        seconds = self._layers_of(narrower).wider_seconds(key.tp // narrower.tp, key.cp // narrower.cp)
         num_ranks = self.cluster.num_devices / (key.tp * key.cp)
         return (1 - _FILLED) * self.job.global_batch * seconds / narrower.microbatch / num_ranks
 
@@ -245,18 +245,19 @@ class Coarse:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def missing_bytes(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
-        """Return a lower bound on the bytes by which the first or the last rank is over, from state and saved values of the
-        microbatches in flight."""
+        """Return a lower bound on the bytes by which the fullest rank is over, from state and saved values: of the
+        microbatches in flight on the first and the last rank, of one on the others."""
         costs = self.columns(configuration, key, cluster)[0]
         kept, state = (
-            stage_sums([column] * configuration.num_stages, configuration.layers_per_stage)
+            stage_sums([column] * configuration.num_stages, configuration.layers_per_stage).reshape(
+                -1, configuration.pp
+            )
             for column in (
                 costs.saved_bytes,
                 configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision),
             )
         )
-        lacking = []
-        usable = usable_bytes_of_ranks(self.job, cluster, configuration.pp)
+        needed = state.sum(axis=0) + kept.max(axis=0)
         for rank in {0, configuration.pp - 1}:
             alive = _alive(
                 configuration.schedule,
@@ -265,10 +266,8 @@ class Coarse:
                 configuration.chunks or 1,
                 rank,
             )
-            on_rank = slice(rank, None, configuration.pp)
-            needed = state[on_rank].sum() + float((alive @ kept[on_rank]).max())
-            lacking.append(needed - usable[rank])
-        return int(max(lacking))
+            needed[rank] = state[:, rank].sum() + float((alive @ kept[:, rank]).max())
+        return int((needed - usable_bytes_of_ranks(self.job, cluster, configuration.pp)).max())
 
     def missing_anywhere(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
         """Return the average bytes by which ranks are over, regardless of cuts, from their state alone."""

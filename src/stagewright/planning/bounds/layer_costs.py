@@ -11,7 +11,6 @@ import numpy as np
 
 from stagewright.arrays import Floats
 from stagewright.cluster import Cluster, Device
-from stagewright.estimation.operators import Kernel, work
 from stagewright.estimation.stages import RangeCosts
 from stagewright.estimation.time import Costing, together
 from stagewright.graph import Node, OperatorGraph
@@ -19,7 +18,7 @@ from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.graph.repeat import REPEATS
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
-from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
+from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of, local_values
 from stagewright.planning.configuration import Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
@@ -140,20 +139,25 @@ class Layers:
         )
         return min(1.0, growing / self.costs(device, "none").total_seconds)
 
-    def wider_seconds(self, tp: float, cp: float) -> float:
+    def wider_seconds(self, tp: int, cp: int) -> float:
         """Return a lower bound on the seconds of a microbatch of the whole model with `tp` times the tensor parallel degree
-        and `cp` times the context parallel degree.
+        and `cp` times the context parallel degree, without costs that are fixed.
 
-        Tensor parallel collectives do not shrink with `tp`; everything else shrinks with both, except for fixed costs.
+        All ranks share what is split over the sequence (`cp`). Those of a tensor parallel group also share what differs
+        between them; what is whole on all of them, each computes itself, and what they send does not shrink.
         """
         stage, costing, seconds = self.stage("none"), self._model_costs.costing, 0.0
+        whole = set(range(len(self.graph.values))) - local_values(self.graph)
         nodes = *stage.forward.nodes, *stage.backward.nodes
         for node, layer in zip(nodes, self._layers(nodes), strict=True):
-            is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
-            shrinks = cp if is_shared else tp * cp
-            if work(node, stage.value).kernel is Kernel.MEMORY and node.op not in COLLECTIVES:
-                continue  # it may fit the cache with larger degrees
-            seconds += costing.growing(node, stage.value) * self._counts[layer] / shrinks
+            if node.op in COLLECTIVES and group_of(node)[0] == GROUP:
+                each_s = costing.growing_among(node, stage.value, tp * group_of(node)[1]) / cp
+            else:
+                is_whole = whole.issuperset(
+                    value for value in (*node.inputs, *node.outputs) if value is not None
+                )
+                each_s = costing.growing_with(node, stage.value, 1 / (cp if is_whole else tp * cp))
+            seconds += each_s * self._counts[layer]
         return seconds
 
     @cached_property
