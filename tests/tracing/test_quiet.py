@@ -66,3 +66,21 @@ def test_filters_of_warnings_are_put_back() -> None:
     with quiet_capture("cpu"):
         pass
     assert warnings.filters == before
+
+
+def test_an_error_on_fake_tensors_is_raised_and_not_logged_by_torch_as_well() -> None:
+    wrong = """
+import torch
+from stagewright.errors import TraceError
+from stagewright.tracing.trace import trace_module
+class Wrong(torch.nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) * torch.ones(3)).sum()
+try:
+    trace_module(Wrong(4, 4), {"x": torch.ones(2, 4)})
+except TraceError as error:
+    print(error)
+"""
+    text = said(wrong)
+    assert "a dimension of length 3" in text
+    assert "Traceback" not in text

@@ -190,7 +190,12 @@ def with_late_loss(graph: OperatorGraph) -> OperatorGraph:
     return replace(graph, facts={**graph.facts, "late": late})
 
 
-_KERNEL_LOGGER = "transformers.integrations.hub_kernels"
+_SILENCED = (
+    ("torch._subclasses.fake_tensor", "failed while attempting to run meta"),
+    ("transformers.integrations.hub_kernels", "falling back to its reference"),
+)
+"""Loggers, and the text of their messages that are not wanted."""
+
 _TREESPEC = r".*isinstance\(treespec, LeafSpec\)"
 
 
@@ -210,21 +215,28 @@ def quiet_capture(device_type: str) -> Iterator[None]:
     """Silence inside
 
     * torch's `FutureWarning` about its own `LeafSpec`, which `torch.export` itself brings about;
+    * the traceback that torch logs of an error on fake tensors, which is raised as well;
     * on a CPU, transformers' notice that a kernel of a GPU library falls back to its reference: there is no
       such kernel to install. Tracing on a GPU does what a run there does, and then the notice is true.
 
     All other output of a model's code is let through.
     """
-    logger = logging.getLogger(_KERNEL_LOGGER)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as filters:
         warnings.filterwarnings("ignore", _TREESPEC, FutureWarning)
-        if device_type == "cpu":
-            logger.addFilter(_is_no_fallback)
-        try:
-            yield
-        finally:
-            logger.removeFilter(_is_no_fallback)
+        for name, text in _SILENCED if device_type == "cpu" else _SILENCED[:1]:
+            filters.enter_context(_silenced(logging.getLogger(name), text))
+        yield
 
 
-def _is_no_fallback(record: logging.LogRecord) -> bool:
-    return "falling back to its reference" not in record.getMessage()
+@contextlib.contextmanager
+def _silenced(logger: logging.Logger, text: str) -> Iterator[None]:
+    """Drop what is logged inside and contains `text`."""
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    logger.addFilter(is_heard)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_heard)
