@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 
 from stagewright import machine
-from stagewright.machine import worked_out
+from stagewright.machine import at_once, worked_out
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that start as copies")
 ITEMS = range(23)
@@ -81,3 +82,34 @@ def test_a_process_may_be_ended_again() -> None:
     machine.end(child)
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
+
+
+@pytest.fixture
+def three_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "num_more_processes", lambda num_bytes: 3)
+
+
+@pytest.mark.usefixtures("three_more_processes")
+def test_the_first_work_is_done_here_and_the_next_ones_elsewhere_at_once() -> None:
+    answers = list(at_once([partial(with_process, item) for item in range(5)], 1))
+    assert [square for square, _ in answers] == [0, 1, 4, 9, 16]
+    here = os.getpid()
+    assert [process == here for _, process in answers] == [True, False, False, False, True]
+
+
+@pytest.mark.usefixtures("three_more_processes")
+def test_what_another_process_does_not_answer_is_worked_out_here() -> None:
+    here = os.getpid()
+
+    def only_here(item: int) -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    assert list(at_once([partial(only_here, item) for item in range(3)], 1)) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("three_more_processes")
+def test_an_error_in_another_process_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(at_once([partial(divmod, 1, 1), partial(divmod, 1, 0)], 1))

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -94,6 +94,31 @@ def worked_out(
         for child, stream in children:
             stream.close()
             end(child)
+
+
+def at_once(works: Sequence[Callable[[], Result]], num_bytes: float) -> Generator[Result]:
+    """Yield the results of `works`, in order: of the first from this process, and of the others meanwhile from processes of
+    `num_bytes`, which start as copies of this one, as far as the machine has cores and memory for them."""
+    num_processes = min(len(works) - 1, num_more_processes(num_bytes)) if sys.platform == "linux" else 0
+    children = list[tuple[int, BinaryIO]]()
+    try:
+        with suppress(OSError):  # no more processes
+            for work in works[1 : 1 + num_processes]:
+                child, answer = forked(partial(_answer, work))
+                children.append((child, os.fdopen(answer, "rb")))
+        for place, work in enumerate(works):
+            try:
+                yield pickle.load(children[place - 1][1]) if 0 < place <= len(children) else work()
+            except (EOFError, pickle.UnpicklingError):  # of a process that died
+                yield work()
+    finally:
+        for child, stream in children:
+            stream.close()
+            end(child)
+
+
+def _answer(work: Callable[[], object], answer: BinaryIO) -> None:
+    pickle.dump(work(), answer)
 
 
 def end(child: int) -> None:

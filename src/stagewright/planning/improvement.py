@@ -7,9 +7,11 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
 from stagewright.errors import InputError, TraceError
+from stagewright.machine import at_once
 from stagewright.planning.best_first import Search
 from stagewright.planning.configuration import Configuration
 from stagewright.planning.fitters import OperatorFitter
@@ -31,6 +33,9 @@ _SLACK = 0.02
 """Share of a device's memory that the best plan must leave unused for it to be worked out again with less headroom."""
 _PARTS = 1.0, 0.5
 """Parts of what is unused by which the headroom is reduced, until a plan fits."""
+
+_BYTES = 2**30
+"""Memory of a process that looks longer at a plan, beyond what it shares with this one, estimated generously."""
 
 _SIMPLER_TRIES = 2
 """Number of configurations without a pipeline that are tried where the best plan has one."""
@@ -57,8 +62,7 @@ def improve(search: Search) -> None:
         _try_pieces(search)
         if len(search.fits) == 1:
             return
-    for fit in _to_refine(search):
-        _refine(search, fitter, fit)
+    _refine(search, fitter)
     if JOINT in (search.space.schedules or ()):
         _search_jointly(search, _slower_pipelines(search, fitter))
     _fit_without_pipeline(search, fitter)
@@ -110,11 +114,24 @@ def _to_refine(search: Search) -> list[Fit]:
     return [fit for fit in search.fits if any(fit.plan is plan for plan in chosen)]
 
 
-def _refine(search: Search, fitter: OperatorFitter, best: Fit) -> None:
-    """Look longer for what a plan recomputes, and whether offloading is faster, where it saves by much."""
-    if not best.entry.configuration.saves or _saving_share(best.plan) < _WORTH_REFINING:
-        return
-    search.report("looking for what is best recomputed")
+def _refine(search: Search, fitter: OperatorFitter) -> None:
+    """Look longer for what the best plans recompute, and whether offloading is faster, where they save by much."""
+    worth_it = [
+        fit
+        for fit in _to_refine(search)
+        if fit.entry.configuration.saves and _saving_share(fit.plan) >= _WORTH_REFINING
+    ]
+    if worth_it:
+        search.report("looking for what is best recomputed")
+    works = [partial(_refined, search, fitter, fit) for fit in worth_it]
+    for fit, faster in zip(worth_it, at_once(works, _BYTES), strict=True):
+        if faster is not None:
+            search.fits.remove(fit)
+            search.add(replace(faster, entry=fit.entry))
+
+
+def _refined(search: Search, fitter: OperatorFitter, best: Fit) -> Fit | None:
+    """Return the fastest plan that a longer look finds, or None if it is not faster."""
     offloads = best.entry.configuration.offload
     fits = [best]
     unused = _unused_share(best.plan, search.usable_bytes)
@@ -131,9 +148,7 @@ def _refine(search: Search, fitter: OperatorFitter, best: Fit) -> None:
         below_s = min(fit.step_seconds for fit in fits)
         fits += filter(None, [fitter.afresh(best, below_s, offload=True, headroom=headroom)])
     fastest = min(fits, key=lambda fit: fit.step_seconds)
-    if fastest is not best:
-        search.fits.remove(best)
-        search.add(replace(fastest, entry=best.entry))
+    return None if fastest is best else fastest
 
 
 def _saving_share(plan: Plan) -> float:

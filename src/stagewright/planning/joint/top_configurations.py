@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 
 from stagewright.arrays import Ints
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import RangeCosts
+from stagewright.machine import at_once
 from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.bounds.coarse import Coarse
 from stagewright.planning.candidate import (
@@ -47,6 +49,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.staged_model import StagedModel
 from stagewright.planning.space import JOINT, HostOptimizer, Space
+from stagewright.text import silent
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 
@@ -70,6 +73,8 @@ _MISJUDGED_ALIKE = 0.005
 """Fraction by which they may be too high in one plan and not in another of the same search."""
 _SAVED = 1
 """Number of these that are made to fit by recomputation and offload, which takes long."""
+_BYTES = 2**30
+"""Memory of a process that searches, beyond what it shares with this one, estimated generously."""
 
 
 def top_configurations(fits: Iterable[Fit], best_s: float) -> list[Fit]:
@@ -105,26 +110,35 @@ def joint_plans(
 
     Each is faster than all `fits` and those before it; there are none on devices of several kinds. Ctrl-C during a search
     sets `stop`, which ends this with what the search has found. `wait_for_kernels` is called before there is something to
-    search.
+    search. While the first configuration is searched, other processes search the others.
     """
     stop = stop or threading.Event()
-    job = coarse.job
     best = min((fit.step_seconds for fit in fits), default=0.0)
-    for fit in top_configurations([*fits, *slower], best):
-        if stop.is_set():
-            return
-        base, entry = fit.plan, fit.entry
-        cluster = entry.cluster
-        if base.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
-            continue
+    searched = [
+        fit
+        for fit in top_configurations([*fits, *slower], best)
+        if fit.plan.predictions.lower_bound_seconds < best and fit.entry.cluster.is_homogeneous
+    ]
+    if searched:
         wait_for_kernels()
-        model_costs = coarse.model_costs(entry.configuration.traced)
-        configuration = _joint(entry.configuration, base, space)
-        searches = Searches(base, model_costs, configuration, cluster, best, coarse.report, stop)
-        plan = _joint_plan(searches, job, coarse.reference, space.host_optimizer)
-        if plan is not None and plan.predictions.step_seconds < best:
-            best = plan.predictions.step_seconds
-            yield Fit(on_devices_of(plan, base.cluster.load(), cluster), entry)
+
+    below_s = best
+
+    def work_out(fit: Fit, report: Callable[[str], None]) -> Plan | None:
+        model_costs = coarse.model_costs(fit.entry.configuration.traced)
+        configuration = _joint(fit.entry.configuration, fit.plan, space)
+        searches = Searches(fit.plan, model_costs, configuration, fit.entry.cluster, below_s, report, stop)
+        return _joint_plan(searches, coarse.job, coarse.reference, space.host_optimizer)
+
+    reports = [coarse.report, *(silent for _ in searched[1:])]  # copies of this process have no terminal
+    works = [partial(work_out, fit, report) for fit, report in zip(searched, reports, strict=False)]
+    with closing(at_once(works, _BYTES)) as plans:
+        for fit, plan in zip(searched, plans, strict=True):
+            if plan is not None and plan.predictions.step_seconds < best:
+                best = plan.predictions.step_seconds
+                yield Fit(on_devices_of(plan, fit.plan.cluster.load(), fit.entry.cluster), fit.entry)
+            if stop.is_set():
+                return
 
 
 def _joint(configuration: Configuration, base: Plan, space: Space) -> Configuration:
