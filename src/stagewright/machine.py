@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -29,9 +29,32 @@ def num_cores() -> int:
 
 
 def collect_seldom() -> None:
-    """Let the garbage collector run seldom: libraries and graphs are many objects without cycles, and each collection scans
-    them all."""
+    """Let the garbage collector run seldom from now on: libraries and graphs are many objects without cycles, and each
+    collection scans them all."""
     gc.set_threshold(_ALLOCATIONS)
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Let the garbage collector run seldom inside."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], _ALLOCATIONS) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Disable the garbage collector inside: for what creates many objects and few cycles within seconds."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, starmap
@@ -27,7 +25,7 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.documents import is_plan_file, parse_json, read_text
 from stagewright.errors import InputError, StagewrightError, nearest
-from stagewright.machine import num_more_processes, worked_out
+from stagewright.machine import num_more_processes, without_collection, worked_out
 from stagewright.text import silent
 
 if TYPE_CHECKING:
@@ -277,16 +275,3 @@ def _cluster(name: str | None) -> Cluster:
     cluster = load_cluster(name)
     options.warn(cluster.cautions)
     return cluster
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Disable garbage collection inside: graphs and programs have no reference cycles and live to the end, so
-    collections took a third of a verb's time and freed nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -17,6 +17,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import expert_parallel_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
+from stagewright.machine import without_collection
 from stagewright.planning.candidate import make_candidate, make_plan
 from stagewright.planning.configuration import Configuration, Recompute
 from stagewright.planning.job import Job, given_job
@@ -38,6 +39,7 @@ Trace = Callable[..., OperatorGraph]
 Report = Callable[[str], None]
 
 
+@without_collection()
 def estimate(
     subject: Plan | str | Path | ModelReference,
     cluster: Cluster | str | Path | None = None,

@@ -11,6 +11,7 @@ from typing import Any
 from stagewright.cluster import Cluster, given_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.machine import collecting_seldom
 from stagewright.planning.best_first import Request, Search
 from stagewright.planning.bounds.coarse import Trace
 from stagewright.planning.estimate import graph_of
@@ -26,6 +27,7 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_seconds
 
 
+@collecting_seldom()
 def plan(
     model: str | Path | ModelReference,
     cluster: Cluster | str | Path,

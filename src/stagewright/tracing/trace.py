@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.repeat import expanded, is_pattern
 from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
+from stagewright.machine import without_collection
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
@@ -37,18 +37,6 @@ from stagewright.tracing.settings import TraceSettings
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable garbage collection inside: a trace creates many objects and few reference cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def trace_reference(
     reference: ModelReference,
     settings: TraceSettings,
@@ -61,7 +49,7 @@ def trace_reference(
         return _trace_reference(reference, settings, facts, reported)
 
 
-@_uncollected()
+@without_collection()
 def _trace_reference(
     reference: ModelReference,
     settings: TraceSettings,
@@ -106,7 +94,7 @@ def _trace_reference(
     return graph
 
 
-@_uncollected()
+@without_collection()
 def trace_module(
     model: torch.nn.Module,
     inputs: dict[str, torch.Tensor],
