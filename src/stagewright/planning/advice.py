@@ -12,6 +12,7 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
+from stagewright.planning.prediction.predict import reserved_peaks
 from stagewright.units import format_bytes
 
 _REGIONS = ". Only what the model's own code checkpoints is recomputed: --recompute auto may need less memory"
@@ -20,20 +21,20 @@ _PER_MICROBATCH = ("activations", "recomputed", "transient", "boundary", "inputs
 
 
 def misses_memory(best: Candidate, job: Job) -> PlanError:
-    """Return the error for a search in which nothing fits and `best` is over by least: by its `excess_bytes`, either of live
-    values or of what the allocator reserves for them."""
+    """Return the error for a search in which nothing fits and `best` is over by least: by its `excess_bytes`, or more where
+    the allocator reserves more for its live values."""
     staged = best.staged
     fullest = max(best.memories, key=lambda memory: (staged.missing_bytes([memory]), memory.peak_bytes))
     device = staged.device_of(fullest.rank)
     limit = job.usable_bytes(device, staged.cluster)
-    needed = limit + best.excess_bytes
+    needed = max(limit + best.excess_bytes, reserved_peaks(staged, best.memories)[fullest.rank])
     allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
     if job.memory_limit is None and job.memory_to_spare:
         allowance += f" with {job.memory_to_spare:.0%} to spare"
     remedies = "; or ".join(_remedies(best, fullest, device, limit, needed, job))
     return PlanError(
         f"no configuration fits: the best ({best.configuration}) needs {format_bytes(needed)} on rank "
-        f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
+        f"{fullest.rank}, {format_bytes(needed - limit)} more than {allowance} of {format_bytes(limit)}. "
         f"It would fit with {remedies}{_REGIONS if best.configuration.recompute == 'model' else ''}"
     )
 

@@ -347,6 +347,18 @@ class Search:
         first = self.untraced.pop(0)
         self._trace_ahead([self._arguments(first.degrees, first.microbatch_sizes)])
         self._gather_degrees(first.degrees, first.microbatch_sizes)
+        traced = self.with_pieces(replace(first.degrees, microbatch=first.microbatch_sizes[0]))
+        self.untraced = [
+            other
+            if self.coarse.narrower(other.degrees) != traced
+            else replace(
+                other,
+                bound_s=max(other.bound_s, self.coarse.wider_s(other.degrees, traced)),
+                narrower=traced,
+            )
+            for other in self.untraced
+        ]
+        self.untraced.sort(key=lambda other: other.bound_s)
 
     def gather_sizes(self, degrees: Configuration, sizes: Sequence[int], *, strictly: bool = False) -> None:
         """Queue all configurations of these degrees, each with the smallest microbatch first; raises what the tracer raises.

@@ -18,7 +18,15 @@ from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.graph.repeat import REPEATS
 from stagewright.graph.split import split_graph
 from stagewright.graph.stage import Stage
-from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of, local_values
+from stagewright.graph.tensor_parallel import (
+    ALL_GATHER,
+    COLLECTIVES,
+    CONTEXT_GROUP,
+    GROUP,
+    REDUCE_SCATTER,
+    group_of,
+    local_values,
+)
 from stagewright.planning.configuration import Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
@@ -143,15 +151,18 @@ class Layers:
         """Return a lower bound on the seconds of a microbatch of the whole model with `tp` times the tensor parallel degree
         and `cp` times the context parallel degree, without costs that are fixed.
 
-        All ranks share what is split over the sequence (`cp`). Those of a tensor parallel group also share what differs
-        between them; what is whole on all of them, each computes itself, and what they send does not shrink.
+        The ranks of a context parallel group share all that they do, and those of a tensor parallel group what differs
+        between them; what is whole on all of these, each computes itself. What a group gathers and scatters does not shrink.
         """
         stage, costing, seconds = self.stage("none"), self._model_costs.costing, 0.0
         whole = set(range(len(self.graph.values))) - local_values(self.graph)
+        times = {GROUP: tp, CONTEXT_GROUP: cp}
         nodes = *stage.forward.nodes, *stage.backward.nodes
         for node, layer in zip(nodes, self._layers(nodes), strict=True):
-            if node.op in COLLECTIVES and group_of(node)[0] == GROUP:
-                each_s = costing.growing_among(node, stage.value, tp * group_of(node)[1]) / cp
+            group, size = group_of(node) if node.op in COLLECTIVES else ("", 1)
+            if group == GROUP or (group == CONTEXT_GROUP and node.op in (ALL_GATHER, REDUCE_SCATTER)):
+                among = times[group]
+                each_s = costing.growing_among(node, stage.value, among * size) * among / (tp * cp)
             else:
                 is_whole = whole.issuperset(
                     value for value in (*node.inputs, *node.outputs) if value is not None
