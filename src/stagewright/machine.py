@@ -120,18 +120,20 @@ def worked_out(
 
 
 def at_once(works: Sequence[Callable[[], Result]], num_bytes: float) -> Generator[Result]:
-    """Yield the results of `works`, in order: of the first from this process, and of the others meanwhile from processes of
-    `num_bytes`, which start as copies of this one, as far as the machine has cores and memory for them."""
-    num_processes = min(len(works) - 1, num_more_processes(num_bytes)) if sys.platform == "linux" else 0
+    """Yield the results of `works`, in order: of some from this process, the first among them, and of the others meanwhile
+    from processes of `num_bytes`, which start as copies of this one, as far as the machine has cores and memory for them."""
+    num_more = min(len(works) - 1, num_more_processes(num_bytes)) if sys.platform == "linux" else 0
+    num_processes = 1 + max(0, num_more)
     children = list[tuple[int, BinaryIO]]()
     try:
         with suppress(OSError):  # no more processes
-            for work in works[1 : 1 + num_processes]:
-                child, answer = forked(partial(_answer, work))
-                children.append((child, os.fdopen(answer, "rb")))
+            for first in range(1, num_processes):
+                child, answers = forked(partial(_answer, works[first::num_processes]))
+                children.append((child, os.fdopen(answers, "rb")))
         for place, work in enumerate(works):
+            number = place % num_processes
             try:
-                yield pickle.load(children[place - 1][1]) if 0 < place <= len(children) else work()
+                yield pickle.load(children[number - 1][1]) if 0 < number <= len(children) else work()
             except (EOFError, pickle.UnpicklingError):  # of a process that died
                 yield work()
     finally:
@@ -140,8 +142,10 @@ def at_once(works: Sequence[Callable[[], Result]], num_bytes: float) -> Generato
             end(child)
 
 
-def _answer(work: Callable[[], object], answer: BinaryIO) -> None:
-    pickle.dump(work(), answer)
+def _answer(works: Sequence[Callable[[], object]], answers: BinaryIO) -> None:
+    for work in works:
+        pickle.dump(work(), answers)
+        answers.flush()
 
 
 def end(child: int) -> None:

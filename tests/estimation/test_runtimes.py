@@ -72,7 +72,8 @@ def test_rewritten_graphs_compute_the_same_products_of_the_same_parameters(model
     assert set(found.parameters) == set(plain.parameters)
     assert len(found.gradients) == len(plain.gradients)
     assert product_flop(found) == pytest.approx(product_flop(plain), rel=1e-12)
-    assert sum(is_kernel(node.op) for node in found.nodes) > 3
+    assert sum(is_kernel(node.op) for node in found.nodes) >= 2
+    assert sum(node.op.startswith("runtime.loss.") for node in found.nodes) == 2  # forward and backward
     assert len(found.nodes) < len(plain.nodes)
     verify_graph(fuse(plain, [kernel.rule for kernel in profile.kernels]))
 

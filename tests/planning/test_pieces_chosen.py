@@ -66,12 +66,12 @@ def test_microbatches_of_few_tokens_are_divided_too() -> None:
 
 def test_pieces_that_would_only_cost_time_are_not_taken() -> None:
     """Where there is room, and where giving up a little is cheaper than what pieces add to the gradient of the head."""
-    for limit in (7000, 4096):
+    for limit in (7000, 3800):
         whole, chosen = found(limit, 1).plans[0], found(limit, "auto").plans[0]
         assert chosen.loss_pieces == 1
         assert chosen.predictions.step_seconds == whole.predictions.step_seconds
         assert loss_lines(chosen) == []
-    assert found(4096, 1).plans[0].memory_policy[-1] != "keep"
+    assert found(3800, 1).plans[0].memory_policy[-1] != "keep"
     forced = found(7000, 2).plans[0]
     assert forced.predictions.step_seconds > found(7000, 1).plans[0].predictions.step_seconds
 

@@ -59,7 +59,7 @@ class FusedKernel(SourcedModel):
     around: frozenset[str] = Field(min_length=1)
     absorbs: frozenset[str] = frozenset()
     keeps: frozenset[str] = frozenset({INPUTS})
-    within: Literal["module", "parent", "model"] = "module"
+    within: Literal["module", "parent", "model", "loss"] = "module"
     kind: Literal["memory", "norm", "matmul"] = "memory"
     forward_bytes: _Count | None = None
     backward_bytes: _Count | None = None

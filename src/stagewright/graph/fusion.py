@@ -35,7 +35,8 @@ class FusionRule:
 
     * `around`: every kernel contains one or more of these, and grows from the first.
     * `absorbs`: adjacent operators that join the kernel if the whole can still run as one; views between them join too.
-    * `within`: where adjacent operators are searched: in the ``module`` of the first, its ``parent`` too, or the ``model``.
+    * `within`: where adjacent operators are searched: in the ``module`` of the first, its ``parent`` too, or the ``model``;
+      in the ``loss``: in the module of the first, after the last matmul.
     * `keeps`: what the forward saves for the backward: ``inputs``, ``results``, or names of operators whose results it
       saves although nothing else uses them.
     * `forward_bytes`, `backward_bytes`: memory traffic per element of the largest input or output; None: every tensor once.
@@ -53,7 +54,7 @@ class FusionRule:
     scratch_bytes: float = 0.0
     backward_scratch_bytes: float = 0.0
     kind: Literal["memory", "norm", "matmul"] = "memory"
-    within: Literal["module", "parent", "model"] = "module"
+    within: Literal["module", "parent", "model", "loss"] = "module"
 
 
 def is_kernel(op: str) -> bool:
@@ -182,7 +183,7 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
                 taken.update(members)
                 yield _Group(rule, members)
             continue
-        for node in graph.nodes:
+        for node in _after_logits(graph) if rule.within == "loss" else graph.nodes:
             if node.part is Part.FORWARD and node.id not in taken and short_name(node.op) in rule.around:
                 members = _grown(graph, rule, node, maker, taken)
                 if not members:
@@ -190,6 +191,13 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
                 if len(members) > 1 or rule.forward_bytes is not None or rule.keeps != frozenset({INPUTS}):
                     taken.update(members)
                     yield _Group(rule, tuple(sorted(members)))
+
+
+def _after_logits(graph: OperatorGraph) -> Iterator[Node]:
+    """Yield the operators of the forward after its last matmul; all where there is none."""
+    nodes = [graph.nodes[number] for number in graph.forward_ids]
+    last = next((place for place in reversed(range(len(nodes))) if _multiplies(nodes[place])), -1)
+    yield from nodes[last + 1 :]
 
 
 def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> Iterator[tuple[int, ...]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -123,17 +124,28 @@ def _refine(search: Search, fitter: OperatorFitter) -> None:
     ]
     if worth_it:
         search.report("looking for what is best recomputed")
-    works = [partial(_refined, search, fitter, fit) for fit in worth_it]
-    for fit, faster in zip(worth_it, at_once(works, _BYTES), strict=True):
-        if faster is not None:
-            search.fits.remove(fit)
-            search.add(replace(faster, entry=fit.entry))
+    looks = [list(_longer_looks(search, fitter, fit)) for fit in worth_it]
+    with closing(at_once(list(itertools.chain.from_iterable(looks)), _BYTES)) as results:
+        for fit, looks_at_it in zip(worth_it, looks, strict=True):
+            others = itertools.islice(results, len(looks_at_it))
+            fastest = min((fit, *filter(None, others)), key=_step_seconds)
+            if fastest is not fit:
+                search.fits.remove(fit)
+                search.add(replace(fastest, entry=fit.entry))
 
 
-def _refined(search: Search, fitter: OperatorFitter, best: Fit) -> Fit | None:
-    """Return the fastest plan that a longer look finds, or None if it is not faster."""
+def _longer_looks(search: Search, fitter: OperatorFitter, best: Fit) -> Iterator[Callable[[], Fit | None]]:
+    """Yield the ways to look longer for a faster plan than `best`."""
+    yield partial(_with_other_memory, search, fitter, best)
+    if _may_be_refined(best.plan):
+        yield partial(fitter.refined, best.entry)
+
+
+def _with_other_memory(search: Search, fitter: OperatorFitter, best: Fit) -> Fit | None:
+    """Return the faster of a plan with less headroom, where much of it is unused, and one that offloads; None if there is
+    neither."""
     offloads = best.entry.configuration.offload
-    fits = [best]
+    fits = list[Fit]()
     unused = _unused_share(best.plan, search.usable_bytes)
     for part in _PARTS if best.headroom and unused > _SLACK else ():
         smaller = max(0, best.headroom - int(part * unused * search.usable_bytes))
@@ -141,14 +153,14 @@ def _refined(search: Search, fitter: OperatorFitter, best: Fit) -> Fit | None:
         if fit is not None:
             fits.append(fit)
             break
-    headroom = fits[-1].headroom
-    if _may_be_refined(fits[-1].plan):
-        fits += filter(None, [fitter.refined(best.entry)])
     if search.space.offload and not offloads and search.cluster.kind != "cpu":
-        below_s = min(fit.step_seconds for fit in fits)
-        fits += filter(None, [fitter.afresh(best, below_s, offload=True, headroom=headroom)])
-    fastest = min(fits, key=lambda fit: fit.step_seconds)
-    return None if fastest is best else fastest
+        least = fits[-1] if fits else best
+        fits += filter(None, [fitter.afresh(best, least.step_seconds, offload=True, headroom=least.headroom)])
+    return min(fits, key=_step_seconds, default=None)
+
+
+def _step_seconds(fit: Fit) -> float:
+    return fit.step_seconds
 
 
 def _saving_share(plan: Plan) -> float:
