@@ -150,6 +150,18 @@ def test_wider_ranks_share_what_differs_between_them_and_send_no_less(splits_seq
     assert 0.8 * of_wider < of_narrower <= of_wider
 
 
+def test_a_new_graph_bounds_what_is_wider_no_less_closely() -> None:
+    space = Space(largest_tp=8, largest_cp=1, pp=1).of_runtime(JOB)
+    search = Search(Request(model(), CLUSTER, JOB, space), lambda stage: None, trace)
+    search.gather()
+    before = {untraced.degrees.tp: untraced for untraced in search.untraced}
+    assert {tp: untraced.narrower.tp for tp, untraced in before.items()} == {4: 2, 8: 2}
+    search._gather_untraced()
+    (untraced,) = search.untraced
+    assert (untraced.degrees.tp, untraced.narrower.tp) == (8, 4)
+    assert untraced.bound_s >= before[8].bound_s
+
+
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
     (search, few), (roomy, many) = searched(job=LACKING), searched()
     assert search.fitter.nearest_bound and len(few) < len(many)

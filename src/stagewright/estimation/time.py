@@ -581,7 +581,7 @@ class Costing:
         if not growing_s or self.runtime.overlapped_collectives != "none":
             return growing_s
         assert self.cluster is not None
-        place = node.args.index(group_of(node)[1])
+        place = node.args.index(group_of(node)[0]) + 1
         among = replace(node, args=(*node.args[:place], num_ranks, *node.args[place + 1 :]))
         now_s, then_s = (
             collective_seconds(

@@ -343,22 +343,16 @@ class Search:
             self.fitter.excluded.append(Excluded(str(error), 1, 1, tp=degrees.tp))
 
     def _gather_untraced(self) -> None:
-        """Trace the most promising of the untraced degrees, and queue their configurations."""
+        """Trace the most promising of the untraced degrees, queue their configurations, and bound others by their graph."""
         first = self.untraced.pop(0)
         self._trace_ahead([self._arguments(first.degrees, first.microbatch_sizes)])
         self._gather_degrees(first.degrees, first.microbatch_sizes)
         traced = self.with_pieces(replace(first.degrees, microbatch=first.microbatch_sizes[0]))
-        self.untraced = [
-            other
-            if self.coarse.narrower(other.degrees) != traced
-            else replace(
-                other,
-                bound_s=max(other.bound_s, self.coarse.wider_s(other.degrees, traced)),
-                narrower=traced,
-            )
-            for other in self.untraced
-        ]
-        self.untraced.sort(key=lambda other: other.bound_s)
+        for place, other in enumerate(self.untraced):
+            if self.coarse.narrower(other.degrees) == traced:
+                bound_s = max(other.bound_s, self.coarse.wider_s(other.degrees, traced))
+                self.untraced[place] = replace(other, bound_s=bound_s, narrower=traced)
+        self.untraced.sort(key=lambda untraced: untraced.bound_s)
 
     def gather_sizes(self, degrees: Configuration, sizes: Sequence[int], *, strictly: bool = False) -> None:
         """Queue all configurations of these degrees, each with the smallest microbatch first; raises what the tracer raises.
