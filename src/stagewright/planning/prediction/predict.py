@@ -462,7 +462,8 @@ def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[
 
     In a long pipeline only the fullest ranks are replayed; the other ranks are taken to lose as large a share to
     fragmentation as the worst of these. With split backwards, which free the values of a microbatch in two parts,
-    fragmentation may grow over a whole batch: all of it is replayed.
+    fragmentation may grow over a whole batch: all of it is replayed, as no state of the allocator comes back (in none of
+    63 to 253 repetitions of a microbatch in zero-bubble programs of llama-3-8b).
     """
     least = [reserved_bytes(memory, staged.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(staged.pp) if staged.device_of(rank).kind != "cpu"]
