@@ -38,7 +38,7 @@ def test_what_megatron_has_not_is_said_with_its_price(plan_file: Path, tmp_path:
     done = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "launch")
     assert done.exit_code == 0, done.stderr
     assert "the schedule zb-h1 is not among its schedules" in done.stderr
-    assert "with these a step takes" in done.stderr and "as megatron-core+te runs it" in done.stderr
+    assert "predicted to take" in done.stderr and "(runtime megatron-core+te)" in done.stderr
     script = (tmp_path / "launch" / "train.sh").read_text()
     for line in done.stderr.splitlines():
         assert f"# {line.partition(': ')[2]}" in script
