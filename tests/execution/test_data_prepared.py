@@ -152,7 +152,7 @@ def test_data_that_a_model_cannot_use_is_refused(plan: Plan, own: str, tmp_path:
     with pytest.raises(InputError, match="is not made of tokens"):
         ready(factory, pairs)
     for name, match in (
-        ("longer", r"sample 0 of .* has 'input_ids' of shape \(17,\), and the model takes \(16,\)"),
+        ("longer", r"sample 0 of .* has 'input_ids' of shape \(17,\), but the model takes \(16,\)"),
         ("images", "is a tuple of 2, and the model takes input_ids"),
         ("nothing", "is empty"),
         ("number", "returned a int"),
