@@ -103,7 +103,8 @@ def make_plan(
     split_stages = split_graph(graph, cuts)
     policies = [_policy(stage, policy) for stage in split_stages]
     if policy != "keep":
-        program = insert_recomputation(program, range(stages))
+        saving = (isinstance(chosen, str) or chosen.recompute or chosen.offload for chosen in policies)
+        program = insert_recomputation(program, [stage for stage, saves in enumerate(saving) if saves])
     levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
     if streamed:
         on_host = program.placement.stages_on(host_optimizer)
