@@ -86,12 +86,12 @@ def test_a_process_may_be_ended_again() -> None:
 
 @pytest.fixture
 def three_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "num_more_processes", lambda num_bytes: 3)
+    monkeypatch.setattr(machine, "num_more_processes", lambda: 3)
 
 
 @pytest.mark.usefixtures("three_more_processes")
 def test_the_first_work_is_done_here_and_the_next_ones_elsewhere_at_once() -> None:
-    answers = list(at_once([partial(with_process, item) for item in range(6)], 1))
+    answers = list(at_once([partial(with_process, item) for item in range(6)]))
     assert [square for square, _ in answers] == [0, 1, 4, 9, 16, 25]
     processes = [process for _, process in answers]
     assert processes[0] == os.getpid() and len(set(processes)) == 4
@@ -107,10 +107,10 @@ def test_what_another_process_does_not_answer_is_worked_out_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return item
 
-    assert list(at_once([partial(only_here, item) for item in range(3)], 1)) == [0, 1, 2]
+    assert list(at_once([partial(only_here, item) for item in range(3)])) == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("three_more_processes")
 def test_an_error_in_another_process_is_raised_here() -> None:
     with pytest.raises(ZeroDivisionError):
-        list(at_once([partial(divmod, 1, 1), partial(divmod, 1, 0)], 1))
+        list(at_once([partial(divmod, 1, 1), partial(divmod, 1, 0)]))

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 
 _MOST_PROCESSES = 8
 _ALLOCATIONS = 200_000
+_COPY_BYTES = 2**30
+"""Memory of a copy of this process in bytes beyond what it shares with this one, estimated generously."""
 _BLOCK = 4
 """Number of neighbouring items that one process gets: they often have much in common."""
 
@@ -38,7 +40,8 @@ def collect_seldom() -> None:
 def collecting_seldom() -> Iterator[None]:
     """Let the garbage collector run seldom inside."""
     before = gc.get_threshold()
-    gc.set_threshold(max(before[0], _ALLOCATIONS) if before[0] else 0, *before[1:])
+    if 0 < before[0] < _ALLOCATIONS:
+        collect_seldom()
     try:
         yield
     finally:
@@ -89,63 +92,60 @@ def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
         os._exit(0)
 
 
-def worked_out(
-    work: Callable[[Item], Result], items: Sequence[Item], num_processes: int
-) -> Iterator[Result | None]:
-    """Yield `work` of all items, in order, from so many processes, which start as copies of this one and get blocks of items
-    in turn; None for what a process did not get to because it died or could not be started."""
+@contextmanager
+def _answering(shares: Iterable[Sequence[Callable[[], object]]]) -> Iterator[list[BinaryIO]]:
+    """Let processes that start as copies of this one work out a share each; yield the streams of their answers, for as many
+    as could be started. They end with the context."""
 
-    def answer(first: int, stream: BinaryIO) -> None:
-        for start in range(first * _BLOCK, len(items), num_processes * _BLOCK):
-            for item in items[start : start + _BLOCK]:
-                pickle.dump(work(item), stream)
-                stream.flush()
+    def answer(share: Sequence[Callable[[], object]], answers: BinaryIO) -> None:
+        for work in share:
+            pickle.dump(work(), answers)
+            answers.flush()
 
     children = list[tuple[int, BinaryIO]]()
     try:
         with suppress(OSError):  # no more processes
-            for first in range(num_processes):
-                child, answers = forked(partial(answer, first))
-                children.append((child, os.fdopen(answers, "rb")))
+            for share in shares:
+                child, reader = forked(partial(answer, share))
+                children.append((child, os.fdopen(reader, "rb")))
+        yield [answers for _, answers in children]
+    finally:
+        for child, answers in children:
+            answers.close()
+            end(child)
+
+
+def worked_out(
+    work: Callable[[Item], Result], items: Sequence[Item], num_processes: int
+) -> Generator[Result | None]:
+    """Yield `work` of all items, in order, from so many processes, which start as copies of this one and get blocks of items
+    in turn; None for what a process did not get to because it died or could not be started."""
+    shares: list[list[Callable[[], Result]]] = [[] for _ in range(num_processes)]
+    for place, item in enumerate(items):
+        shares[place // _BLOCK % num_processes].append(partial(work, item))
+    with _answering(shares) as answers:
         for place in range(len(items)):
             number = place // _BLOCK % num_processes
             try:
-                yield pickle.load(children[number][1]) if number < len(children) else None
+                result = pickle.load(answers[number]) if number < len(answers) else None
             except (EOFError, pickle.UnpicklingError):
-                yield None
-    finally:
-        for child, stream in children:
-            stream.close()
-            end(child)
+                result = None
+            yield result
 
 
-def at_once(works: Sequence[Callable[[], Result]], num_bytes: float) -> Generator[Result]:
+def at_once(works: Sequence[Callable[[], Result]]) -> Generator[Result]:
     """Yield the results of `works`, in order: of some from this process, the first among them, and of the others meanwhile
-    from processes of `num_bytes`, which start as copies of this one, as far as the machine has cores and memory for them."""
-    num_more = min(len(works) - 1, num_more_processes(num_bytes)) if sys.platform == "linux" else 0
+    from copies of it, as far as the machine has cores and memory for them."""
+    num_more = min(len(works) - 1, num_more_processes()) if sys.platform == "linux" else 0
     num_processes = 1 + max(0, num_more)
-    children = list[tuple[int, BinaryIO]]()
-    try:
-        with suppress(OSError):  # no more processes
-            for first in range(1, num_processes):
-                child, answers = forked(partial(_answer, works[first::num_processes]))
-                children.append((child, os.fdopen(answers, "rb")))
+    with _answering(works[first::num_processes] for first in range(1, num_processes)) as answers:
         for place, work in enumerate(works):
             number = place % num_processes
             try:
-                yield pickle.load(children[number - 1][1]) if 0 < number <= len(children) else work()
+                result = pickle.load(answers[number - 1]) if 0 < number <= len(answers) else work()
             except (EOFError, pickle.UnpicklingError):  # of a process that died
-                yield work()
-    finally:
-        for child, stream in children:
-            stream.close()
-            end(child)
-
-
-def _answer(works: Sequence[Callable[[], object]], answers: BinaryIO) -> None:
-    for work in works:
-        pickle.dump(work(), answers)
-        answers.flush()
+                result = work()
+            yield result
 
 
 def end(child: int) -> None:
@@ -155,7 +155,7 @@ def end(child: int) -> None:
         os.waitpid(child, 0)
 
 
-def num_more_processes(num_bytes: float) -> int:
+def num_more_processes(num_bytes: float = _COPY_BYTES) -> int:
     """Return the number of further processes of so many bytes that the machine has cores and memory for."""
     return min(num_cores() - 1, int(min(free_bytes() / num_bytes, _MOST_PROCESSES)))
 

@@ -165,7 +165,7 @@ def test_configurations_of_a_file_are_the_same_from_several_processes(
     words = ("estimate", *MODEL, *CLUSTER, *JOB, "--configurations", path)
     printed = []
     for num_more in (0, 1):
-        monkeypatch.setattr(estimating, "num_more_processes", lambda num_bytes, num=num_more: num)
+        monkeypatch.setattr(estimating, "num_more_processes", lambda num=num_more: num)
         printed.append(call(*words))
     assert printed[0].stdout == printed[1].stdout and len(printed[1].stdout.splitlines()) == 9
     assert [done.exit_code for done in printed] == [1, 1]  # of microbatches that do not divide the batch

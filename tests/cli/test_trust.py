@@ -90,9 +90,8 @@ def test_a_run_is_compared_with_its_plan(plan: Path) -> None:
         times = rank["busy_seconds"]["measured"] + rank["idle_seconds"]["measured"]
         assert times == pytest.approx(found["batch_seconds"]["measured"])
         peak = rank["allocated_peak_bytes"]
-        of_gpu = (
-            load_plan(plan).cluster.load().device.allocated_workspace_bytes
-        )  # which a CPU's library does not take
+        # A CPU's library takes no workspace.
+        of_gpu = load_plan(plan).cluster.load().device.allocated_workspace_bytes
         assert peak["measured"] == pytest.approx(peak["predicted"] - of_gpu, rel=0.03)
     assert found["disagreements"] and "was run on cpu" in compared.stderr
     shown = call("compare", plan, record).stdout

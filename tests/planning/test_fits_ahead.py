@@ -37,7 +37,7 @@ def searched() -> SearchResult:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits_ahead, "_WORTH_S", 0.0)
-    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda num_bytes: 2)
+    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda: 2)
 
 
 def test_a_search_is_the_same_with_other_processes(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_search_is_the_same_with_other_processes(eager: None, monkeypatch: pyt
     monkeypatch.setattr(FitsAhead, "_answered", noted)
     ahead = searched()
     assert any(isinstance(answer, Miss) for answer in answered) and None not in answered
-    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda num_bytes: 0)
+    monkeypatch.setattr(fits_ahead, "num_more_processes", lambda: 0)
     alone = searched()
     assert ahead.plans == alone.plans
     assert ahead.excluded == alone.excluded

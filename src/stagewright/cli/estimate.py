@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 
-_BYTES = 2**30
-"""Memory of a process in bytes beyond what it shares with this one, estimated generously."""
-
-
 # fmt: off
 @dataclass(frozen=True)
 class ConfigurationOptions:
@@ -201,7 +197,7 @@ def _estimates(path: Path, estimate: Callable[..., tuple[str, bool]]) -> Iterato
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
     yield from starmap(estimate, islice(numbered, None if lines is sys.stdin else 1))
     others = list(numbered)
-    num_processes = min(1 + num_more_processes(_BYTES), len(others))
+    num_processes = min(1 + num_more_processes(), len(others))
     if sys.platform != "linux" or num_processes < 2:
         yield from starmap(estimate, others)
         return

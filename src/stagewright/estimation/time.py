@@ -583,6 +583,7 @@ class Costing:
         assert self.cluster is not None
         place = node.args.index(group_of(node)[0]) + 1
         among = replace(node, args=(*node.args[:place], num_ranks, *node.args[place + 1 :]))
+        # Of so many bytes that latency does not count.
         now_s, then_s = (
             collective_seconds(
                 sent, value, self.cluster, self._strides, share=_GROWN * self._sent_share(node, value)

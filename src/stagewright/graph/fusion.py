@@ -142,10 +142,7 @@ def holding_logits(graph: OperatorGraph) -> OperatorGraph:
 
 def logits_of(graph: OperatorGraph) -> int | None:
     """Return the result of the last matmul of the forward, or its all-gather; None if there is none."""
-    product = next(
-        (node for node in map(graph.nodes.__getitem__, reversed(graph.forward_ids)) if _multiplies(node)),
-        None,
-    )
+    product = _last_product(graph)
     if product is None or product.outputs[0] is None:
         return None
     logits = product.outputs[0]
@@ -155,6 +152,12 @@ def logits_of(graph: OperatorGraph) -> int | None:
             break
         logits = result
     return logits
+
+
+def _last_product(graph: OperatorGraph) -> Node | None:
+    """Return the last matmul of the forward, or None if there is none."""
+    forward = map(graph.nodes.__getitem__, reversed(graph.forward_ids))
+    return next((node for node in forward if _multiplies(node)), None)
 
 
 def _sole_forward_user(graph: OperatorGraph, value: int) -> Node | None:
@@ -195,9 +198,9 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
 
 def _after_logits(graph: OperatorGraph) -> Iterator[Node]:
     """Yield the operators of the forward after its last matmul; all where there is none."""
-    nodes = [graph.nodes[number] for number in graph.forward_ids]
-    last = next((place for place in reversed(range(len(nodes))) if _multiplies(nodes[place])), -1)
-    yield from nodes[last + 1 :]
+    last = _last_product(graph)
+    first = 0 if last is None else graph.position[last.id] + 1
+    yield from map(graph.nodes.__getitem__, graph.forward_ids[first:])
 
 
 def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> Iterator[tuple[int, ...]]:

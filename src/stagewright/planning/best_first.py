@@ -234,9 +234,8 @@ class Search:
             if degrees.ep > 1 and not has_experts:
                 continue
             if (narrower := self.coarse.narrower(degrees)) is not None:
-                self.untraced.append(
-                    _Untraced(self.coarse.wider_s(degrees, narrower), degrees, sizes, narrower)
-                )
+                bound_s = self.coarse.wider_s(degrees, narrower)
+                self.untraced.append(_Untraced(bound_s, degrees, sizes, narrower))
                 continue
             is_first = not self.coarse.graphs
             remaining = [other for other in remaining if other != degrees]

@@ -35,9 +35,6 @@ _SLACK = 0.02
 _PARTS = 1.0, 0.5
 """Parts of what is unused by which the headroom is reduced, until a plan fits."""
 
-_BYTES = 2**30
-"""Memory of a process that looks longer at a plan, beyond what it shares with this one, estimated generously."""
-
 _SIMPLER_TRIES = 2
 """Number of configurations without a pipeline that are tried where the best plan has one."""
 
@@ -125,10 +122,10 @@ def _refine(search: Search, fitter: OperatorFitter) -> None:
     if worth_it:
         search.report("looking for what is best recomputed")
     looks = [list(_longer_looks(search, fitter, fit)) for fit in worth_it]
-    with closing(at_once(list(itertools.chain.from_iterable(looks)), _BYTES)) as results:
+    with closing(at_once(list(itertools.chain.from_iterable(looks)))) as results:
         for fit, looks_at_it in zip(worth_it, looks, strict=True):
             others = itertools.islice(results, len(looks_at_it))
-            fastest = min((fit, *filter(None, others)), key=_step_seconds)
+            fastest = min((fit, *filter(None, others)), key=lambda fit: fit.step_seconds)
             if fastest is not fit:
                 search.fits.remove(fit)
                 search.add(replace(fastest, entry=fit.entry))
@@ -154,13 +151,9 @@ def _with_other_memory(search: Search, fitter: OperatorFitter, best: Fit) -> Fit
             fits.append(fit)
             break
     if search.space.offload and not offloads and search.cluster.kind != "cpu":
-        least = fits[-1] if fits else best
-        fits += filter(None, [fitter.afresh(best, least.step_seconds, offload=True, headroom=least.headroom)])
-    return min(fits, key=_step_seconds, default=None)
-
-
-def _step_seconds(fit: Fit) -> float:
-    return fit.step_seconds
+        base = fits[-1] if fits else best
+        fits += filter(None, [fitter.afresh(best, base.step_seconds, offload=True, headroom=base.headroom)])
+    return min(fits, key=lambda fit: fit.step_seconds, default=None)
 
 
 def _saving_share(plan: Plan) -> float:

@@ -73,8 +73,6 @@ _MISJUDGED_ALIKE = 0.005
 """Fraction by which they may be too high in one plan and not in another of the same search."""
 _SAVED = 1
 """Number of these that are made to fit by recomputation and offload, which takes long."""
-_BYTES = 2**30
-"""Memory of a process that searches, beyond what it shares with this one, estimated generously."""
 
 
 def top_configurations(fits: Iterable[Fit], best_s: float) -> list[Fit]:
@@ -113,7 +111,7 @@ def joint_plans(
     search. While the first configuration is searched, other processes search the others.
     """
     stop = stop or threading.Event()
-    best = min((fit.step_seconds for fit in fits), default=0.0)
+    best = below_s = min((fit.step_seconds for fit in fits), default=0.0)
     searched = [
         fit
         for fit in top_configurations([*fits, *slower], best)
@@ -122,17 +120,15 @@ def joint_plans(
     if searched:
         wait_for_kernels()
 
-    below_s = best
-
     def work_out(fit: Fit, report: Callable[[str], None]) -> Plan | None:
         model_costs = coarse.model_costs(fit.entry.configuration.traced)
         configuration = _joint(fit.entry.configuration, fit.plan, space)
         searches = Searches(fit.plan, model_costs, configuration, fit.entry.cluster, below_s, report, stop)
         return _joint_plan(searches, coarse.job, coarse.reference, space.host_optimizer)
 
-    reports = [coarse.report, *(silent for _ in searched[1:])]  # copies of this process have no terminal
-    works = [partial(work_out, fit, report) for fit, report in zip(searched, reports, strict=False)]
-    with closing(at_once(works, _BYTES)) as plans:
+    # Copies of this process have no terminal.
+    works = [partial(work_out, fit, silent if place else coarse.report) for place, fit in enumerate(searched)]
+    with closing(at_once(works)) as plans:
         for fit, plan in zip(searched, plans, strict=True):
             if plan is not None and plan.predictions.step_seconds < best:
                 best = plan.predictions.step_seconds

@@ -20,8 +20,6 @@ from typing import BinaryIO, NamedTuple
 from stagewright.machine import end, forked, num_more_processes
 from stagewright.planning.memory.fitting import Entry, Fit, Miss
 
-_BYTES = 2**30
-"""Memory of a process in bytes beyond what it shares with this one, estimated generously."""
 _WORTH_S = 0.2
 """Seconds of the latest fit above which processes are worth starting: one takes some hundredths to start and to answer."""
 
@@ -70,7 +68,7 @@ class FitsAhead:
         likely = list[Attempt]()
         if sys.platform == "linux" and self._latest_s >= _WORTH_S:
             unknown = (other for other in later if other not in self._answers)
-            likely = list(islice(unknown, max(0, num_more_processes(_BYTES))))
+            likely = list(islice(unknown, max(0, num_more_processes())))
         for other in [other for other in self._running if other != attempt and other not in likely]:
             self._end(other)
         for other in likely:
