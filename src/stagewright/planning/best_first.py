@@ -73,6 +73,8 @@ _LIKELY = 12
 """Number of graphs that are looked at before each fit for what other processes may trace."""
 _SURE = 6
 """Number of the most promising configurations whose graphs come before those with the loss in pieces."""
+_HOPEFUL = 1.25
+"""How many times the least bound a bound may be for its graph to be traced by other processes before there is a plan."""
 
 
 @dataclass(frozen=True)
@@ -311,8 +313,10 @@ class Search:
             for bound_s, _, entry in self.waiting.entries
             if entry.bounded_by is not None
         ]
+        least_s = min((self.waiting.least_s, *(bound_s for bound_s, _ in untraced)))
+        most_s = min(self.longest_s, _HOPEFUL * least_s)
         for bound_s, configuration in sorted((*untraced, *bounded), key=itemgetter(0)):
-            if bound_s >= self.longest_s:
+            if bound_s >= most_s:
                 return
             yield configuration.traced
 
