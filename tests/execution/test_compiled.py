@@ -25,10 +25,10 @@ def trained(folder: Path, without: str = "", **options: Any) -> list[tuple[list[
     for name, compiled in (("plain", False), ("compiled", True)):
         make_plan(folder / f"{name}.json", dtype="fp64", sequence_length=16, compiled=compiled, **options)
         paths.append(str(folder / f"{name}.json"))
-    found = run_ranks(train, 2, paths, without, timeout=400)
-    (plain, _), (made, _) = found[0]
-    assert made == pytest.approx(plain, rel=1e-5)
-    return [rank[1] for rank in found]
+    ranks = run_ranks(train, 2, paths, without, timeout=400)
+    (plain, _), (compiled_losses, _) = ranks[0]
+    assert compiled_losses == pytest.approx(plain, rel=1e-5)
+    return [results[1] for results in ranks]
 
 
 @pytest.mark.slow
@@ -67,6 +67,19 @@ def test_while_bytes_are_counted_the_operators_run(monkeypatch: pytest.MonkeyPat
             (result,) = function([torch.ones(2)], {}, lambda *_: None, lambda *_: None)
             assert result.tolist() == [2.0, 2.0]
     assert calls == ["operators", "compiled", "compiled", "operators"]
+
+
+def test_results_that_are_rounding_as_a_whole_do_not_differ() -> None:
+    import torch
+
+    from stagewright.execution.compiled import _difference
+
+    large = torch.full((4,), 0.5, dtype=torch.float64)
+    noise = torch.full((4,), 3e-18, dtype=torch.float64)
+    assert _difference([large, -noise], [large, noise], []) == ""
+    for wrong in (noise + 1e-6, noise * torch.nan):
+        assert _difference([large, wrong], [large, noise], []) == "a result differs"
+    assert _difference([noise, -noise], [noise, noise], []) == "a result differs"
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -128,14 +141,14 @@ def train(rank: int, num_ranks: int, paths: list[str], without: str) -> list[tup
         config.cpp.cxx = ("no-such-compiler",)
         config.force_disable_caches = True
     dist.init_process_group("gloo")
-    found = []
+    results = []
     for path in paths:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
             losses = [session.train_step(step, metered=step == 1).loss for step in range(3)]
         texts = [str(one.message) for one in caught if "is not compiled" in str(one.message)]
-        found.append((losses, texts))
+        results.append((losses, texts))
         dist.barrier()
     dist.destroy_process_group()
-    return found
+    return results

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -87,6 +88,23 @@ def test_the_logical_operator_is_pytorchs_attention_to_the_last_bit(
     plain = outcome(functional.scaled_dot_product_attention, given, settings)
     for logical, wanted in zip(outcome(attention, given, settings), plain, strict=True):
         assert torch.equal(logical, wanted)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_results_are_laid_out_as_declared(name: str, dropout: float) -> None:
+    """As a compiler that takes the operator whole relies on."""
+    sizes, settings = SETTINGS[name]
+    mask = settings.get("attn_mask")
+    query, key, value = (tensor.detach() for tensor in tensors(torch.float32, **sizes))
+    bias_of_all = None if mask is None else mask(torch.float32).detach() if callable(mask) else mask.float()
+    given = (query, key, value, bias_of_all, dropout, settings.get("is_causal", False), 0.3, False)
+    real = torch.ops.stagewright.attention(*given)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(part) if isinstance(part, Tensor) else part for part in given]
+        declared = torch.ops.stagewright.attention(*fake)
+    for result, layout in zip(real, declared, strict=True):
+        assert (result.dtype, result.shape, result.stride()) == (layout.dtype, layout.shape, layout.stride())
 
 
 @pytest.mark.parametrize("dims", [2, 3, 5])

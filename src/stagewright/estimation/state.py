@@ -71,8 +71,8 @@ def resident_bytes(
     of the first; `kernel_bytes` are one workspace of the runtime's own kernels.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
-    `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: the norms of the gradients, a
-    few bytes each.
+    `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: a few bytes
+    each for the norms of the gradients and, where tokens are masked, the weights of microbatches.
     """
     stages = [memory.stage for memory in memories]
     runtime, kept = runtime_of(stages[0].graph), optimizer_of(stages[0].graph)

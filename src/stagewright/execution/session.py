@@ -170,9 +170,10 @@ class Session:
             self.batches = (
                 SyntheticBatches(model.inputs, job.seed) if data is None else open_batches(data, job)
             )
-        takes_labels = {LABELS, "input_ids"} <= self.graph.inputs.keys()  # which a user's loop may mask
-        is_masked = job.documents_apart or takes_labels or (data is not None and data.is_masked)
-        self._is_weighted = is_masked and reference.kind == "config"
+        has_tokens = reference.kind == "config"
+        self._is_masked = has_tokens and (job.documents_apart or (data is not None and data.is_masked))
+        takes_labels = has_tokens and {LABELS, "input_ids"} <= self.graph.inputs.keys()
+        self._may_be_masked = self._is_masked or takes_labels  # by a user's loop
         shards = self.mesh.num_shards
         copies, dims = plan.dp // shards, job.least_decayed_dims
         on_host = plan.updated_on_host if plan.streamed else None
@@ -421,6 +422,7 @@ class Session:
         bytes is counted (which makes the step slow)."""
         length = self.plan.job.length_of(step)
         graph = self.by_length.turn_to(length).graph
+        is_weighted = self._is_masked if inputs is None else self._may_be_masked
         if inputs is None:
             inputs = self.microbatches(step, graph)
             self._read_ahead(step + 1)
@@ -430,7 +432,7 @@ class Session:
                 length, self.device, lambda: self._lasting(inputs), self._on_host
             )
             with counting if metered else nullcontext():
-                return self._step(step, inputs, metered)
+                return self._step(step, inputs, is_weighted, metered)
         except Exception as error:
             failed = cause_of(error)
             if failed is None:
@@ -458,7 +460,7 @@ class Session:
         now = self.by_length.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
         self._begin_together()
-        shares = self._shares(inputs)
+        shares = self._shares(inputs) if self._is_masked else None
         batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         self.watch("summing gradients")
         self.optimizer.reduce()
@@ -483,11 +485,13 @@ class Session:
     def _is_asynchronous(self) -> bool:
         return accelerator_of(self.device).is_asynchronous
 
-    def _step(self, step: int, inputs: list[dict[str, torch.Tensor]], metered: bool) -> StepResult:
-        """Run a step. The host waits for the device once, at the end, when all ranks agree, and also before the update if
-        it may be skipped."""
+    def _step(
+        self, step: int, inputs: list[dict[str, torch.Tensor]], is_weighted: bool, metered: bool
+    ) -> StepResult:
+        """Run a step; if it `is_weighted`, each microbatch has the weight of its counted tokens. The host waits for the
+        device once, at the end, when all ranks agree, and also before the update if it may be skipped."""
         start = time.perf_counter()
-        shares = self._shares(inputs)
+        shares = self._shares(inputs) if is_weighted else None
         timer = self.runner.timer
         batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         computed = timer.mark()
@@ -532,11 +536,9 @@ class Session:
         """Return the tensors in host memory that a device's memory does not include."""
         return [*self.shards.host_tensors(), *self.optimizer.updater.host_state()]
 
-    def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
-        """Return the share of the whole batch's counted tokens in each of this replica's microbatches, or None where all
-        tokens count; every rank must call this."""
-        if not self._is_weighted:
-            return None
+    def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the share of the whole batch's counted tokens in each of this replica's microbatches; every rank must call
+        this."""
         counts = torch.zeros(self.plan.num_microbatches, dtype=torch.float64, device=self.device)
         if self.stages[-1] in self.own_stages:
             is_next = bool(self._further) or self.plan.job.documents_apart

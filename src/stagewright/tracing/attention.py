@@ -175,7 +175,7 @@ class _FlashOnCpu:
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             call.query, call.key, call.value, 0.0, call.is_causal, attn_mask=call.bias, scale=call.scale
         )
-        return _Saved(out, sums, None)
+        return _Saved(out, sums.contiguous(), None)
 
     @staticmethod
     def backward(
