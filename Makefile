@@ -95,6 +95,7 @@ $(INSTALLED): pyproject.toml requirements.lock
 	$(PIP) install torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(PIP) install -e '.[dev]' -c requirements.lock
 	@echo "Compiling kernels, which are kept on disk; a minute, once."
+	-$(ENV_PYTHON) -m compileall -q src/stagewright
 	-$(ENV_PYTHON) -m stagewright.cli plan tiny-llama --cluster 4x-rtx4090 --global-batch 16 --sequence-length 256 \
 	    --memory-limit 150MiB > /dev/null
 	@rm $(UNFINISHED) && touch $@

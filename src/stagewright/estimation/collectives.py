@@ -37,13 +37,13 @@ def collective_seconds(
     cluster: Cluster,
     strides: Mapping[str, int],
     multiprocessors: int | None = None,
-    share: float = 1.0,
+    scale: float = 1.0,
 ) -> float:
     """Return the transfer seconds of a collective of the graph; zero for any other operator.
 
     `strides` are the distances between the ranks of a group, from `stagewright.graph.tensor_parallel.neighbour_strides`.
-    With `multiprocessors` that copy them, tokens are sent to every node of their experts once, not once per expert. `share`
-    is the fraction of bytes that is sent if the input is cast before.
+    With `multiprocessors` that copy them, tokens are sent to every node of their experts once, not once per expert. `scale`
+    multiplies the bytes that are sent: for inputs that are cast before, or several samples.
 
     Source: `stagewright.cluster.collectives` and `stagewright.cluster.dispatch`, for the slowest of the groups of
     neighbouring ranks. Ignores: that groups of one node, replicas and pipeline transfers share links; overlap with
@@ -59,7 +59,7 @@ def collective_seconds(
     sent = value(whole).meta
     if node.op == ALL_TO_ALL and multiprocessors is not None:
         return _exchange_seconds(cluster, sent, ranks, node.args[3], multiprocessors)
-    return seconds_of(cluster, share * sent.payload_bytes, ranks)
+    return seconds_of(cluster, scale * sent.payload_bytes, ranks)
 
 
 def _exchange_seconds(

@@ -586,7 +586,7 @@ class Costing:
         # Of so many bytes that latency does not count.
         now_s, then_s = (
             collective_seconds(
-                sent, value, self.cluster, self._strides, share=_GROWN * self._sent_share(node, value)
+                sent, value, self.cluster, self._strides, scale=_GROWN * self._sent_share(node, value)
             )
             for sent in (node, among)
         )
