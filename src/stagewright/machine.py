@@ -1,4 +1,4 @@
-"""Cores and memory of this machine, and further processes on it."""
+"""Cores and memory of this machine, its garbage collector, and work in several processes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 _MOST_PROCESSES = 8
 _ALLOCATIONS = 200_000
+"""Allocations between garbage collections that run seldom."""
 _COPY_BYTES = 2**30
 """Memory of a copy of this process in bytes beyond what it shares with this one, estimated generously."""
 _BLOCK = 4
@@ -94,8 +95,8 @@ def forked(work: Callable[[BinaryIO], None]) -> tuple[int, int]:
 
 @contextmanager
 def _answering(shares: Iterable[Sequence[Callable[[], object]]]) -> Iterator[list[BinaryIO]]:
-    """Let processes that start as copies of this one work out a share each; yield the streams of their answers, for as many
-    as could be started. They end with the context."""
+    """Let processes that start as copies of this one do a share of the work each; yield the streams of their answers, fewer
+    than shares if no more processes could be started. They end with the context."""
 
     def answer(share: Sequence[Callable[[], object]], answers: BinaryIO) -> None:
         for work in share:
@@ -118,31 +119,31 @@ def _answering(shares: Iterable[Sequence[Callable[[], object]]]) -> Iterator[lis
 def worked_out(
     work: Callable[[Item], Result], items: Sequence[Item], num_processes: int
 ) -> Generator[Result | None]:
-    """Yield `work` of all items, in order, from so many processes, which start as copies of this one and get blocks of items
-    in turn; None for what a process did not get to because it died or could not be started."""
+    """Yield `work` of all items, in order, from `num_processes` copies of this process, which get blocks of items in turn;
+    None for the items of a process that could not be started, and for the remaining ones of a process that died."""
     shares: list[list[Callable[[], Result]]] = [[] for _ in range(num_processes)]
     for place, item in enumerate(items):
         shares[place // _BLOCK % num_processes].append(partial(work, item))
     with _answering(shares) as answers:
         for place in range(len(items)):
-            number = place // _BLOCK % num_processes
+            process = place // _BLOCK % num_processes
             try:
-                result = pickle.load(answers[number]) if number < len(answers) else None
+                result = pickle.load(answers[process]) if process < len(answers) else None
             except (EOFError, pickle.UnpicklingError):
                 result = None
             yield result
 
 
 def at_once(works: Sequence[Callable[[], Result]]) -> Generator[Result]:
-    """Yield the results of `works`, in order: of some from this process, the first among them, and of the others meanwhile
-    from copies of it, as far as the machine has cores and memory for them."""
+    """Yield the results of `works`, in order. This process does some of them, the first among them; copies of it do the
+    others at the same time, as many as the machine has cores and memory for."""
     num_more = min(len(works) - 1, num_more_processes()) if sys.platform == "linux" else 0
     num_processes = 1 + max(0, num_more)
     with _answering(works[first::num_processes] for first in range(1, num_processes)) as answers:
         for place, work in enumerate(works):
-            number = place % num_processes
+            process = place % num_processes  # 0: this one
             try:
-                result = pickle.load(answers[number - 1]) if 0 < number <= len(answers) else work()
+                result = pickle.load(answers[process - 1]) if 0 < process <= len(answers) else work()
             except (EOFError, pickle.UnpicklingError):  # of a process that died
                 result = work()
             yield result
@@ -156,7 +157,7 @@ def end(child: int) -> None:
 
 
 def num_more_processes(num_bytes: float = _COPY_BYTES) -> int:
-    """Return the number of further processes of so many bytes that the machine has cores and memory for."""
+    """Return the number of further processes of `num_bytes` each that the machine has cores and memory for."""
     return min(num_cores() - 1, int(min(free_bytes() / num_bytes, _MOST_PROCESSES)))
 
 

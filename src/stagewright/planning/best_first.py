@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from stagewright.cluster import Cluster
 from stagewright.errors import ContractError, InputError, StagewrightError, TraceError
@@ -55,26 +55,26 @@ KEPT = 5
 """Maximum number of plans that a search returns unless asked for more."""
 
 _FIRST_TRIES, _FIRST_TRIES_OF_GRAPH = 6, 2
-"""Maximum number of configurations that are fitted before all graphs are traced, in all and once another graph is there."""
+"""Maximum number of preliminary fits before all graphs are traced: in total, and after each of the graphs."""
 
 _TO_SPARE = 0.15
-"""Share of memory that these have to spare by their bound, which leaves out much."""
+"""Share of memory that a configuration must have to spare for a preliminary fit, by a bound that leaves out much."""
 
 _POOR = 2.0
-"""How many times its lower bound a preliminary plan may take before another is wanted."""
+"""A preliminary plan that takes more than this many times the least lower bound is not good enough: another is tried."""
 
 _NEAR = 0.05
 """Bounds of microbatch sizes that differ by less than this share do not say which is better."""
 
 _READY = 3
-"""Number of entries that are made ready before each fit for the next ones, in at most `_STEPS` steps."""
+"""Number of further entries that are made ready before each fit, in at most `_STEPS` steps."""
 _STEPS = 60
 _LIKELY = 12
-"""Number of graphs that are looked at before each fit for what other processes may trace."""
+"""Maximum number of graphs, the most likely to be needed, that other processes are offered at a time."""
 _SURE = 6
-"""Number of the most promising configurations whose graphs come before those with the loss in pieces."""
+"""Number of the most promising graphs that come before those with the loss in pieces."""
 _HOPEFUL = 1.25
-"""How many times the least bound a bound may be for its graph to be traced by other processes before there is a plan."""
+"""Other processes trace only graphs whose bound is below this many times the least bound."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Request:
     space: Space
     keep: int | None = None
     below_s: float = math.inf
-    """Steps that take as long are of no use."""
+    """Plans whose steps take this long or longer are of no use."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Search:
     untraced: list[_Untraced] = field(default_factory=list)
     refused: list[StagewrightError] = field(default_factory=list)
     num_bounded: int = 0
-    """Number of configurations that cannot be faster than the last of the plans."""
+    """Number of configurations left out because their lower bounds are too high."""
     next_best: NextBest | None = None
     """The most promising of these."""
     slower: list[Entry] = field(default_factory=list)
@@ -162,26 +162,26 @@ class Search:
     piece_tokens: int = 0
     """Tokens per loss piece from now on; 0: as `pieces_by_share` returns."""
     has_pieces: bool = True
-    """Whether the loss of the model can be evaluated in pieces, as far as is known so far."""
+    """Whether the loss of the model can be evaluated in pieces; False once a trace with pieces has failed."""
     fitted_s: float = math.inf
     """Lower bound of the entry that is being fitted."""
     shows_first: bool = False
-    """Whether somebody watches, who gets a preliminary plan."""
+    """Whether to make preliminary plans, for somebody who watches or may end the search early."""
     preliminary: list[Fit] = field(default_factory=list)
-    """Plans from the first graphs, to be shown or taken until there are others; nothing in the search depends on them."""
+    """Plans from the first graphs, shown or returned as long as there are no others; the search does not depend on them."""
     _tried_first: set[Configuration] = field(default_factory=set)
-    """Configurations of which preliminary plans were tried."""
+    """Configurations for which a preliminary fit was tried."""
     is_gathered: bool = False
     """Whether all degrees have a bound."""
     _whole_s: dict[Configuration, float] = field(default_factory=dict)
-    """Step seconds with the loss evaluated in one piece."""
+    """Step seconds of the first plan, by its configuration with the loss in one piece and without offloading."""
 
     wait_for_kernels: Callable[[], object] = lambda: None
     """Waits for the process that compiles the kernels of the joint search, if there is one."""
     _not_missing: set[Configuration] = field(default_factory=set)
     """Keys of graphs that were in the cache, or followed from others in it, when last looked up."""
     _ahead: Ahead | None = None
-    """Processes that trace what may be needed, where graphs are kept."""
+    """Processes that trace graphs likely to be needed; None where graphs are not cached."""
     _processes: ExitStack = field(default_factory=ExitStack)
     """Processes that trace or fit ahead, until the search is closed."""
 
@@ -208,14 +208,14 @@ class Search:
     # -- bound -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Trace the smallest microbatch of all degrees that no smaller degrees bound, and queue their configurations with a
-        first bound."""
+        """Bound all degrees: trace the smallest microbatch of those that no smaller degrees bound and queue their
+        configurations; keep the others as `untraced`, unless nothing else is left to queue."""
         space = self.space
-        every = {
-            degrees: microbatch_sizes(degrees, self.cluster, self.job, space)
+        sizes_of = {
+            degrees: sizes
             for degrees in parallel_degrees(self.cluster, self.job, space)
+            if (sizes := microbatch_sizes(degrees, self.cluster, self.job, space))
         }
-        sizes_of = {degrees: sizes for degrees, sizes in every.items() if sizes}
         if not sizes_of:
             raise InputError(obstacle(self.cluster, self.job, space))  # for any model
         has_experts = space.ep is not None or self.request.model.names_experts
@@ -229,7 +229,7 @@ class Search:
         remaining = unbounded()
         ahead = Ahead(self.request.model, self._all_arguments(sizes_of), self.report)
         self._processes.enter_context(ahead)
-        if self._is_kept():
+        if self._are_graphs_cached():
             ahead.start(arguments(remaining[1:]), arguments(remaining[:1]))
             self._ahead = ahead
         for degrees, sizes in sizes_of.items():
@@ -250,7 +250,7 @@ class Search:
                     short_name(node.op) == "permute_rows" for node in graph
                 )
                 remaining = [other for other in unbounded() if other != degrees]
-                if not self._is_kept():
+                if not self._are_graphs_cached():
                     self._ahead = None
             if self._ahead is not None:
                 ahead.share(arguments(remaining))
@@ -284,8 +284,8 @@ class Search:
             self._not_missing.update(missing)
 
     def _likely_traced(self) -> Iterator[Configuration]:
-        """Yield keys of graphs that may be needed, the most likely first: for what may be faster than the plans so far, and
-        for trying these with the loss in pieces."""
+        """Yield keys of graphs that may be needed, the most likely first: of configurations that may be faster than the
+        plans so far, and of these plans with the loss in pieces or without sequence parallelism."""
         yielded = set(self.coarse.graphs)
 
         def not_yielded(keys: Iterable[Configuration]) -> Iterator[Configuration]:
@@ -303,7 +303,8 @@ class Search:
         yield from not_yielded(may_be_fast)
 
     def _untraced_by_bound(self) -> Iterator[Configuration]:
-        """Yield keys of graphs that are not traced yet, of what may be faster than the plans so far, the fastest first."""
+        """Yield keys of graphs not traced yet, the lowest bound first, whose bounds are near the least and low enough for a
+        useful plan."""
         untraced = [
             (other.bound_s, replace(other.degrees, microbatch=other.microbatch_sizes[0]))
             for other in self.untraced
@@ -324,18 +325,17 @@ class Search:
         """Return the arguments of the tracer for degrees and the first of the microbatch sizes."""
         return self.coarse.trace_arguments(self.with_pieces(replace(degrees, microbatch=microbatch_sizes[0])))
 
-    def _refuse_nothing_to_try(self) -> None:
-        lacks = self.fitter.nearest_bound is not None
-        if self.refused and not lacks:
+    def _refuse_nothing_to_try(self) -> NoReturn:
+        """Raise the reason why there is no configuration to try."""
+        if self.refused:
             raise self.refused[0]
         most = 0
         if self.coarse.graphs:
             num_layers = self.coarse.costs(next(iter(self.coarse.graphs))).num_layers
             most = most_stages(num_layers, self.cluster, self.job)
-            if self.space.streamed == "always" and not lacks:
+            if self.space.streamed == "always":
                 raise InputError(streamed_obstacle(num_layers))
-        if not lacks or not self.fitter.excluded:
-            raise InputError(obstacle(self.cluster, self.job, self.space, most))
+        raise InputError(obstacle(self.cluster, self.job, self.space, most))
 
     def _gather_degrees(self, degrees: Configuration, sizes: Sequence[int]) -> None:
         """Queue the configurations as `gather_sizes`; where the model does not support the degrees, note the reason."""
@@ -391,13 +391,15 @@ class Search:
                 self._queue(Entry(smallest, cluster, tuple(larger), bounded_by=bounded_by))
 
     def _queue(self, entry: Entry) -> None:
-        """Queue an entry with the smallest bound over its microbatch sizes, at all of which compute takes `entry.compute_s`
-        or more. Where the bound of larger microbatches is much lower, they are queued separately, and first."""
+        """Queue an entry with the least bound of all its microbatch sizes; `entry.compute_s` is a lower bound for each.
+
+        Where the bound of larger microbatches is much lower, they get an entry of their own, which comes first.
+        """
         bound_s = self.fitter.bound_s(entry)
-        larger, larger_s = entry, math.inf
-        while larger.larger:
-            larger = replace(larger.grown(), compute_s=entry.compute_s)
-            larger_s = min(larger_s, self.fitter.bound_s(larger))
+        grown, larger_s = entry, math.inf
+        while grown.larger:
+            grown = replace(grown.grown(), compute_s=entry.compute_s)
+            larger_s = min(larger_s, self.fitter.bound_s(grown))
         if larger_s * (1 + _NEAR) < bound_s:
             self.waiting.push(bound_s, replace(entry, larger=()))
             self._queue(replace(entry.grown(), compute_s=entry.compute_s))
@@ -405,33 +407,33 @@ class Search:
             self.waiting.push(min(bound_s, larger_s), entry)
 
     def _num_configurations(self, untraced: _Untraced) -> int:
-        """Return how many configurations were left out with their degrees."""
+        """Return the number of configurations of degrees that were never traced, from the graph that bounds them."""
         num_layers = self.coarse.costs(untraced.narrower).num_layers
         graph = self.coarse.graph(untraced.narrower)
         keys = [replace(untraced.degrees, microbatch=size) for size in untraced.microbatch_sizes]
         return sum(
-            sum(1 for _ in configurations(key, graph, num_layers, self.cluster, self.job, self.space))
+            1
             for key in keys
+            for _ in configurations(key, graph, num_layers, self.cluster, self.job, self.space)
         )
 
     @cached_property
     def _orders(self) -> tuple[Cluster, ...]:
         return orders(self.cluster, self.job.computed_in)
 
-    def _unbounded(self, tried: Iterable[Configuration]) -> list[Configuration]:
-        """Return the degrees that no smaller degrees bound."""
+    def _unbounded(self, candidates: Iterable[Configuration]) -> list[Configuration]:
+        """Return those degrees that neither a traced graph nor smaller ones of them bound."""
         unbounded: list[Configuration] = []
-        for degrees in tried:
+        for degrees in candidates:
             if self.coarse.narrower(degrees, unbounded) is None:
                 unbounded.append(degrees)
         return unbounded
 
-    def _is_kept(self) -> bool:
-        """Return whether the graphs traced so far are in the cache."""
-        coarse = self.coarse
+    def _are_graphs_cached(self) -> bool:
+        """Return whether the graphs traced so far are in the cache, where other processes can leave theirs."""
         if self.trace is not cached_trace:
             return False
-        return not to_trace(self.request.model, list(map(coarse.trace_arguments, coarse.graphs)))
+        return not to_trace(self.request.model, list(map(self.coarse.trace_arguments, self.coarse.graphs)))
 
     # -- partition, memory, judge ------------------------------------------------------------------------------------
 
@@ -439,7 +441,7 @@ class Search:
         """Evaluate the queued entries, the most promising first, until no other can be among the best."""
         total = len(self.waiting)
         while self.waiting or self._may_be_fast():
-            if self._may_be_fast() and not self.untraced[0].bound_s > self.waiting.least_s:
+            if self._may_be_fast() and self.untraced[0].bound_s <= self.waiting.least_s:
                 self._gather_untraced()
                 continue
             bound_s, _, entry = self.waiting.pop()
@@ -447,13 +449,14 @@ class Search:
                 self._leave_out_slower(bound_s, entry)
                 self.waiting = _Queue()
             else:
-                self._work_out(bound_s, entry, total)
+                self._advance(bound_s, entry, total)
 
     def _fit_first(self) -> None:
-        """Fit a promising configuration of the graphs that are there, so that there is a plan before others are traced.
+        """Fit a promising configuration of the graphs traced so far, so that there is a plan before the others are traced.
 
-        It keeps everything or recomputes every layer, whichever leaves memory to spare: to choose what to recompute takes
-        longer. After one that does not fit only those without a pipeline are tried, whose bounds on memory are closer.
+        It keeps everything or recomputes every layer, whichever has memory to spare: to choose what to recompute takes
+        longer. After a configuration that does not fit, only those without a pipeline are tried: bounds on their memory are
+        closer.
         """
         is_good = self.fastest is not None and self.fastest.step_seconds <= _POOR * self.waiting.least_s
         if is_good or not self.shows_first:
@@ -475,18 +478,19 @@ class Search:
                 return
 
     def _with_memory_to_spare(self, entry: Entry) -> Entry | None:
-        """Return an entry that keeps everything or else recomputes every layer and has memory to spare by its bound, or None
-        if neither has or its graph is not there."""
-        chosen = entry.configuration.recompute
-        for recompute in ("none", "full") if chosen == "auto" else (chosen,):
+        """Return `entry` keeping everything, or else recomputing every layer, if that has memory to spare by its bound; None
+        if neither has, or its graph is not traced."""
+        if entry.bounded_by is not None:
+            return None
+        setting = entry.configuration.recompute
+        for recompute in ("none", "full") if setting == "auto" else (setting,):
             configuration = replace(entry.configuration, recompute=recompute)
-            if entry.bounded_by is None:
-                missing = self.coarse.missing_bytes(configuration, configuration.traced, entry.cluster)
-                if missing < -_TO_SPARE * self.usable_bytes:
-                    return replace(entry, configuration=configuration)
+            missing = self.coarse.missing_bytes(configuration, configuration.traced, entry.cluster)
+            if missing < -_TO_SPARE * self.usable_bytes:
+                return replace(entry, configuration=configuration)
         return None
 
-    def _work_out(self, bound_s: float, entry: Entry, total: int) -> None:
+    def _advance(self, bound_s: float, entry: Entry, total: int) -> None:
         """Trace, partition or fit an entry, whichever is next, and queue it again unless it is fitted or left out."""
         if entry.bounded_by is not None:
             if not self.fitter.fits_in_smaller(entry):
@@ -505,11 +509,11 @@ class Search:
         self._queue_alternatives()
 
     def _is_ready(self, bound_s: float, entry: Entry) -> bool:
-        """Whether an entry is to be fitted next: partitioned, with a bound that also counts what others have taken since."""
+        """Return whether an entry can be fitted: it is partitioned, and its bound includes what fits since have shown."""
         return entry.is_split and self.fitter.judged_s(entry) <= bound_s
 
     def _prepare(self, bound_s: float, entry: Entry) -> None:
-        """Partition an entry, or bound it anew, and queue it again unless it is left out."""
+        """Partition an entry, or bound it anew if it is partitioned; queue it again unless it is left out."""
         if entry.is_split:
             self.waiting.push(self.fitter.judged_s(entry), entry)
         elif (split := self.fitter.split(entry)) is None:
@@ -519,8 +523,8 @@ class Search:
             self._grow(split[1])
 
     def _prepare_next(self) -> None:
-        """Prepare the most promising entries, so that idle cores can begin to fit them; however many cores there are, so
-        that the search is the same."""
+        """Prepare the most promising entries, so that idle cores can begin to fit them. Their number does not depend on the
+        cores, so that the search is always the same."""
         ready = list[tuple[float, int, Entry]]()
         try:
             for _ in range(_STEPS):
@@ -532,7 +536,7 @@ class Search:
                 else:
                     self._prepare(bound_s, entry)
                     self._queue_alternatives()
-        finally:  # of a search that is stopped the least bound counts
+        finally:  # `gap` needs the bounds of all entries, also after Ctrl-C
             self.waiting.put_back(ready)
 
     def _queue_alternatives(self) -> None:
@@ -570,8 +574,8 @@ class Search:
         return replace(entry, configuration=configuration, bounded_by=None)
 
     def _grow(self, split: Entry) -> None:
-        """Queue a partitioned configuration with larger microbatches; per sample they save no more than the fixed cost of
-        every operator."""
+        """Queue the larger microbatches of a partitioned configuration; a sample takes at least `growing_share` of its time
+        there, as only the fixed costs of operators shrink."""
         if split.larger:
             share = self.coarse.growing_share(split.configuration.traced)
             self._queue(replace(split.grown(), compute_s=share * self.fitter.least_compute_s(split)))
@@ -594,8 +598,8 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """By what share of the best plan's time a configuration that was not fitted could be faster, by the lower bounds; 1
-        before there are bounds."""
+        """Fraction of the best plan's time by which a configuration that was not fitted may be faster, by its lower bound; 1
+        before all degrees have one."""
         if self.fastest is None or not self.is_gathered:
             return 1.0
         untraced_s = min((untraced.bound_s for untraced in self.untraced), default=math.inf)
@@ -613,8 +617,8 @@ class Search:
 
     @property
     def longest_s(self) -> float:
-        """Seconds below which a step must be to be useful: under our own runtime, once there are enough plans, faster than
-        the best; under other runtimes, among the best."""
+        """Plans whose steps take this long or longer are of no use: under our own runtime, once there are enough plans, any
+        that is no faster than the best; under other runtimes, any that is not among the best."""
         enough = self.request.keep or (1 if self.is_own else KEPT)
         if len(self.fits) < enough:
             return self.request.below_s
@@ -645,7 +649,8 @@ class Search:
     # -- pieces of the loss ------------------------------------------------------------------------------------------
 
     def with_pieces(self, key: Configuration, piece_tokens: int | None = None) -> Configuration:
-        """Return `key` with the number of loss pieces for pieces of so many tokens, by default as it is tried now."""
+        """Return `key` with the number of loss pieces of the request; where that is automatic, with pieces of `piece_tokens`
+        or those tried now, or smaller ones where logits are large."""
         if not self.is_own:
             return replace(key, loss_pieces=1)
         given = self.space.loss_pieces
@@ -668,7 +673,7 @@ class Search:
 
     @property
     def whole_sequences(self) -> Configuration | None:
-        """The key of the best plan without sequence parallelism; None where its ranks do not split the sequence, or must."""
+        """Key of the best plan's graph without sequence parallelism; None if the plan has none, or the request sets it."""
         if self.best is None or self.space.sequence_parallel is not None:
             return None
         key = self.best.entry.configuration.traced

@@ -114,12 +114,15 @@ def make_program(configuration: Configuration) -> Program:
 
 def policies(configuration: Configuration, program: Program, graph: OperatorGraph) -> list[Policy]:
     """Return the memory policy of every stage of `program`: recompute as `configuration` asks, or keep everything."""
-    recomputed = {action.stage for action in program if action.kind is Kind.R}
     if configuration.recompute == "selective":
         return [selective_policy(graph)] * program.num_stages
-    kept = kept_policy(graph)
-    again = layers_policy(graph) if recomputed else kept
-    return [again if stage in recomputed else kept for stage in range(program.num_stages)]
+    recomputed, keep = _recomputed_stages(program), kept_policy(graph)
+    recompute = layers_policy(graph) if recomputed else keep
+    return [recompute if stage in recomputed else keep for stage in range(program.num_stages)]
+
+
+def _recomputed_stages(program: Program) -> set[int]:
+    return {action.stage for action in program if action.kind is Kind.R}
 
 
 def saved_counts(program: Program, model_costs: RangeCosts) -> list[float]:
@@ -127,7 +130,7 @@ def saved_counts(program: Program, model_costs: RangeCosts) -> list[float]:
 
     For a stage that recomputes, the number is scaled by the fraction of the saved values that its layers' inputs are.
     """
-    recomputed = {action.stage for action in program if action.kind is Kind.R}
+    recomputed = _recomputed_stages(program)
     share = _share_of_layer_inputs(model_costs) if recomputed else 1.0
     return [count * share if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
@@ -165,7 +168,8 @@ def approximate_seconds(
         return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
     backward = total - forward
-    if cluster.kind != "cpu" and runtime_of(stage_costs[0].few).name == STAGEWRIGHT:  # its receivers wait
+    waits = cluster.kind != "cpu" and runtime_of(stage_costs[0].few).name == STAGEWRIGHT
+    if waits:  # ranks compute nothing while they receive
         for stage in range(1, len(placed)):
             if placed[stage - 1] != placed[stage]:
                 seconds = transfer(stage - 1, stage)
@@ -219,7 +223,7 @@ def make_candidate(
 ) -> Candidate:
     """Return the candidate with the partition that `configuration` or the runtime prescribes.
 
-    Where neither prescribes one, the fastest partition if it fits the memory limit, otherwise that of `within_memory`.
+    Where neither prescribes one, it has the fastest partition if that fits the memory limit, otherwise `within_memory`'s.
 
     Raises:
         PlanError: more stages than legal cuts allow.
@@ -261,7 +265,7 @@ def takes_longer(
 ) -> bool:
     """Return whether a step of this partition, on the best device order, is known to take `below_s` or longer.
 
-    That is cheaper to find out than the memory of the ranks.
+    This is cheaper to compute than the memory of the ranks. It is not computed where stages are sharding units.
     """
     if configuration.level >= GRADIENTS or below_s == math.inf:
         return False
@@ -297,7 +301,7 @@ def _cuts_between_layers(
 
 
 def streamed_cuts(model_costs: RangeCosts, configuration: Configuration, cluster: Cluster) -> tuple[int, ...]:
-    """Return the cuts between layers for which ranks, which copy weights one stage after the other, take about equally long.
+    """Return the cuts between layers with which all ranks, which stream their stages one by one, take about equally long.
 
     Raises:
         PlanError: too few layers.
@@ -317,21 +321,20 @@ def streamed_cuts(model_costs: RangeCosts, configuration: Configuration, cluster
 
 def within_memory(start: Candidate, model_costs: RangeCosts) -> Candidate:
     """Return `start` if it fits the memory limit, otherwise a partition that fits, or else the one over by least."""
-    cluster, job = start.staged.cluster, start.staged.job
-    best = latest = start
-    if start.configuration.streamed:  # other cuts make the same stages pass through the same memory
+    configuration, cluster, job = start.configuration, start.staged.cluster, start.staged.job
+    if configuration.streamed:  # stages with other cuts pass through the same memory
         return start
-    if (
-        start.excess_bytes > 0 and start.configuration.level >= GRADIENTS
-    ):  # other units may fit where these do not
-        best = latest = with_cuts(model_costs, start.configuration, start.cuts, cluster, job)
+    best = latest = start
+    if start.excess_bytes > 0 and configuration.level >= GRADIENTS:
+        # Other sharding units may fit where those of `start` do not.
+        best = latest = with_cuts(model_costs, configuration, start.cuts, cluster, job)
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        fastest = best_partition(model_costs, start.configuration, cluster, _budget(model_costs, latest, job))
+        fastest = best_partition(model_costs, configuration, cluster, _budget(model_costs, latest))
         if fastest is None or fastest[0] == latest.cuts:
             break
-        latest = with_cuts(model_costs, start.configuration, fastest[0], cluster, job)
+        latest = with_cuts(model_costs, configuration, fastest[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best
@@ -396,7 +399,8 @@ def _best_in_units(
 ) -> Candidate:
     """Return the partition in the sharding units that `configuration` names, or in the fastest that fit.
 
-    Where none fit, the smallest units are taken, which need the least memory.
+    Where none fit, it is the smallest units, which need the least memory; but where these wait for the network, the largest
+    that have memory for their state.
     """
 
     def in_units(inside: Sequence[Sequence[int]]) -> StagedModel:
@@ -436,16 +440,16 @@ def network_seconds(
     if configuration.level < GRADIENTS or configuration.num_holders == 1:
         return 0.0
     holders = range(0, configuration.ranks_per_stage, configuration.tp)[: configuration.shard_group]
-    times = float(configuration.num_microbatches)
+    visits = float(configuration.num_microbatches)
     if configuration.schedule in ALL_TOGETHER and not in_units:
-        times = 1.0
+        visits = 1.0
     elif configuration.chunks is not None and not in_units:
-        times = max(1.0, times / configuration.pp)
-    wire = REDUCE_TYPES[configuration.reduce_dtype] if configuration.reduce_dtype else job.precision.gradient
-    reductions = 1.0 if job.profile.reduces == "last microbatch" else times
-    seconds = reductions * reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
+        visits = max(1.0, visits / configuration.pp)
+    dtype = REDUCE_TYPES[configuration.reduce_dtype] if configuration.reduce_dtype else job.precision.gradient
+    reductions = 1.0 if job.profile.reduces == "last microbatch" else visits
+    seconds = reductions * reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[dtype], holders)
     if configuration.level >= PARAMETERS:
-        seconds += times * 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
+        seconds += visits * 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
     return seconds
 
 
@@ -505,8 +509,8 @@ def _as_chosen(staged: StagedModel, configuration: Configuration) -> StagedModel
         return replace(staged, program=program, is_streamed=True)
     if configuration.num_holders == 1:
         return staged
-    wire = None if configuration.reduce_dtype is None else REDUCE_TYPES[configuration.reduce_dtype]
-    staged = replace(staged, reduce_dtype=wire)
+    dtype = None if configuration.reduce_dtype is None else REDUCE_TYPES[configuration.reduce_dtype]
+    staged = replace(staged, reduce_dtype=dtype)
     if configuration.zero is None:
         return staged
     levels = (configuration.level,) * len(staged.stages)
@@ -528,7 +532,7 @@ def _named(
         return ("selective",) * staged.program.num_stages
     if configuration.recompute != "full":  # what the runtime always recomputes is no policy
         return ("keep",) * staged.program.num_stages
-    recomputed = {action.stage for action in staged.program if action.kind is Kind.R}
+    recomputed = _recomputed_stages(staged.program)
     return tuple("layers" if stage in recomputed else "keep" for stage in range(staged.program.num_stages))
 
 
@@ -541,12 +545,13 @@ def fitted_candidate(
     below_s: float = math.inf,
 ) -> Candidate | TooSlow | None:
     """Return `plain`, which keeps everything and does not fit, with some values recomputed or offloaded, or None if that is
-    not enough. If `thorough`, operators may be recomputed several times. Batches of `below_s` or longer are of no use."""
+    not enough; `TooSlow` if it is enough only in batches of `below_s` or longer. If `thorough`, operators may be recomputed
+    several times."""
     fitted = fit(plain.staged, model_costs, offload=offload, thorough=thorough, below_s=below_s)
-    return _of(plain, fitted) if isinstance(fitted, Fitted) else fitted
+    return _with_choice(plain, fitted) if isinstance(fitted, Fitted) else fitted
 
 
-def _of(plain: Candidate, fitted: Fitted) -> Candidate:
+def _with_choice(plain: Candidate, fitted: Fitted) -> Candidate:
     """Return `plain`, which keeps everything, with what `fitted` recomputes and offloads."""
     return replace(
         plain,
@@ -570,8 +575,8 @@ def fastest_fitted(
     """Return the fastest partition including what it must recompute and offload, or None.
 
     The partitions of `kept`, which recompute and offload nothing, are tried too. None if no partition fits, or none is
-    predicted to take less than `below_s` per batch; batches of `longest_s` or longer are of no use. `shrinks` are the shares
-    of memory that partitions leave free, one after the other until one fits.
+    predicted to take less than `below_s` per batch; `TooSlow` if only batches of `longest_s` or longer may fit. `shrinks`
+    are the shares of memory that partitions leave free, one after the other until one fits.
     """
     first, configuration = kept[0], kept[0].configuration
     by_cuts = {candidate.cuts: candidate for candidate in kept}
@@ -579,9 +584,9 @@ def fastest_fitted(
         on_device = with_layers_recomputed(first.staged, model_costs, offload=False)
         if on_device.staged.missing_bytes(on_device.memories) <= 0:
             return fitted_candidate(first, model_costs, offload=False, thorough=thorough)
-        return (
-            _of(first, with_layers_recomputed(first.staged, model_costs, offload=True)) if offload else None
-        )
+        if not offload:
+            return None
+        return _with_choice(first, with_layers_recomputed(first.staged, model_costs, offload=True))
     whole = _whole_stages(first, model_costs) if first.cuts else None
     precision = first.staged.job.precision
     kept_state = configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)
@@ -617,19 +622,19 @@ def _whole_stages(candidate: Candidate, model_costs: RangeCosts) -> StagedModel:
     )
 
 
-def _budget(model_costs: RangeCosts, tried: Candidate, job: Job) -> MemoryBudget:
-    """Return the bytes of state and saved values that each stage may have, if it needs as much besides as in `tried`."""
+def _budget(model_costs: RangeCosts, tried: Candidate) -> MemoryBudget:
+    """Return the bytes that each stage may have for state and saved values, if all else takes as much as in `tried`."""
+    staged = tried.staged
     program = make_program(tried.configuration)
     counts = saved_counts(program, model_costs)
     ends = np.array([0, *tried.cuts, model_costs.size])
     kept_state = tried.configuration.kept_state(
-        model_costs.state_bytes, model_costs.trained_bytes, job.precision
+        model_costs.state_bytes, model_costs.trained_bytes, staged.job.precision
     )
     stage_bytes = np.diff(kept_state[ends]) + np.array(counts) * np.diff(model_costs.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
-        staged = tried.staged
         spare = staged.usable_bytes(memory.rank) - reserved_bytes(memory, staged.device_of(memory.rank))
         for stage in stages:
             allowed[stage] = float(stage_bytes[stage]) + spare / len(stages)

@@ -55,14 +55,14 @@ _SHIFTS = 6
 """Maximum attempts to move layers off devices that run out of memory."""
 
 _ROUGH = 0.005
-"""Share of a step by which coarse costs of stages may be too high. In eight searches, of tiny models to Llama-2-7B on 16
-A100, each of the 53 plans took at least 1.005 times what they say."""
+"""Share of a step by which coarse costs of stages may be too high. In eight searches, from tiny models to Llama-2-7B on 16
+A100, each of the 53 plans took at least 1.005 times what these costs predict."""
 
 _ALIKE = 0.005
-"""Share of a step by which coarse costs are misjudged otherwise of `_nearly_alike` configurations."""
+"""Share of a step by which the error of coarse costs may differ between `_nearly_alike` configurations."""
 
 _OFFLOADING = 0.1
-"""Share of a step by which configurations that are alike and offload may differ: a little less memory may cost much time."""
+"""The same for alike configurations that offload: a little less memory may cost much time."""
 
 _LITTLE = 0.02
 """Share of a device's memory below which it makes no difference how state is sharded."""
@@ -78,18 +78,18 @@ def fitter_of(coarse: Coarse, space: Space) -> Fitter:
 
 
 class Fitter(ABC):
-    """Bounds, cuts and fits the entries of a search, and keeps what did not fit."""
+    """Bounds, cuts and fits the entries of a search, and records those that do not fit."""
 
     def __init__(self, coarse: Coarse, space: Space) -> None:
         self.coarse, self.space = coarse, space
         self.cluster, self.job = coarse.cluster, coarse.job
         self.excluded: list[Excluded] = []
         self.num_slow = 0
-        """Configurations that are too slow, as was seen on the way to their plans."""
+        """Number of configurations that turned out too slow while they were fitted."""
         self.alternatives: list[Entry] = []
         """Entries worth trying in addition, which the search takes from here."""
         self.nearest_bound: tuple[int, Entry] | None = None
-        """Of the configurations given up for their bounds, the one that lacks the fewest bytes, and these."""
+        """The fewest bytes that a configuration given up before it was fitted lacks, and its entry."""
 
     def exclude(
         self,
@@ -99,10 +99,10 @@ class Fitter(ABC):
         *,
         lacks_memory: bool = True,
     ) -> None:
-        """Note why a configuration is no plan."""
+        """Note why a configuration has no plan."""
         self.excluded.append(Excluded.of(configuration, reason, missing_bytes, lacks_memory))
 
-    def _lacks_by_bound(self, entry: Entry, missing: int) -> None:
+    def _exclude_by_bound(self, entry: Entry, missing: int) -> None:
         self.exclude(
             entry.configuration, f"lacks {format_bytes(missing)} of memory a device, or more", missing
         )
@@ -126,19 +126,20 @@ class Fitter(ABC):
 
     @abstractmethod
     def fits_in_smaller(self, entry: Entry) -> bool:
-        """Whether an entry may fit, from the graph of smaller microbatches; if not, why is noted."""
+        """Return whether an entry may fit, from the graph of smaller microbatches; note the reason if not."""
 
     @abstractmethod
     def split(self, entry: Entry) -> tuple[float, Entry] | None:
         """Return an entry with its cuts, and a lower bound on its seconds; None, with the reason noted, if it cannot fit."""
 
     def least_compute_s(self, entry: Entry) -> float:
-        """Return what forwards and backwards of a partitioned entry take with all that may yet be tried, of which the bound
-        of its larger microbatches follows."""
+        """Return a lower bound on the compute seconds of a partitioned entry, whatever may still be tried to speed it up;
+        those of its larger microbatches follow from it."""
         return entry.compute_s
 
     def judged_s(self, entry: Entry) -> float:
-        """Return the lower bound of `split` for an entry that was split, after what others have turned out to take since."""
+        """Return the lower bound on the seconds of a partitioned entry, corrected by what fits of similar ones took; 0 where
+        the bound of `split` needs no correction."""
         return 0.0
 
     @abstractmethod
@@ -147,7 +148,7 @@ class Fitter(ABC):
 
         Args:
             best_s: seconds of the best plan so far.
-            longest_s: steps that take as long are of no use.
+            longest_s: plans whose steps take this long or longer are of no use.
             others: entries that are likely to be next, the most likely first.
         """
 
@@ -181,13 +182,13 @@ class LayerFitter(Fitter):
         )  # fmt: skip
         missing = self.missing_bytes(self._in_layers(replace(entry, configuration=smaller)))
         if missing > 0:  # larger ones do not need less
-            self._lacks_by_bound(entry, missing)
+            self._exclude_by_bound(entry, missing)
         return missing <= 0
 
     def split(self, entry: Entry) -> tuple[float, Entry] | None:
         split = self._in_layers(entry)
         if (missing := self.missing_bytes(split)) > 0:
-            self._lacks_by_bound(split, missing)
+            self._exclude_by_bound(split, missing)
             return None
         configuration = split.configuration
         bound_s = self.coarse.bound_s(configuration, configuration.traced, split.cluster)
@@ -222,9 +223,10 @@ class LayerFitter(Fitter):
         return None
 
     def _candidate(self, entry: Entry, longest_s: float) -> Candidate | None:
-        """Return the fastest layers per stage, or where devices differ and one lacks memory, others that fit if they can.
+        """Return the candidate with the layers per stage of `entry`; where devices differ and one lacks memory, one with
+        other layers per stage if that fits.
 
-        None where a step is known to be too slow; time is looked at first, because memory takes longer.
+        None where a step is known to be too slow: time is checked first, as it takes less than memory to work out.
         """
         configuration, cluster = entry.configuration, entry.cluster
         model_costs = self.coarse.model_costs(configuration.traced)
@@ -256,16 +258,16 @@ class LayerFitter(Fitter):
 
 
 class _Lacking(NamedTuple):
-    """The needs of a configuration that lacks memory whatever it saves."""
+    """The needs of a configuration that lacks memory whatever it recomputes or offloads."""
 
     counts: Floats
-    """Sets of saved values that every stage has in flight."""
+    """Microbatches in flight on every stage."""
     state: Floats
     """Bytes of state that a rank keeps of every operator."""
     level: int
-    """Its sharding level, with whose buffers it lacks memory."""
+    """Its sharding level: it lacks memory with the buffers of that level."""
     spare_bytes: float
-    """Bytes more that would not help it, of all ranks together."""
+    """Additional bytes, of all ranks together, with which it would still lack memory."""
 
 
 class OperatorFitter(Fitter):
@@ -277,14 +279,14 @@ class OperatorFitter(Fitter):
         self.ahead = FitsAhead(self._work_out)
         self._misses: list[Miss] = []
         self._misjudged: dict[Configuration, float] = {}
-        """Step seconds as shares of what was expected, or at least so many for what was too slow, by alike
-        configurations."""
+        """Step seconds as a fraction of the expected ones, by alike configurations; a lower bound of it where the step was
+        too slow."""
         self._nearly: dict[Configuration, float] = {}
         """The least of these by `_nearly_alike` configurations."""
         self._without_headroom: dict[tuple[object, ...], list[_Lacking]] = {}
-        """By `_headroom_key`, configurations that lack memory whatever they save."""
+        """Configurations that lack memory whatever they recompute or offload, by `_headroom_key`."""
         self._lost_share = 0.0
-        """Of memory, what the best plan so far lost to fragmentation."""
+        """Share of memory that the best plan so far lost to fragmentation."""
         self._offloading_pays = False
         """Whether the best plan so far offloads: most do not, and to try it takes time."""
         self._added: set[Configuration] = set()
@@ -292,14 +294,14 @@ class OperatorFitter(Fitter):
         (self._usable_bytes,) = usable_bytes_of_ranks(self.job, self.cluster, 1)
 
     def fits_in_smaller(self, entry: Entry) -> bool:
-        return True  # what is saved is given up where it does not fit
+        return True  # what does not fit is recomputed or offloaded
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 
     def bound_s(self, entry: Entry) -> float:
         configuration = entry.configuration
         shared_s = self._shared_s(entry)
-        # In front of a rank's first microbatch and after its last one there are the stages before its own.
+        # Before a rank's first forward and after its last backward, a microbatch runs on the stages before its own.
         whole_s = shared_s * configuration.pp / configuration.num_microbatches
         waits = configuration.schedule in _WHOLE_BACKWARDS
         fill_s = whole_s * (configuration.pp - 1) / configuration.num_stages if waits else 0.0
@@ -320,12 +322,13 @@ class OperatorFitter(Fitter):
         return self._expected_s(entry) * share
 
     def _expected_s(self, entry: Entry) -> float:
-        """Return what a step of a partitioned entry takes by coarse costs."""
+        """Return the step seconds of a partitioned entry by coarse costs."""
         return self.with_network(entry, entry.compute_s)
 
     def _alike(self, configuration: Configuration) -> Configuration:
-        """Return the same wherever the optimizer is, which takes little time, for all ways to recompute, and where trained
-        parameters take little memory, as adapters do, for all sharding levels below `_first_of_own_kind`."""
+        """Return a key of configurations whose coarse costs have about the same error: those that differ only by where the
+        optimizer runs, which takes little time, and, where trained parameters take little memory, as adapters do, by
+        sharding levels below `_first_of_own_kind`."""
         alike = replace(configuration, host_optimizer=False, offload=_offloads(configuration))
         trained_bytes = float(self.coarse.costs(configuration.traced).trained_bytes.sum()) / configuration.pp
         if configuration.level < _first_of_own_kind(alike) and trained_bytes < _LITTLE * self._usable_bytes:
@@ -333,7 +336,7 @@ class OperatorFitter(Fitter):
         return alike
 
     def _learn(self, entry: Entry, seconds: float) -> None:
-        """Note that a step of a partitioned entry takes so long, or longer if it is too slow."""
+        """Note that a step of a partitioned entry takes `seconds`, or at least that if it is too slow."""
         alike, share = self._alike(entry.configuration), seconds / self._expected_s(entry)
         self._misjudged.setdefault(alike, share)
         nearly = _nearly_alike(alike)
@@ -346,11 +349,11 @@ class OperatorFitter(Fitter):
         key = configuration.traced
         missing = self.coarse.missing_anywhere(configuration, key, entry.cluster)
         if missing > 0:
-            self._lacks_by_bound(entry, missing)
+            self._exclude_by_bound(entry, missing)
             self._try_on_host(entry)
             return None
         if configuration.saves and self._needs_more_than_what_lacks(entry):
-            self._lacks_whatever(entry, missing)
+            self._exclude_hopeless(entry, missing)
             return None
         model_costs = self.coarse.model_costs(key)
         try:
@@ -363,7 +366,7 @@ class OperatorFitter(Fitter):
         except PlanError as error:  # too few legal cuts
             self.exclude(configuration, str(error), lacks_memory=False)
             return None
-        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
+        busy_s = self._busy_s(configuration)
         split = replace(entry, cluster=cluster, cuts=cuts, is_split=True)
         if configuration.saves:
             within = self._within_memory(split)
@@ -374,15 +377,15 @@ class OperatorFitter(Fitter):
                     split, within = offloading, moved
             if within is None:
                 self._note_needs(entry)
-                self._lacks_whatever(entry, missing)
+                self._exclude_hopeless(entry, missing)
                 return None
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
         elif (miss := self.fitting.without_partition(split, model_costs)) is not None:
             self._note(miss)
             self._try_on_host(entry)
             return None
-        more = self._more(key)
-        split = replace(split, compute_s=more * compute_s, busy_s=more * busy_s)
+        factor = self._splitting_factor(key)
+        split = replace(split, compute_s=factor * compute_s, busy_s=factor * busy_s)
         return self.judged_s(split), split
 
     def _split_streamed(self, entry: Entry) -> tuple[float, Entry]:
@@ -393,7 +396,7 @@ class OperatorFitter(Fitter):
         cuts = streamed_cuts(model_costs, configuration, cluster)
         stage_costs = costs_by_stage(model_costs, cluster, program, width)
         compute_s = approximate_seconds(stage_costs, cuts, program, cluster, width)
-        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
+        busy_s = self._busy_s(configuration)
         split = replace(entry, cuts=cuts, is_split=True)
         if configuration.saves and (within := self._within_memory(split)) is not None:
             compute_s, busy_s = max(compute_s, within.seconds), max(busy_s, within.busy_s)
@@ -401,8 +404,8 @@ class OperatorFitter(Fitter):
         return self.judged_s(split), split
 
     def _may_offload(self, configuration: Configuration) -> bool:
-        """Return whether offloading may be tried: where all forwards come first, what they save could not leave while they
-        compute."""
+        """Return whether offloading may be tried: not where all forwards run first, as what they save could not be copied
+        while they compute."""
         return self.space.offload and configuration.schedule not in ALL_TOGETHER
 
     def least_compute_s(self, entry: Entry) -> float:
@@ -410,21 +413,25 @@ class OperatorFitter(Fitter):
             return entry.compute_s - self.saving_s(entry)
         return entry.compute_s
 
-    def _more(self, key: Configuration) -> float:
-        """Return how many times the seconds of ranges the whole model takes: they leave out what splitting adds, such as
-        summing up gradients of weights."""
+    def _busy_s(self, configuration: Configuration) -> float:
+        """Return the mean compute seconds of ranks that keep everything, from range sums."""
+        model_costs = self.coarse.model_costs(configuration.traced)
+        return configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
+
+    def _splitting_factor(self, key: Configuration) -> float:
+        """Return the whole model's seconds as a multiple of its range sums, at least 1: these leave out what splitting adds,
+        such as the accumulation of weight gradients."""
         model_costs = self.coarse.model_costs(key)
         return max(1.0, self.coarse.costs(key).total_seconds / float(model_costs.seconds[-1]))
 
     def saving_s(self, entry: Entry) -> float:
         """Return the mean seconds that the ranks of a partitioned entry recompute, from range sums."""
         configuration = entry.configuration
-        model_costs = self.coarse.model_costs(configuration.traced)
-        busy_s = configuration.num_microbatches * float(model_costs.seconds[-1]) / configuration.pp
-        return max(0.0, entry.busy_s - self._more(configuration.traced) * busy_s)
+        kept_s = self._splitting_factor(configuration.traced) * self._busy_s(configuration)
+        return max(0.0, entry.busy_s - kept_s)
 
     def _within_memory(self, split: Entry) -> Within | None:
-        """Return the fastest partition within memory with what it must save, from range sums; None where none is."""
+        """Return the fastest partition within memory with what it must recompute or offload, from range sums, or None."""
         configuration, cluster, cuts = split.configuration, split.cluster, split.cuts
         assert cuts is not None
         model_costs = self.coarse.model_costs(configuration.traced)
@@ -437,37 +444,41 @@ class OperatorFitter(Fitter):
         for costs, rank in zip(stage_costs, placed.rank_of_stage, strict=True):
             usable = allocatable_bytes(self.job.usable_bytes(costs.device, cluster), costs.device)
             number = len(placed.stages_of(rank))
-            # What is alive in one stage at a time is no stage's share.
+            # A rank's streamed stages have transient values one at a time: together they need memory for those of one.
             alternates = transient * (1 - 1 / number) if configuration.streamed else 0.0
             capacities.append(usable / number + alternates)
         firsts = [rank * width for rank in placed.rank_of_stage]
         stage_ranges = stage_ranges_of(
             stage_costs, capacities, in_flight(program),
             lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
-            state_bytes=configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision),
-            offload=_offloads(configuration),
+            state_bytes=self._kept_state(configuration), offload=_offloads(configuration),
         )  # fmt: skip
         if configuration.streamed:
             return recomputed_within(program, stage_ranges, cuts)
         return partition_within(program, stage_ranges, cuts)
 
     def _needs(self, configuration: Configuration) -> tuple[Floats, Floats]:
-        """Sets of saved values that every stage has in flight, and the state that a rank keeps of every operator."""
+        """Return the microbatches in flight on every stage, and the bytes of state that a rank keeps of every operator."""
         counts = np.array(in_flight(make_program(configuration)), float)
+        return counts, np.diff(self._kept_state(configuration))
+
+    def _kept_state(self, configuration: Configuration) -> Floats:
+        """Return the bytes of state that a rank keeps, as prefix sums over operators."""
         model_costs = self.coarse.model_costs(configuration.traced)
-        return counts, np.diff(
-            configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, self.job.precision)
+        return configuration.kept_state(
+            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
         )
 
     def _note_needs(self, entry: Entry, level: int = 0, spare_bytes: float = 0.0) -> None:
-        """Note what an entry needs that lacks memory whatever it saves, also if it had `spare_bytes` more on every rank;
-        it has the buffers of a sharding `level`, which lower levels do without."""
+        """Note the needs of an entry that lacks memory whatever it recomputes or offloads, even with `spare_bytes` more on
+        every rank. It has the buffers of a sharding `level`, which lower levels do without."""
         counts, state = self._needs(entry.configuration)
         lacking = _Lacking(counts, state, level, spare_bytes * entry.configuration.pp)
         self._without_headroom.setdefault(_headroom_key(entry, len(counts)), []).append(lacking)
 
     def _needs_more_than_what_lacks(self, entry: Entry) -> bool:
-        """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
+        """Return whether an entry that needs no more, with as many stages on the same devices, has lacked memory whatever it
+        recomputes or offloads."""
         if not self._without_headroom:
             return False
         counts, state = self._needs(entry.configuration)
@@ -479,7 +490,7 @@ class OperatorFitter(Fitter):
             for lacking in self._without_headroom.get(_headroom_key(entry, len(counts)), ())
         )
 
-    def _lacks_whatever(self, entry: Entry, missing: int) -> None:
+    def _exclude_hopeless(self, entry: Entry, missing: int) -> None:
         self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")
         self._note_bound(entry, missing)
         self._try_on_host(entry)
@@ -489,7 +500,7 @@ class OperatorFitter(Fitter):
     def fit(self, entry: Entry, best_s: float, longest_s: float, others: Iterable[Entry] = ()) -> Fit | None:
         configuration = entry.configuration
         if configuration.offload and self._needs_more_than_what_lacks(entry):
-            self._lacks_whatever(entry, 0)
+            self._exclude_hopeless(entry, 0)
             return None
         later = (Attempt(other, best_s, longest_s, self._lost_share) for other in others)
         result = self.ahead.fit(Attempt(entry, best_s, longest_s, self._lost_share), later)
@@ -522,7 +533,7 @@ class OperatorFitter(Fitter):
         )
 
     def _note(self, miss: Miss) -> None:
-        """Keep why an entry is no plan."""
+        """Record why an entry has no plan."""
         if miss.is_too_slow:
             self.num_slow += 1
         else:
@@ -530,26 +541,23 @@ class OperatorFitter(Fitter):
             self._misses.append(miss)
 
     def _try_on_host(self, entry: Entry, num_bytes: float = 0.0) -> None:
-        """Add the entry with streamed weights to the alternatives, and with the optimizer on the host if that frees
-        `num_bytes` of every rank; if these are more ways to try."""
+        """Add to the alternatives what the space and the cluster allow of the entry with streamed weights and, if that frees
+        `num_bytes` of every rank, the entry with the optimizer on the host."""
         self._try_streamed(entry)
-        chooses = self.space.host_optimizer == "auto" and not entry.configuration.streamed
-        is_free = chooses and not entry.configuration.host_optimizer
-        if is_free and may_use_host(entry.cluster) and steps_once(entry.configuration):
-            on_host = replace(entry.configuration, host_optimizer=True, offload=False)
-            if self._state_bytes(entry.configuration) - self._state_bytes(on_host) >= num_bytes:
+        configuration = entry.configuration
+        if self.space.host_optimizer != "auto" or configuration.host_optimizer or configuration.streamed:
+            return
+        if may_use_host(entry.cluster) and steps_once(configuration):
+            on_host = replace(configuration, host_optimizer=True, offload=False)
+            if self._state_bytes(configuration) - self._state_bytes(on_host) >= num_bytes:
                 self._add_alternative(entry, on_host)
 
     def _state_bytes(self, configuration: Configuration) -> float:
-        """Return the bytes that a rank keeps from step to step, of an even partition."""
-        model_costs = self.coarse.model_costs(configuration.traced)
-        kept = configuration.kept_state(
-            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
-        )
-        return float(kept[-1]) / configuration.pp
+        """Return the bytes of state that a rank of an even partition keeps."""
+        return float(self._kept_state(configuration)[-1]) / configuration.pp
 
     def _try_streamed(self, entry: Entry) -> None:
-        """Add the entry with streamed weights to the alternatives."""
+        """Add the entry with streamed weights to the alternatives, where the space and the cluster allow that."""
         configuration = entry.configuration
         if self.space.streamed != "auto" or configuration.streamed or not may_stream(entry.cluster):
             return
@@ -563,7 +571,7 @@ class OperatorFitter(Fitter):
                 self._add_alternative(entry, streamed)
 
     def _add_alternative(self, entry: Entry, changed: Configuration) -> None:
-        """Add an entry with a changed configuration to the alternatives, in the sizes of microbatches not added before."""
+        """Add an entry with a changed configuration to the alternatives, with the microbatch sizes not added before."""
         alternative = Entry(changed, entry.cluster, entry.larger)
         sizes = [alternative]
         while sizes[-1].larger:
@@ -574,7 +582,8 @@ class OperatorFitter(Fitter):
             self.alternatives.append(replace(new[0], larger=tuple(size.configuration for size in new[1:])))
 
     def afresh(self, fit: Fit, below_s: float, *, offload: bool, headroom: int | None = None) -> Fit | None:
-        """Return the plan of the same cuts as if they were the first looked at; None if it takes `below_s` or longer."""
+        """Return a new plan with the cuts of `fit`, by default with as much headroom as it takes; None if it does not fit or
+        takes `below_s` or longer."""
         configuration = fit.entry.configuration
         entry = replace(fit.entry, configuration=replace(configuration, offload=offload))
         model_costs = self.coarse.model_costs(configuration.traced)
@@ -582,22 +591,23 @@ class OperatorFitter(Fitter):
         return result if isinstance(result, Fit) and result.step_seconds < below_s else None
 
     def keeping_all(self, entry: Entry) -> Fit:
-        """Return the plan of a partitioned entry without what it must recompute or offload: it may not fit."""
+        """Return the plan of a partitioned entry that keeps everything, whether or not it fits."""
         configuration = entry.configuration
         model_costs = self.coarse.model_costs(configuration.traced)
         candidate = with_cuts(model_costs, configuration, entry.cuts or (), entry.cluster, self.job)
         return Fit(make_plan(candidate, model_costs, self.coarse.reference), entry)
 
     def refined(self, entry: Entry) -> Fit | None:
-        """Return the plan of an entry after a longer look at what is recomputed, if it fits."""
+        """Return the plan of an entry after a longer search for what it recomputes, or None if it does not fit."""
         model_costs = self.coarse.model_costs(entry.configuration.traced)
         result = replace(self.fitting, thorough=True).fit(entry, model_costs)
         return result if isinstance(result, Fit) else None
 
     def last_resort(self) -> Fit | None:
-        """Where nothing has fitted, return the plan of the configuration that misses memory by least.
+        """Return a plan where nothing has fitted, from the entry that lacks the least memory, or None.
 
-        It is looked at longer for what may be recomputed, or all of it is recomputed, with the cuts that take least memory.
+        What it recomputes is searched for longer; if that is not enough, it recomputes everything, with the cuts that need
+        the least memory.
         """
         entry = self._nearest_entry()
         if entry is None:
@@ -615,7 +625,7 @@ class OperatorFitter(Fitter):
         return None
 
     def _nearest_entry(self) -> Entry | None:
-        """Return what misses memory by least, as far as is known, with cuts."""
+        """Return the entry that lacks the least memory as far as is known, partitioned; None if there is none."""
         if worked_out := [miss for miss in self._misses if miss.is_partitioned]:
             return min(worked_out, key=_missing).entry
         bounded = [miss for miss in self._misses if miss.least_bytes is not None]
@@ -644,12 +654,12 @@ class OperatorFitter(Fitter):
             nearest = min(on_hosts, key=_missing)
             return misses_host(nearest.entry.configuration, nearest.missing_bytes or 0, host_optimizer)
         if worked_out:
-            miss: Fit | Miss = min(worked_out, key=_missing)
-            if miss.candidate is None:
-                model_costs = self.coarse.model_costs(miss.entry.configuration.traced)
-                miss = self.fitting.fit(miss.entry, model_costs)
-            if isinstance(miss, Miss) and miss.candidate is not None:
-                return misses_memory(miss.candidate, self.job)
+            result: Fit | Miss = min(worked_out, key=_missing)
+            if result.candidate is None:  # it comes from another process
+                model_costs = self.coarse.model_costs(result.entry.configuration.traced)
+                result = self.fitting.fit(result.entry, model_costs)
+            if isinstance(result, Miss) and result.candidate is not None:
+                return misses_memory(result.candidate, self.job)
         return super().failure()
 
 
@@ -658,24 +668,25 @@ def _missing(miss: Miss) -> float:
 
 
 def _offloads(configuration: Configuration) -> bool:
-    """Whether stages offload values, other than those with streamed weights."""
+    """Return whether stages offload saved values, other than stages with streamed weights."""
     return configuration.offload and not configuration.streamed
 
 
 def _nearly_alike(alike: Configuration) -> Configuration:
-    """Return the same for any number of loss pieces, and for all sharding levels below `_first_of_own_kind`."""
+    """Return a key of configurations whose `_alike` keys differ only by loss pieces and by sharding levels below
+    `_first_of_own_kind`."""
     is_of_own_kind = alike.level >= _first_of_own_kind(alike)
     return replace(alike, loss_pieces=1, zero=alike.level if is_of_own_kind else 0)
 
 
 def _first_of_own_kind(configuration: Configuration) -> int:
-    """Return the lowest sharding level whose stages differ from those of the levels below: the one that shards parameters,
-    or, where stages offload, the one that shards gradients, as each stage is then as short as what is sharded at a time, and
-    waits for its copies."""
+    """Return the lowest sharding level whose stages take other times than those of the levels below: the one that shards
+    parameters; where stages offload, the one that shards gradients, as each sharding unit is then a stage and waits for its
+    own copies."""
     return GRADIENTS if _offloads(configuration) else PARAMETERS
 
 
 def _headroom_key(entry: Entry, num_stages: int) -> tuple[object, ...]:
-    """The same for all whose stages, so many, have the same operators to keep the values of, and as much memory for them."""
+    """Return a key of entries that divide the same graph into as many stages on the same devices."""
     configuration = entry.configuration
     return configuration.traced, configuration.pp, num_stages, entry.cluster

@@ -25,10 +25,10 @@ from stagewright.planning.search_result import Excluded
 from stagewright.planning.space import JOINT
 
 _REFINED = 250
-"""Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
+"""Maximum operators of a stage for a longer search for what it recomputes: with more, that takes long and gains nothing."""
 
 _WORTH_REFINING = 0.02
-"""Share of its busy time that a plan must spend on saving for a longer look at what it recomputes to gain anything."""
+"""Share of its busy time that a plan must spend on recomputing and waiting for the host to be improved by other choices."""
 
 _SLACK = 0.02
 """Share of a device's memory that the best plan must leave unused for it to be worked out again with less headroom."""
@@ -40,10 +40,10 @@ _SIMPLER_TRIES = 2
 
 
 def improve(search: Search) -> None:
-    """Add what is better than the best plans of a search under our own runtime, and near to them.
+    """Add plans close to the best ones of a search under our own runtime that are faster, or simpler and about as fast.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; what was found until then is added.
+        KeyboardInterrupt: Ctrl-C; the plans made until then are added.
     """
     fitter = search.fitter
     assert isinstance(fitter, OperatorFitter)
@@ -67,7 +67,7 @@ def improve(search: Search) -> None:
 
 
 def _try_pieces(search: Search) -> None:
-    """Try what is short of the memory that logits take once more with the loss in pieces."""
+    """Retry, with the loss in pieces, configurations that may fit or be faster if logits take less memory."""
     divided = set[tuple[int, int]]()  # tensor parallel degrees and microbatch sizes whose loss was in pieces
     for tokens in PIECE_TOKENS if search.space.loss_pieces == "auto" else ():
         has_plans, shapes = bool(search.fits), search.short_of_memory()
@@ -75,36 +75,36 @@ def _try_pieces(search: Search) -> None:
         for shape in shapes:
             if has_plans and (shape.tp, shape.microbatch_size) in divided:
                 continue
-            same = search.graphs_of(shape)
-            if any(search.with_pieces(key).loss_pieces > 1 for key in same):
+            keys = search.graphs_of(shape)
+            if any(search.with_pieces(key).loss_pieces > 1 for key in keys):
                 divided.add((shape.tp, shape.microbatch_size))
-            _try_degrees(search, same, set(shape.degrees))
+            _try_graphs(search, keys, set(shape.degrees))
 
 
 def _try_whole_sequences(search: Search) -> None:
-    """Try the degrees of the best without sequence parallelism, where its ranks split the sequence."""
+    """Retry the degrees of the best plan without sequence parallelism, if it has that."""
     best, whole = search.best, search.whole_sequences
     if best is not None and whole is not None:
         if whole.loss_pieces == 1:
             search.piece_tokens = 0
-        _try_degrees(search, [whole], {(best.plan.dp, best.plan.pp)})
+        _try_graphs(search, [whole], {(best.plan.dp, best.plan.pp)})
 
 
-def _try_degrees(search: Search, keys: Iterable[Configuration], shapes: set[tuple[int, int]]) -> None:
-    """Work out more graphs, with those numbers of replicas and ranks of a pipeline alone."""
+def _try_graphs(search: Search, keys: Iterable[Configuration], degrees: set[tuple[int, int]]) -> None:
+    """Evaluate the configurations of further graphs whose (dp, pp) is one of `degrees`."""
     for key in dict.fromkeys(keys):
         if search.with_pieces(key) not in search.coarse.graphs:
             try:
                 search.gather_sizes(key, [key.microbatch], strictly=True)
             except (InputError, TraceError) as error:
                 search.fitter.excluded.append(Excluded(str(error), 1, 1, key.microbatch, tp=key.tp))
-    search.waiting.keep(lambda entry: (entry.configuration.dp, entry.configuration.pp) in shapes)
+    search.waiting.keep(lambda entry: (entry.configuration.dp, entry.configuration.pp) in degrees)
     search.work_out()
 
 
 def _to_refine(search: Search) -> list[Fit]:
-    """Return the fastest fit, the one that ranks first, and the first without an optimizer on the host: so all are compared
-    as refined."""
+    """Return the fastest fit, the one that ranks first, and the best-ranked with all state on devices, so that these are
+    compared after all are refined."""
     plans = ranked(fit.plan for fit in search.fits)
     on_devices = (plan for plan in plans if not plan.host_optimizer and not plan.streamed)
     fastest = [] if search.best is None else [search.best.plan]
@@ -113,7 +113,8 @@ def _to_refine(search: Search) -> list[Fit]:
 
 
 def _refine(search: Search, fitter: OperatorFitter) -> None:
-    """Look longer for what the best plans recompute, and whether offloading is faster, where they save by much."""
+    """Replace the best plans by faster ones with the same cuts that recompute, offload or leave free other amounts, where
+    recomputing and waiting for the host cost them much."""
     worth_it = [
         fit
         for fit in _to_refine(search)
@@ -121,43 +122,43 @@ def _refine(search: Search, fitter: OperatorFitter) -> None:
     ]
     if worth_it:
         search.report("looking for what is best recomputed")
-    looks = [list(_longer_looks(search, fitter, fit)) for fit in worth_it]
-    with closing(at_once(list(itertools.chain.from_iterable(looks)))) as results:
-        for fit, looks_at_it in zip(worth_it, looks, strict=True):
-            others = itertools.islice(results, len(looks_at_it))
-            fastest = min((fit, *filter(None, others)), key=lambda fit: fit.step_seconds)
+    attempts = [list(_refinements(search, fitter, fit)) for fit in worth_it]
+    with closing(at_once(list(itertools.chain.from_iterable(attempts)))) as results:
+        for fit, attempts_at_it in zip(worth_it, attempts, strict=True):
+            refined = itertools.islice(results, len(attempts_at_it))
+            fastest = min((fit, *filter(None, refined)), key=lambda fit: fit.step_seconds)
             if fastest is not fit:
                 search.fits.remove(fit)
                 search.add(replace(fastest, entry=fit.entry))
 
 
-def _longer_looks(search: Search, fitter: OperatorFitter, best: Fit) -> Iterator[Callable[[], Fit | None]]:
-    """Yield the ways to look longer for a faster plan than `best`."""
+def _refinements(search: Search, fitter: OperatorFitter, best: Fit) -> Iterator[Callable[[], Fit | None]]:
+    """Yield functions that may return a faster plan than `best` with its cuts."""
     yield partial(_with_other_memory, search, fitter, best)
     if _may_be_refined(best.plan):
         yield partial(fitter.refined, best.entry)
 
 
 def _with_other_memory(search: Search, fitter: OperatorFitter, best: Fit) -> Fit | None:
-    """Return the faster of a plan with less headroom, where much of it is unused, and one that offloads; None if there is
-    neither."""
+    """Return a plan that is faster than `best` because it leaves less headroom, where much of that is unused, or because it
+    offloads; None if neither is."""
     offloads = best.entry.configuration.offload
-    fits = list[Fit]()
+    fastest = best
     unused = _unused_share(best.plan, search.usable_bytes)
     for part in _PARTS if best.headroom and unused > _SLACK else ():
         smaller = max(0, best.headroom - int(part * unused * search.usable_bytes))
         fit = fitter.afresh(best, best.step_seconds, offload=offloads, headroom=smaller)
         if fit is not None:
-            fits.append(fit)
+            fastest = fit
             break
     if search.space.offload and not offloads and search.cluster.kind != "cpu":
-        base = fits[-1] if fits else best
-        fits += filter(None, [fitter.afresh(best, base.step_seconds, offload=True, headroom=base.headroom)])
-    return min(fits, key=lambda fit: fit.step_seconds, default=None)
+        fit = fitter.afresh(best, fastest.step_seconds, offload=True, headroom=fastest.headroom)
+        fastest = fit or fastest
+    return None if fastest is best else fastest
 
 
 def _saving_share(plan: Plan) -> float:
-    """Of the time that stages are busy, what they spend on making values again and on waiting for the host."""
+    """Return the share of their busy time that stages spend on recomputing and on waiting for the host."""
     stages = plan.predictions.stages
     saving_s = sum(stage.recompute_seconds + stage.waiting_seconds for stage in stages)
     busy_s = sum(
@@ -167,12 +168,12 @@ def _saving_share(plan: Plan) -> float:
 
 
 def _unused_share(plan: Plan, usable_bytes: int) -> float:
-    """Of memory, what the fullest rank does not reserve: too much was left free for fragmentation."""
+    """Return the share of memory that the fullest rank does not reserve: headroom that fragmentation does not need."""
     return 1 - plan.predictions.reserved_peak_bytes / usable_bytes
 
 
 def _may_be_refined(plan: Plan) -> bool:
-    """Whether a stage that recomputes is small enough to look longer."""
+    """Return whether a stage that recomputes is small enough for a longer search."""
     return any(
         stage.recompute_seconds and stage.stop - stage.start <= _REFINED for stage in plan.predictions.stages
     )
@@ -190,7 +191,7 @@ def _search_jointly(search: Search, slower: Sequence[Fit]) -> None:
 
 
 def _fit_without_pipeline(search: Search, fitter: OperatorFitter) -> None:
-    """Fit what has no pipeline and may be as fast as the best plan, which has one: the simpler of the two ranks first."""
+    """Add a plan without a pipeline if the best has one and is hardly faster: of the two, the simpler one ranks first."""
     best = search.best
     if best is None or best.plan.pp == 1 or any(fit.plan.pp == 1 for fit in search.fits):
         return
@@ -205,8 +206,8 @@ def _fit_without_pipeline(search: Search, fitter: OperatorFitter) -> None:
 
 
 def _slower_pipelines(search: Search, fitter: OperatorFitter) -> list[Fit]:
-    """Return pipelines that were left out as too slow, where the joint search may fill their bubbles; all is kept in them,
-    whether or not it fits."""
+    """Return plans, whether or not they fit, that keep everything in pipelines that were left out as too slow and that the
+    joint search may make faster than the best by filling bubbles; at most as many as it lacks."""
     slower: list[Fit] = []
     if (best := search.best) is None:
         return slower
@@ -215,14 +216,14 @@ def _slower_pipelines(search: Search, fitter: OperatorFitter) -> list[Fit]:
     for entry in search.slower:
         busy_s = fitter.with_network(entry, entry.busy_s)
         least_s[entry.shape] = min(least_s.get(entry.shape, math.inf), busy_s)
-    lacking = NUM_SEARCHED - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
+    num_wanted = NUM_SEARCHED - len({fit.entry.shape for fit in search.fits if fit.plan.pp > 1})
     for entry in search.slower:
-        if len(slower) >= lacking:
+        if len(slower) >= num_wanted:
             break
         if entry.shape in shapes or least_s[entry.shape] >= best.step_seconds:
             continue
         shapes.add(entry.shape)
-        kept = fitter.keeping_all(entry)
-        if busy_seconds(kept.plan) + fitter.saving_s(entry) < best.step_seconds:
-            slower.append(kept)
+        pipeline = fitter.keeping_all(entry)
+        if busy_seconds(pipeline.plan) + fitter.saving_s(entry) < best.step_seconds:
+            slower.append(pipeline)
     return slower

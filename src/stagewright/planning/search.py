@@ -17,7 +17,7 @@ from stagewright.planning.bounds.coarse import Trace
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.improvement import improve
 from stagewright.planning.job import Job, given_job
-from stagewright.planning.memory.host_optimizer import checked
+from stagewright.planning.memory.host_optimizer import check_host_optimizer
 from stagewright.planning.search_result import EarlyEnd, SearchResult
 from stagewright.planning.sequence_lengths import best_over_lengths
 from stagewright.planning.space import Space
@@ -56,7 +56,8 @@ def plan(
         trace: makes operator graphs; default: `stagewright.tracing.cache.trace`, whose arguments it takes.
         patience_s: seconds after which the search ends with the plans so far, or as soon as there is one, and a warning; so
             it does on Ctrl-C and SIGTERM, at any time if infinite. A finite time needs the main thread. None: all is tried.
-        below_s: configurations that take as long are left out, even if improvements to their plans might make them faster.
+        below_s: configurations whose steps take this long or longer are left out, even if improvements to their plans might
+            make them faster.
 
     Raises:
         InputError: the model, device or a parallel degree cannot be used as given, or nothing is left to try.
@@ -73,7 +74,7 @@ def plan(
     job.check_runtime()
     job = job.with_state(reference)
     job.check_devices(cluster)
-    checked(space.host_optimizer, cluster)
+    check_host_optimizer(space.host_optimizer, cluster)
     space.check(cluster, job)
     request = Request(reference, cluster, job, space.of_runtime(job), keep, below_s)
     is_bounded = below_s < math.inf
@@ -95,7 +96,7 @@ def plan(
 def over_lengths(
     result: SearchResult,
     cluster: Cluster,
-    report: Callable[[str], None] = lambda stage: None,
+    report: Callable[[str], None] = silent,
     trace: Trace = cached_trace,
 ) -> SearchResult:
     """Return `result` with its plans judged over all sequence lengths of the job, best first.

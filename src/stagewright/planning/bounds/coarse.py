@@ -57,8 +57,8 @@ class Coarse:
 
     def trace_arguments(self, key: Configuration) -> dict[str, Any]:
         """Return the arguments of the tracer."""
-        how = self.job.traced(self.cluster.nodes[0].device.kind)
-        return {"microbatch_size": key.microbatch, **how, **key.trace_arguments, "expand": False}
+        of_job = self.job.traced(self.cluster.nodes[0].device.kind)
+        return {"microbatch_size": key.microbatch, **of_job, **key.trace_arguments, "expand": False}
 
     def graph(self, key: Configuration) -> OperatorGraph:
         """Return the graph of one rank, which may leave equal layers out. Raises what the tracer raises."""
@@ -135,11 +135,11 @@ class Coarse:
     ) -> list[LayerCosts]:
         """Return, for every stage, the costs of all layers on the slowest of its devices; `recompute` replaces that of the
         configuration."""
-        how = recompute or configuration.recomputed_alike
+        setting = recompute or configuration.recomputed_alike
         if cluster.is_homogeneous:
-            return [self.costs(key, cluster.device, how)] * configuration.num_stages
+            return [self.costs(key, cluster.device, setting)] * configuration.num_stages
         rank_costs = [
-            self._slowest(key, devices, how) for devices in devices_of_ranks(cluster, configuration.pp)
+            self._slowest(key, devices, setting) for devices in devices_of_ranks(cluster, configuration.pp)
         ]
         return rank_costs * (configuration.chunks or 1)
 
@@ -162,7 +162,7 @@ class Coarse:
         return self._splits[alike]
 
     def bound_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """Return a lower bound on the batch with stages of whole layers: every rank runs its actions one after the other.
+        """Return a lower bound on the seconds of a batch with stages of whole layers: a rank runs one action at a time.
 
         Before and after these, one microbatch runs on the stages before the rank's first; in between the rank waits for the
         backward of its first microbatch where that takes longer than the forwards it runs until then. Recomputation that may
@@ -208,8 +208,8 @@ class Coarse:
         return seconds
 
     def sharding_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """Return the seconds of gathering parameters and reducing gradients, hidden or not; of whole stages where these fit
-        in memory."""
+        """Return the seconds of gathering parameters and reducing gradients, hidden or not: of whole stages at a time where
+        these fit in memory, otherwise of units."""
         if configuration.streamed:
             return self._streaming_s(configuration, key, cluster)
         parameters = self._parameters(configuration, key)
@@ -222,8 +222,8 @@ class Coarse:
         return network_seconds(configuration, parameters, cluster, self.job, in_units=not fits_whole)
 
     def _streaming_s(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> float:
-        """Return a lower bound on the seconds to copy streamed weights to the devices, twice a batch but for the two stages
-        that a rank holds when it turns from forwards to backwards."""
+        """Return a lower bound on the seconds to copy streamed weights to the devices: twice per batch, except for stages in
+        a rank's buffers when it turns from forwards to backwards."""
         precision, costs = self.job.precision, self.costs(key)
         trained = (
             float(costs.trained_bytes.sum()) / precision.bytes_per_parameter * ITEM_BYTES[precision.parameter]
@@ -247,17 +247,14 @@ class Coarse:
     def missing_bytes(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
         """Return a lower bound on the bytes by which the fullest rank is over, from state and saved values: of the
         microbatches in flight on the first and the last rank, of one on the others."""
+
+        def by_rank(column: Floats) -> Floats:
+            columns = [column] * configuration.num_stages
+            return stage_sums(columns, configuration.layers_per_stage).reshape(-1, configuration.pp)
+
         costs = self.columns(configuration, key, cluster)[0]
-        kept, state = (
-            stage_sums([column] * configuration.num_stages, configuration.layers_per_stage).reshape(
-                -1, configuration.pp
-            )
-            for column in (
-                costs.saved_bytes,
-                configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision),
-            )
-        )
-        needed = state.sum(axis=0) + kept.max(axis=0)
+        saved, state = by_rank(costs.saved_bytes), by_rank(self._kept_state(configuration, costs))
+        needed = state.sum(axis=0) + saved.max(axis=0)
         for rank in {0, configuration.pp - 1}:
             alive = _alive(
                 configuration.schedule,
@@ -266,18 +263,18 @@ class Coarse:
                 configuration.chunks or 1,
                 rank,
             )
-            needed[rank] = state[:, rank].sum() + float((alive @ kept[:, rank]).max())
+            needed[rank] = state[:, rank].sum() + float((alive @ saved[:, rank]).max())
         return int((needed - usable_bytes_of_ranks(self.job, cluster, configuration.pp)).max())
 
     def missing_anywhere(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
         """Return the average bytes by which ranks are over, regardless of cuts, from their state alone."""
-        costs = self.costs(key)
-        needed = float(
-            configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision).sum()
-        )
-        return int(
-            (needed - sum(usable_bytes_of_ranks(self.job, cluster, configuration.pp))) / configuration.pp
-        )
+        needed = float(self._kept_state(configuration, self.costs(key)).sum())
+        usable = sum(usable_bytes_of_ranks(self.job, cluster, configuration.pp))
+        return int((needed - usable) / configuration.pp)
+
+    def _kept_state(self, configuration: Configuration, costs: LayerCosts) -> Floats:
+        """Return the bytes of state that a rank keeps of every layer."""
+        return configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision)
 
 
 def _is_narrower(smaller: int, degree: int) -> bool:
@@ -286,14 +283,15 @@ def _is_narrower(smaller: int, degree: int) -> bool:
 
 
 def _enough(configuration: Configuration) -> int:
-    """Return the number of microbatches after which the peak of a program no longer grows."""
-    wanted = configuration.pp + 1 if (configuration.chunks or 1) == 1 else 2 * configuration.pp
-    return min(configuration.num_microbatches, wanted)
+    """Return the number of microbatches of a batch, or fewer if the peak memory of the program does not grow with more."""
+    enough = configuration.pp + 1 if (configuration.chunks or 1) == 1 else 2 * configuration.pp
+    return min(configuration.num_microbatches, enough)
 
 
 @lru_cache(maxsize=512)
 def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank: int) -> Floats:
-    """Return, after every forward of a rank, the number of microbatches whose saved values each of its stages keeps."""
+    """Return, after every forward of a rank, the number of microbatches whose saved values each of its stages keeps; equal
+    rows once."""
     program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
     now: Counter[int] = Counter()
     rows: list[list[int]] = []

@@ -151,8 +151,8 @@ class Layers:
         """Return a lower bound on the seconds of a microbatch of the whole model with `tp` times the tensor parallel degree
         and `cp` times the context parallel degree, without costs that are fixed.
 
-        The ranks of a context parallel group share all that they do, and those of a tensor parallel group what differs
-        between them; what is whole on all of these, each computes itself. What a group gathers and scatters does not shrink.
+        The ranks of a context parallel group divide all their work. Those of a tensor parallel group divide only operators
+        on values that differ between them; each runs the others itself. What a group gathers and scatters does not shrink.
         """
         stage, costing, seconds = self.stage("none"), self._model_costs.costing, 0.0
         whole = set(range(len(self.graph.values))) - local_values(self.graph)
@@ -161,14 +161,14 @@ class Layers:
         for node, layer in zip(nodes, self._layers(nodes), strict=True):
             group, size = group_of(node) if node.op in COLLECTIVES else ("", 1)
             if group == GROUP or (group == CONTEXT_GROUP and node.op in (ALL_GATHER, REDUCE_SCATTER)):
-                among = times[group]
-                each_s = costing.growing_among(node, stage.value, among * size) * among / (tp * cp)
+                factor = times[group]
+                node_s = costing.growing_among(node, stage.value, factor * size) * factor / (tp * cp)
             else:
                 is_whole = whole.issuperset(
                     value for value in (*node.inputs, *node.outputs) if value is not None
                 )
-                each_s = costing.growing_with(node, stage.value, 1 / (cp if is_whole else tp * cp))
-            seconds += each_s * self._counts[layer]
+                node_s = costing.growing_with(node, stage.value, 1 / (cp if is_whole else tp * cp))
+            seconds += node_s * self._counts[layer]
         return seconds
 
     @cached_property
@@ -186,7 +186,7 @@ class Layers:
         return spent
 
     def _layers(self, nodes: Sequence[Node]) -> list[int]:
-        """Return the layers of nodes in the order they run; those added by splitting count for the layer before."""
+        """Return the layer of each node, in the order they run; nodes added by splitting belong to the layer before."""
         layer, layers, position = 0, list[int](), self.graph.position
         for node in nodes:
             if node.forward in position:

@@ -1,6 +1,6 @@
-"""Fits of the entries that come next in a search, each in a forked process, for the cores that the search leaves idle.
+"""Fits of the entries that come next in a search, each in a forked process, on the cores that the search leaves idle.
 
-A fit is kept only for exactly the arguments it was worked out for, so the search is the same with any number of cores.
+A fit is used only for exactly the arguments it was made with, so the search is the same with any number of cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stagewright.machine import end, forked, num_more_processes
 from stagewright.planning.memory.fitting import Entry, Fit, Miss
 
 _WORTH_S = 0.2
-"""Seconds of the latest fit above which processes are worth starting: one takes some hundredths to start and to answer."""
+"""Seconds of the latest fit from which processes are worth starting: to start and answer takes some hundredths."""
 
 
 class Attempt(NamedTuple):
@@ -35,19 +35,20 @@ class Attempt(NamedTuple):
 
 @dataclass
 class FitsAhead:
-    """Fits of a search, by itself or by processes that began them ahead of it; close it at the end."""
+    """The fits of a search, made by this process or ahead of it by others; close it at the end."""
 
     work_out: Callable[[Attempt], Fit | Miss]
-    """How a fit is worked out, which depends on nothing else."""
+    """Makes a fit; the result depends on the attempt alone."""
     _running: dict[Attempt, tuple[int, int]] = field(default_factory=dict)
-    """Processes and the descriptors of what they answer."""
+    """Process ids and the descriptors of their answers."""
     _answers: dict[Attempt, bytes] = field(default_factory=dict)
-    """What ended processes have answered; incomplete where one died."""
+    """Answers of ended processes; incomplete where one died."""
     _latest_s: float = 0.0
+    """Seconds of the latest fit of this process."""
 
     def fit(self, attempt: Attempt, later: Iterable[Attempt]) -> Fit | Miss:
-        """Return the plan of an entry, or why there is none, and begin with those that the search is likely to want `later`,
-        the most likely first; others that were begun are given up if they are less likely or had other seconds."""
+        """Return the plan of an entry, or why there is none; meanwhile begin the fits that the search is likely to need
+        `later`, the most likely first. Fits begun before are dropped if others are likelier or their limits have changed."""
         others = list(later)
         for other in [other for other in self._answers if other[1:] != attempt[1:]]:
             del self._answers[other]
@@ -63,12 +64,12 @@ class FitsAhead:
         return result
 
     def _start(self, attempt: Attempt, later: Sequence[Attempt]) -> None:
-        """Begin with the most likely of `later` for the cores that are idle while this process works out `attempt`, or waits
-        for it, and end all others but that."""
+        """Begin the most likely of `later` on cores that are idle while this process fits `attempt` or waits for its fit;
+        end all other processes but that of `attempt`."""
         likely = list[Attempt]()
         if sys.platform == "linux" and self._latest_s >= _WORTH_S:
-            unknown = (other for other in later if other not in self._answers)
-            likely = list(islice(unknown, max(0, num_more_processes())))
+            unanswered = (other for other in later if other not in self._answers)
+            likely = list(islice(unanswered, num_more_processes()))
         for other in [other for other in self._running if other != attempt and other not in likely]:
             self._end(other)
         for other in likely:
@@ -82,12 +83,12 @@ class FitsAhead:
             self._end(attempt)
 
     def _answer(self, attempt: Attempt, answers: BinaryIO) -> None:
-        """Write a result without the stages of a candidate, which hold the whole graph."""
+        """Write the result of an attempt, without its candidate, whose stages hold the whole graph."""
         result = self.work_out(attempt)
         pickle.dump(replace(result, candidate=None) if isinstance(result, Miss) else result, answers)
 
     def _collect(self) -> None:
-        """Wait until processes have answered."""
+        """Wait for answers, and store them."""
         ready = select.select([answers for _, answers in self._running.values()], [], [])[0]
         for attempt in [attempt for attempt, (_, answers) in self._running.items() if answers in ready]:
             with open(self._running[attempt][1], "rb", closefd=False) as stream:
@@ -95,7 +96,7 @@ class FitsAhead:
             self._end(attempt)
 
     def _answered(self, attempt: Attempt) -> Fit | Miss | None:
-        """Return what a process has answered; None if there was none, or it died."""
+        """Return the answer of a process; None if there was no process, or it died."""
         try:
             return pickle.loads(self._answers.pop(attempt, b""))
         except (EOFError, pickle.UnpicklingError):

@@ -38,10 +38,10 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_bytes
 
 _MOST_FRAGMENTS = 0.3
-"""A configuration that loses more than this share of its memory to fragmentation is given up."""
+"""Share of memory lost to fragmentation above which a configuration is given up."""
 
 _OTHER_UNITS = 0.01
-"""Share of a step by which other cuts may be faster, whose sharding units fit in memory where these do not."""
+"""Share of a step by which other cuts may be faster, because other sharding units fit with them."""
 
 _HALVINGS = 5
 """Number of amounts tried between the mean excess of the ranks and an amount that suffices."""
@@ -55,11 +55,11 @@ class Entry:
     cluster: Cluster
     """The cluster as the configuration's ranks number its devices."""
     larger: tuple[Configuration, ...] = ()
-    """The same in larger microbatches, looked at once it is known what this one takes."""
+    """The same in larger microbatches, evaluated once this one is partitioned."""
     cuts: tuple[int, ...] | None = None
     """Of the fastest partition, between operators; None before there is one, and where layers are cut evenly."""
     is_split: bool = False
-    """Whether it is partitioned, so that its bound is that of its stages."""
+    """Whether it is partitioned, so that its bound follows from its stages."""
     compute_s: float = 0.0
     """Seconds of its forwards and backwards; a lower bound until it is partitioned."""
     busy_s: float = 0.0
@@ -74,7 +74,8 @@ class Entry:
 
     @property
     def shape(self) -> Configuration:
-        """The same for all that differ by the order of actions, what is sharded and how the loss is evaluated."""
+        """Key of entries that differ only in the order of actions, sharding, recomputation as memory asks for, offloading,
+        and how the loss is evaluated."""
         configuration = self.configuration
         gives_up = configuration.recompute in ("full", "auto")
         return replace(
@@ -94,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan that fits, and what it was made of."""
+    """A plan that fits, and the entry that it was made from."""
 
     plan: Plan
     entry: Entry
@@ -103,7 +104,7 @@ class Fit:
     lost_share: float = 0.0
     """These as a share of a device's memory."""
     was_short: bool = False
-    """Whether the fastest partition lacked memory, so that the optimizer on the host is worth a try."""
+    """Whether the fastest partition lacked memory, so that it is worth trying the optimizer on the host."""
 
     @property
     def step_seconds(self) -> float:
@@ -112,26 +113,26 @@ class Fit:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a configuration is no plan."""
+    """Why a configuration has no plan."""
 
     entry: Entry
     reason: str = ""
-    """Empty for one that is too slow."""
+    """Empty for a configuration that is too slow."""
     missing_bytes: int | None = None
     is_partitioned: bool = False
-    """Whether partitions were worked out, and it is devices that lack memory."""
+    """Whether there is a partition, for which devices lack memory."""
     candidate: Candidate | None = None
-    """The partition that lacks least, where one was worked out by this process."""
+    """The partition that lacks the least memory; None without a partition or from another process."""
     least_bytes: int | None = None
-    """What its fullest rank needs at least, where only bounds were worked out."""
+    """Lower bound on the bytes of its fullest rank, where there is no partition."""
     least_s: float = 0.0
-    """Seconds that a step takes at least, as far as is known."""
+    """Lower bound on the seconds of a step, as far as is known."""
     was_short: bool = True
-    """Whether the optimizer on the host is worth a try."""
+    """Whether it is worth trying the optimizer on the host."""
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it would fit, as far as is known, and be of no use."""
+        """Whether it may fit, as far as is known, but is too slow to be of use."""
         return not self.reason
 
     @property
@@ -148,7 +149,7 @@ class Fitting:
     job: Job
     host_optimizer: HostOptimizer
     thorough: bool = False
-    """Whether to look longer for what runs again, which takes seconds a rank."""
+    """Whether to search longer for what is recomputed, which takes seconds per rank."""
 
     def fit(
         self,
@@ -164,9 +165,9 @@ class Fitting:
         """Return the plan of a partitioned configuration that leaves headroom for fragmentation, or why there is none.
 
         Args:
-            below_s: steps that save values by recomputing or offloading and take as long are of no use.
-            longest_s: nor are any steps that take as long.
-            tight: whether to look for the cuts that take least memory where the others take too much.
+            below_s: plans that recompute or offload and whose steps take this long or longer are of no use.
+            longest_s: plans of any kind whose steps take this long or longer are of no use.
+            tight: whether to search for the cuts that need the least memory where others need too much.
             headroom: bytes to leave free on every device; by default as many as it takes.
             lost_share: the share of memory expected to be lost to fragmentation, tried first.
         """
@@ -182,25 +183,26 @@ class Fitting:
             if least_s >= longest_s:
                 return Miss(entry, was_short=False, least_s=least_s)
         limit = min(fastest.staged.usable_bytes(rank) for rank in range(configuration.pp))
-        # What is lost to fragmentation only the replay of the allocator shows.
+        fragmented, was_short = list[Candidate](), False
+        # Only the replay of the allocator in `make_plan` shows how much is lost to fragmentation.
         lost = 0 if fastest.excess_bytes <= 0 or tight else int(lost_share * limit)
-        expected, fragmented, was_short = lost, list[Candidate](), False
+        is_expected = lost > 0
         if headroom is not None:
-            lost, expected = headroom, 0
+            lost, is_expected = headroom, False
         while lost <= _MOST_FRAGMENTS * limit:
             start = fastest.with_headroom(lost)
             was_short |= start.excess_bytes > 0
-            # Where the cuts tried first lack the memory that is expected to be lost, others are tried with all of it.
-            shrinks = SHRINKS[:1] if expected else SHRINKS
+            # If partitions do not fit with the expected headroom, all are tried again without it.
+            shrinks = SHRINKS[:1] if is_expected else SHRINKS
             candidate = self._best_that_fits(start, model_costs, below_s, longest_s, shrinks)
             if candidate is None:
                 return Miss(entry, was_short=was_short)
             if tight:
                 candidate = _tightest(candidate, model_costs)
-            # Less is not to be had; it may be little enough with what is lost.
+            # No candidate leaves as much headroom; this one may still fit if it loses less to fragmentation.
             is_last = candidate.excess_bytes > 0
-            if is_last and expected:
-                lost = expected = 0
+            if is_last and is_expected:
+                lost, is_expected = 0, False
                 continue
             if is_last and fragmented and not (tight and candidate.with_headroom(0).excess_bytes <= 0):
                 break
@@ -222,9 +224,9 @@ class Fitting:
                     if not configuration.saves:
                         return Fit(plan, entry, was_short=was_short)
                     return Fit(plan, entry, lost, lost / limit, was_short)
-            if seconds >= longest_s:  # with less memory it takes no less
+            if seconds >= longest_s:  # with more headroom it is no faster
                 return Miss(entry, was_short=was_short, least_s=seconds)
-            lost, expected = lost + max(missing, limit // 25), 0
+            lost, is_expected = lost + max(missing, limit // 25), False
             fragmented.append(replace(candidate.with_headroom(0), excess_bytes=missing))
             if is_last or headroom is not None:
                 break
@@ -233,7 +235,7 @@ class Fitting:
         return Miss(entry, reason, least.excess_bytes, True, least, was_short=was_short)
 
     def without_partition(self, entry: Entry, model_costs: RangeCosts, *, keeps: bool = False) -> Miss | None:
-        """Return why no partition holds the state and what stages must save, or None if some does.
+        """Return why no partition has memory for the state and what stages must save, or None if there is one.
 
         With `keeps`, stages must save everything.
         """
@@ -267,8 +269,8 @@ class Fitting:
         longest_s: float,
         shrinks: Sequence[float],
     ) -> Candidate | None:
-        """Return the fastest partition if it fits; else one within memory or one that saves, whichever is faster; None if
-        only batches of `longest_s` or longer may fit."""
+        """Return the fastest partition if it fits; else one that keeps everything within memory or one that recomputes or
+        offloads, whichever is faster; None if only batches of `longest_s` or longer may fit."""
         if fastest.excess_bytes <= 0:
             return fastest
         kept = within_memory(fastest, model_costs)
@@ -324,6 +326,6 @@ def lacking_bytes(plan: Plan, candidate: Candidate) -> int:
 
 
 def _least_bytes(model_costs: RangeCosts, counts: Sequence[float], kept_state: Floats, pp: int) -> int:
-    """Bytes of the fullest rank if what it keeps of the state, and saved values, could be spread evenly."""
+    """Return the bytes of the fullest rank as if state and saved values could be spread evenly."""
     saved = float(model_costs.saved_bytes[-1]) * float(np.mean(counts))
     return round((float(kept_state[-1]) + saved) / pp)

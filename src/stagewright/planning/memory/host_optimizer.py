@@ -20,19 +20,18 @@ from stagewright.schedule import Kind
 from stagewright.units import format_bytes
 
 
-def checked(text: str, cluster: Cluster) -> HostOptimizer:
-    """Return `text` as a host optimizer setting for `cluster`.
+def check_host_optimizer(setting: str, cluster: Cluster) -> None:
+    """Check a host optimizer setting for `cluster`.
 
     Raises:
         InputError: an unknown setting, or one that needs hosts that the cluster does not describe.
     """
-    if text not in HOST_OPTIMIZER:
+    if setting not in HOST_OPTIMIZER:
         raise InputError(
-            f"--host-optimizer {text}{nearest(text, HOST_OPTIMIZER)}: give auto, never or always"
+            f"--host-optimizer {setting}{nearest(setting, HOST_OPTIMIZER)}: give auto, never or always"
         )
-    if text == "always":
+    if setting == "always":
         host_of(cluster, 0)
-    return text
 
 
 def may_use_host(cluster: Cluster) -> bool:
@@ -63,17 +62,15 @@ def with_devices_filled(candidate: Candidate) -> Candidate:
 
 
 def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
-    """Return `candidate`, preceded by it with as little state on hosts as possible if the setting allows that."""
+    """Return the candidates to try, the fastest first: `candidate` with as little state on hosts as possible, if the setting
+    allows that, and as it is."""
     chooses = host_optimizer == "auto" and candidate.configuration.host_optimizer
     return [with_devices_filled(candidate), candidate] if chooses else [candidate]
 
 
 def host_excess_bytes(staged: StagedModel) -> int:
-    """Return by how many bytes the fullest host is over with state, streamed weights and offloaded values of `staged`;
-    negative for headroom.
-
-    Hosts that are not described are taken to have memory for them.
-    """
+    """Return the bytes by which the fullest host is over with state, streamed weights and offloaded values of `staged`;
+    negative for headroom. Hosts that are not described are taken to have enough memory."""
     on_node: Counter[int] = Counter()
     for rank in range(staged.pp):
         has_state = staged.is_streamed or rank in staged.host_optimizer
