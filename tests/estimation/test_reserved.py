@@ -63,7 +63,7 @@ def test_microbatches_that_are_left_out_count_with_inputs_and_losses() -> None:
         whole, short = (
             reserved_on(
                 staged.memories, lowered(program, stage_edges(staged.stages), staged.receives_ahead), rank, resident,
-                left_out=40 - program.num_microbatches,
+                num_dropped=40 - program.num_microbatches,
             )
             for program in programs
         )  # fmt: skip

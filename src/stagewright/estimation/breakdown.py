@@ -16,7 +16,6 @@ from stagewright.graph.layers import layer_of
 WAYS = ("operator", "layer", "category")
 
 _T = TypeVar("_T")
-_FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     for index, node in enumerate(graph.nodes):
         sums = sums_by_name.setdefault(name(node), [0.0] * 5)
         sums[0] += 1
-        sums[1 if node.part in _FORWARD else 2] += float(seconds[index])
+        sums[1 if node.part <= Part.FORWARD else 2] += float(seconds[index])
         sums[3] += float(flop[index])
         sums[4] += moved(node)
     shares = [Share(key, int(calls), *sums) for key, (calls, *sums) in sums_by_name.items()]
@@ -64,6 +63,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
 
 
 def _naming(costing: Costing, by: str) -> Callable[[Node], str]:
+    """Return the function that maps a node to the name of its share."""
     if by == "operator":
         return lambda node: short_name(node.op)
     if by == "layer":
@@ -84,9 +84,9 @@ def _once_per_signature(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
     """Return `function` with results cached by signature."""
     results: dict[int, _T] = {}
 
-    def remembered(node: Node) -> _T:
+    def cached(node: Node) -> _T:
         if node.signature not in results or node.signature < 0:
             results[node.signature] = function(node)
         return results[node.signature]
 
-    return remembered
+    return cached

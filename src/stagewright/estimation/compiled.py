@@ -51,23 +51,23 @@ def fused(graph: OperatorGraph) -> dict[int, Fusion]:
         if node.id not in streaming:
             continue
         side = _side(node)
-        inside = [
+        fused_inputs = [
             value
             for value in dict.fromkeys(node.inputs)
             if (maker := makers.get(graph.values[value].storage)) is not None
             and maker.id in streaming
             and _side(maker) == side
         ]
-        kept_inside = [
+        unwritten = [
             output
             for output in node.outputs
             if output is not None
             and (uses := readers.get(graph.values[output].storage))
             and all(reader.id in streaming and _side(reader) == side for reader in uses)
         ]
-        eager = work(node, graph.values.__getitem__).bytes_moved
-        less = sum(graph.values[value].meta.payload_bytes for value in (*inside, *kept_inside))
-        fusions[node.id] = Fusion(max(eager - less, 0.0), not inside)
+        eager_bytes = work(node, graph.values.__getitem__).bytes_moved
+        avoided_bytes = sum(graph.values[value].meta.payload_bytes for value in (*fused_inputs, *unwritten))
+        fusions[node.id] = Fusion(max(eager_bytes - avoided_bytes, 0.0), is_launched=not fused_inputs)
     return fusions
 
 

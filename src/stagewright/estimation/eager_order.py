@@ -43,8 +43,8 @@ def ends_of_backwards(calls: Sequence[EagerCall]) -> list[tuple[int, int]]:
 
 
 def checkpoint_segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
-    """Map forward nodes, and casts of their parameters, to the checkpointed module they belong to. If no modules are named,
-    these are the regions of the model's own code."""
+    """Map forward nodes, and casts of their parameters, to the index of the checkpointed module they belong to, or, if none
+    are named, to the region that the model's own code checkpoints."""
     if not checkpointed:
         return {node.id: node.region for node in graph.nodes if node.region >= 0}
     places = {path: index for index, path in enumerate(checkpointed)}
@@ -88,7 +88,7 @@ def in_order(graph: OperatorGraph) -> Iterator[Node]:
     soon as all its parts exist.
     """
     early = {Part.STATIC, Part.DERIVED}
-    is_early = {node.id for node in graph.nodes if node.part in early}
+    early_ids = {node.id for node in graph.nodes if node.part in early}
     waiting = {
         output: node
         for node in graph.nodes
@@ -96,8 +96,8 @@ def in_order(graph: OperatorGraph) -> Iterator[Node]:
         for output in node.outputs
         if output is not None
     }
-    late = [node for node in graph.nodes if node.part not in FORWARD and node.forward in is_early]
-    is_late = {node.id for node in late}
+    late = [node for node in graph.nodes if node.part not in FORWARD and node.forward in early_ids]
+    late_ids = {node.id for node in late}
     done: set[int] = set()
 
     def ready(node: Node) -> Iterator[Node]:
@@ -109,8 +109,8 @@ def in_order(graph: OperatorGraph) -> Iterator[Node]:
                 yield maker
 
     followers = _Followers(graph, late)
-    for group in _groups(node for node in graph.nodes if node.part not in early and node.id not in is_late):
-        for node in _by_operand(graph, group, is_early):
+    for group in _groups(node for node in graph.nodes if node.part not in early and node.id not in late_ids):
+        for node in _by_operand(graph, group, early_ids):
             yield from ready(node)
             yield node
         for node in followers.after(group):
@@ -139,17 +139,17 @@ class _Followers:
                     self.users.setdefault(value, []).append(node)
 
     def after(self, group: Iterable[Node]) -> Iterator[Node]:
+        """Yield the nodes whose last missing input `group` computes, each followed by those that wait for it."""
         for node in group:
             for output in node.outputs:
-                ready = self.users.get(output, ()) if output is not None else ()
-                for user in ready:
+                for user in self.users.get(output, ()) if output is not None else ():
                     self.missing[user.id] -= 1
                     if not self.missing[user.id]:
                         yield user
                         yield from self.after([user])
 
 
-def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> list[Node]:
+def _by_operand(graph: OperatorGraph, group: list[Node], early_ids: set[int]) -> list[Node]:
     """Return one operator's backward in the order of its operands: gradients of parameters come first if the parameters do.
 
     Source: torch/csrc/autograd/Functions.cpp, whose generated functions compute gradients operand after operand.
@@ -158,7 +158,7 @@ def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> 
         return group
     forward = graph.nodes[group[0].forward]
     is_parameter = [
-        graph.values[value].origin is Origin.PARAMETER or graph.values[value].node in is_early
+        graph.values[value].origin is Origin.PARAMETER or graph.values[value].node in early_ids
         for value in forward.inputs
     ]
     if is_parameter != sorted(is_parameter, reverse=True) or all(is_parameter) or not any(is_parameter):

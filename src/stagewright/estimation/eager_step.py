@@ -86,10 +86,10 @@ def optimizer_seconds(loop: Loop, num_bytes: float, device: Device, decays_weigh
     return device.memory_seconds((loop.step_passes + decays_weights * _DECAY_PASSES) * num_bytes)
 
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
-Held = tuple[int, bool]
-"""A storage of the graph, and whether it is that of the repetition of a checkpointed forward."""
+Allocation = tuple[int, bool]
+"""A storage of the graph, and whether the repetition of a checkpointed forward allocates it."""
 
 
 class _EagerReplay:
@@ -117,19 +117,18 @@ class _EagerReplay:
         self.segment = checkpoint_segments(graph, checkpointed)
         self.calls = list(with_repeats(order, self.segment))
         self.last_use = self._last_uses()
-        self.gradient_of = self._gradients()
+        self.gradients = self._gradients()
         self.trainable = [value for value in graph.parameter_values if graph.values[value].needs_grad]
         self._load()
 
     def step(self) -> None:
         """Replay one training step: batch, forward, backward, optimizer, freeing of gradients."""
-        graph, batch = self.graph, {}
-        for value in graph.inputs.values():
-            batch[value] = self._make(graph.values[value].meta.storage_bytes, "inputs")
-        blocks: dict[Held, Block] = {}
+        inputs = (self.graph.values[value] for value in self.graph.inputs.values())
+        batch = [self._make(value.meta.storage_bytes, "inputs") for value in inputs]
+        blocks: dict[Allocation, Block] = {}
         gradients = self._compute(blocks)
         self._optimize()
-        for block in (*gradients.values(), *blocks.values(), *batch.values()):
+        for block in (*gradients.values(), *blocks.values(), *batch):
             self.allocator.free(block)
 
     def _load(self) -> None:
@@ -151,7 +150,7 @@ class _EagerReplay:
             storage = self.alias[storage]
         return storage
 
-    def _held(self, value: int, call: EagerCall) -> Held:
+    def _allocation(self, value: int, call: EagerCall) -> Allocation:
         """Return the storage of `value` in `call`: inside a checkpointed module, backwards and repetitions use the
         repetition's."""
         root = self._root(value)
@@ -163,32 +162,32 @@ class _EagerReplay:
         segment = self.segment.get(node.id if node.part in FORWARD else node.forward, -1)
         return root, segment == inside and (call.again or node.part not in FORWARD)
 
-    def _last_uses(self) -> dict[Held, int]:
+    def _last_uses(self) -> dict[Allocation, int]:
         """Map each storage to the place of the call that frees it.
 
         Autograd runs the backward of an operator as one: its saved values and incoming gradients are freed when all its
         outgoing gradients exist.
         """
-        last_use: dict[Held, int] = {}
+        last_use: dict[Allocation, int] = {}
         ends = ends_of_backwards(self.calls)
-        first_call: dict[Held, int] = {}
+        first_call: dict[Allocation, int] = {}
         for place, call in enumerate(self.calls):
             outputs = [output for output in call.node.outputs if output is not None]
             for output in outputs:
-                first_call.setdefault(self._held(output, call), place)
+                first_call.setdefault(self._allocation(output, call), place)
             for value in (*call.node.inputs, *outputs):
-                held = self._held(value, call)
+                allocation = self._allocation(value, call)
                 first, end = ends[place]
-                inside = first_call.get(held, -1) >= first
-                last_use[held] = max(last_use.get(held, -1), place if inside else end)
+                inside = first_call.get(allocation, -1) >= first
+                last_use[allocation] = max(last_use.get(allocation, -1), place if inside else end)
         forward_end = next(
             (place for place, call in enumerate(self.calls) if call.node.part not in FORWARD), len(self.calls)
         )
-        for held in self._until_forward_ends():
-            last_use[held] = max(last_use[held], forward_end - 1)
+        for allocation in self._until_forward_ends():
+            last_use[allocation] = max(last_use[allocation], forward_end - 1)
         return last_use
 
-    def _until_forward_ends(self) -> Iterator[Held]:
+    def _until_forward_ends(self) -> Iterator[Allocation]:
         """Yield results of the model, and casts of parameters that autocast keeps until the end of its context.
 
         Source: aten/src/ATen/autocast_mode.cpp, cached_cast.
@@ -197,56 +196,56 @@ class _EagerReplay:
             node = call.node
             if call.again or node.part not in FORWARD:
                 continue
-            is_result = node.module in self.returned and short_name(node.op) in _PRODUCTS
+            is_result = node.module in self.returned and short_name(node.op) in _MATMULS
             if is_result or casts_parameter(self.graph, node):
-                yield from (self._held(output, call) for output in node.outputs if output is not None)
+                yield from (self._allocation(output, call) for output in node.outputs if output is not None)
 
-    def _gradients(self) -> dict[int, int]:
-        """Map the storage of the first contribution to a gradient to the parameter; it is freed only after the step."""
-        parameter_of: dict[int, int] = {}
-        for target, gradient in self.graph.gradients.items():
-            contributions = self.graph.contributions.get(gradient, ())
-            if contributions and self.graph.values[target].origin is Origin.PARAMETER:
-                parameter_of[self._first_share(contributions[0][1])] = target
-        return parameter_of
+    def _gradients(self) -> set[int]:
+        """Return the storages in which gradients of parameters are accumulated; they are freed only after the step."""
+        return {
+            self._accumulator(contributions[0][1])
+            for target, gradient in self.graph.gradients.items()
+            if self.graph.values[target].origin is Origin.PARAMETER
+            and (contributions := self.graph.contributions.get(gradient, ()))
+        }
 
-    def _first_share(self, value: int) -> int:
-        """Return the storage in which a gradient is accumulated; for a derived value that of its own gradient."""
+    def _accumulator(self, value: int) -> int:
+        """Return the storage in which a gradient is accumulated, given its first contribution, which may be a sum itself."""
         root = self._root(value)
-        shares = self.graph.contributions.get(root, ())
-        return self._first_share(shares[0][1]) if shares else root
+        contributions = self.graph.contributions.get(root, ())
+        return self._accumulator(contributions[0][1]) if contributions else root
 
-    def _compute(self, blocks: dict[Held, Block]) -> dict[int, Block]:
+    def _compute(self, blocks: dict[Allocation, Block]) -> dict[int, Block]:
         """Replay forward and backward; return the blocks of gradients, and leave blocks that outlive them in `blocks`."""
         gradients: dict[int, Block] = {}
         loss = self.graph.values[self.graph.loss].storage
-        freed: dict[int, list[Held]] = {}
-        for held, place in self.last_use.items():
-            freed.setdefault(place, []).append(held)
+        freed: dict[int, list[Allocation]] = {}
+        for allocation, place in self.last_use.items():
+            freed.setdefault(place, []).append(allocation)
         for place, call in enumerate(self.calls):
             node = call.node
             for output in node.outputs:
                 if output is None:
                     continue
-                held = root, _ = self._held(output, call)
-                if root == output and held not in blocks and root not in gradients:
+                allocation = root, _ = self._allocation(output, call)
+                if root == output and allocation not in blocks and root not in gradients:
                     block = self._make(
                         self.graph.storage_bytes[root], f"{node.part.name.lower()} {node.name}"
                     )
-                    if root in self.gradient_of:
+                    if root in self.gradients:
                         gradients[root] = block
                     else:
-                        blocks[held] = block
+                        blocks[allocation] = block
             self._workspace(node)
-            for held in freed.get(place, ()):
-                if held in blocks and held[0] != loss:
-                    self.allocator.free(blocks.pop(held))
+            for allocation in freed.get(place, ()):
+                if allocation in blocks and allocation[0] != loss:
+                    self.allocator.free(blocks.pop(allocation))
         return gradients
 
     def _workspace(self, node: Node) -> None:
         """Allocate a workspace for each thread that runs matmuls: that of the forward, and autograd's."""
         thread = node.part in FORWARD
-        if thread not in self.workspaces and short_name(node.op) in _PRODUCTS:
+        if thread not in self.workspaces and short_name(node.op) in _MATMULS:
             self.workspaces.add(thread)
             self._make(self.workspace_bytes, "workspace")
 

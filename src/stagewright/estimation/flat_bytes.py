@@ -27,7 +27,7 @@ class FlatSizes:
     accumulates: bool = False
 
     def parameter(self, flat: FlatLayout) -> int:
-        """Return the bytes of its whole parameters."""
+        """Return the bytes of a buffer's whole parameters."""
         return flat.num_elements * ITEM_BYTES[flat.dtype]
 
     def derived(self, stage: int) -> int:
@@ -36,30 +36,30 @@ class FlatSizes:
         return sum(derived.kept.values()) if derived is not None else 0
 
     def deriving(self, stage: int) -> int:
-        """Return the additional peak bytes while it derives them."""
+        """Return the additional peak bytes while a stage derives them."""
         return max(self.resident.derived[stage].peak(()).above_entry - self.derived(stage), 0)
 
     def is_cast(self, flat: FlatLayout) -> bool:
-        """Whether its gradients are reduced in another type."""
-        return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
+        """Whether a buffer's gradients are reduced in another type."""
+        return self.resident.reduce_dtype not in (None, self.resident.runtime.precision(flat.dtype).gradient)
 
     def whole_gradient(self, flat: FlatLayout) -> int:
-        """Return the bytes of its whole gradients, in the type in which microbatches accumulate them."""
-        wire = self.resident.wire
-        if wire is None or not self.accumulates:
+        """Return the bytes of a buffer's whole gradients, in the type in which microbatches accumulate them."""
+        reduce_dtype = self.resident.reduce_dtype
+        if reduce_dtype is None or not self.accumulates:
             return self.gradient(flat)
-        return flat.num_elements * ITEM_BYTES[wire]
+        return flat.num_elements * ITEM_BYTES[reduce_dtype]
 
     def gradient(self, flat: FlatLayout) -> int:
-        """Return the bytes of its whole gradients, in the type that the optimizer uses."""
+        """Return the bytes of a buffer's whole gradients, in the type that the optimizer uses."""
         return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
 
     def summed(self, flat: FlatLayout) -> int:
         """Return the bytes of a reduction in progress, beyond the gradients that are kept anyway."""
-        if self.resident.wire is not None and self.is_cast(flat):
-            return flat.num_elements * ITEM_BYTES[self.resident.wire]
-        is_other = flat.level >= GRADIENTS or self.resident.runtime.optimizer.flattens_gradients
-        return self.gradient(flat) if is_other else 0
+        if self.resident.reduce_dtype is not None and self.is_cast(flat):
+            return flat.num_elements * ITEM_BYTES[self.resident.reduce_dtype]
+        is_separate = flat.level >= GRADIENTS or self.resident.runtime.optimizer.flattens_gradients
+        return self.gradient(flat) if is_separate else 0
 
     def summed_shard(self, flat: FlatLayout) -> int:
         """Return the bytes of the part of the reduced gradients that stays on the device until the optimizer step."""
@@ -67,9 +67,9 @@ class FlatSizes:
 
     def crossing(self, flat: FlatLayout) -> int:
         """Return the bytes of a reduction over copies, which stay until the end of the batch if it has another type."""
-        if self.resident.wire is None or flat.num_copies == 1 or not self.is_cast(flat):
+        if self.resident.reduce_dtype is None or flat.num_copies == 1 or not self.is_cast(flat):
             return 0
-        return flat.summed_elements * ITEM_BYTES[self.resident.wire]
+        return flat.summed_elements * ITEM_BYTES[self.resident.reduce_dtype]
 
 
 class FlatBuffers(ABC):
@@ -97,7 +97,8 @@ class FlatBuffers(ABC):
         """Change the kind of a buffer, if it exists."""
 
     @abstractmethod
-    def _take_for_a_moment(self, num_bytes: int) -> None: ...
+    def _allocate_briefly(self, num_bytes: int) -> None:
+        """Allocate a buffer and free it at once."""
 
     def changes(self, index: int) -> bool:
         """Whether buffers change at the beginning of action `index`."""
@@ -140,7 +141,7 @@ class FlatBuffers(ABC):
         for stage in change.uses:
             if stage in sizes.resident.derived:
                 self._make(DERIVED, stage, sizes.derived(stage))
-                self._take_for_a_moment(sizes.deriving(stage))
+                self._allocate_briefly(sizes.deriving(stage))
 
     def _settle(self, flat: FlatLayout) -> None:
         if flat.level >= GRADIENTS and flat not in self._has_shard:
@@ -185,5 +186,5 @@ class FlatBytes(FlatBuffers):
     def _rename(self, kind: str, of: FlatLayout, other: str) -> None:
         self._make(other, of, self._drop(kind, of))
 
-    def _take_for_a_moment(self, num_bytes: int) -> None:
+    def _allocate_briefly(self, num_bytes: int) -> None:
         self._observe(num_bytes)

@@ -56,8 +56,8 @@ def flat_operations(actions: Sequence[Action], flats: Iterable[FlatLayout]) -> l
 @lru_cache(maxsize=32)
 def _operations(actions: tuple[Action, ...], flats: tuple[FlatLayout, ...]) -> tuple[FlatOperations, ...]:
     """Return the operations; cached because a rank is replayed under many memory policies."""
-    account = _Account(flats, actions)
-    return (*(account.of(action) for action in actions), account.end())
+    buffers = _Buffers(flats, actions)
+    return (*(buffers.of(action) for action in actions), buffers.end())
 
 
 def is_gathered(flats: Iterable[FlatLayout], stage: int) -> bool:
@@ -66,8 +66,8 @@ def is_gathered(flats: Iterable[FlatLayout], stage: int) -> bool:
 
 
 @dataclass
-class _Account:
-    """The buffers that exist in the course of the actions."""
+class _Buffers:
+    """The state of a rank's flat buffers, which its actions change in order."""
 
     flats: tuple[FlatLayout, ...]
     actions: Sequence[Action]
@@ -80,9 +80,11 @@ class _Account:
     open: set[FlatLayout] = field(default_factory=set)
     """Those of `added` with a whole buffer."""
     summing: tuple[FlatLayout, ...] = ()
+    """Reductions in progress."""
     reduces_left: Counter[FlatLayout] = field(default_factory=Counter)
     """Number of later REDUCE actions of each flat buffer."""
     summed: set[FlatLayout] = field(default_factory=set)
+    """Flat buffers whose reduction has started in this batch."""
     of_stage: dict[int, list[FlatLayout]] = field(default_factory=dict)
     """Buffers with parameters of each stage."""
 
@@ -95,6 +97,7 @@ class _Account:
                 self.reduces_left.update(self._trained(action.stage))
 
     def of(self, action: Action) -> FlatOperations:
+        """Return the operations at the beginning of the next action, and apply them."""
         match action.kind:
             case Kind.GATHER:
                 return self._gather(action.stage)
@@ -147,9 +150,9 @@ class _Account:
         adding = {part.stage for part in action.parts if part.kind in _ADDS_GRADIENTS}
         uses = tuple(stage for stage in stages if stage in self.unused)
         self.unused.difference_update(uses)
-        fed = dict.fromkeys(flat for stage in adding for flat in self._trained(stage))
-        self.added.update(fed)
-        opens = tuple(flat for flat in fed if flat.level >= GRADIENTS and flat not in self.open)
+        receiving = dict.fromkeys(flat for stage in adding for flat in self._trained(stage))
+        self.added.update(receiving)
+        opens = tuple(flat for flat in receiving if flat.level >= GRADIENTS and flat not in self.open)
         self.open.update(opens)
         return FlatOperations(uses=uses, opens=opens) if uses or opens else NOTHING
 

@@ -25,8 +25,8 @@ FREED = -1
 
 @dataclass(frozen=True, eq=False)
 class Peak:
-    """Peak of bytes above those at entry; `allocated` of them belong to the function itself, and `again` of these to forward
-    operators that it runs again. `operator` is the running operator."""
+    """Peak of bytes above those at entry: bytes `allocated` by the function, `again` of these by forward operators that it
+    runs again, less bytes of inputs `released` by then. `operator` is the running operator."""
 
     above_entry: int
     allocated: int
@@ -151,7 +151,8 @@ def _lives(
 ) -> _Lives:
     """Follow every storage through a function; `roots` and `sizes` are the storages and bytes of all values."""
     num_nodes = len(is_fetched)
-    # The last statement that uses a value frees it, or that which makes what nothing uses: inputs before results.
+    # The last statement that uses a value frees it; an unused result is freed by the statement that computes it. A
+    # statement frees inputs before results.
     is_used = np.zeros(len(roots), np.bool_)
     input_dies, output_dies = np.zeros(len(inputs), np.bool_), np.zeros(len(outputs), np.bool_)
     for value in function_outputs:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from stagewright.errors import ScheduleError
 from stagewright.estimation.flat_bytes import FlatBytes
 from stagewright.estimation.memory_events import Event
-from stagewright.estimation.microbatch_memory import MemoryEvents, in_flight, slot_bytes
+from stagewright.estimation.microbatch_memory import MemoryEvents, microbatch_states, slot_bytes
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -61,16 +61,20 @@ def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 
 
 def replay_rank(
-    memories: Sequence[StageMemory], program: Program, rank: int, resident: ResidentBytes, left_out: int = 0
+    memories: Sequence[StageMemory],
+    program: Program,
+    rank: int,
+    resident: ResidentBytes,
+    num_dropped: int = 0,
 ) -> RankMemory:
     """Replay the memory of `rank` over one batch of the lowered `program`, on top of `resident` bytes.
 
-    `left_out` further microbatches repeat states of the program; only their inputs and losses count.
+    `num_dropped` further microbatches repeat states of the program; only their inputs and losses count.
 
     Raises:
         ScheduleError: the program uses a value before it exists.
     """
-    return _MemoryReplay(memories, program, rank, resident, left_out).run()
+    return _MemoryReplay(memories, program, rank, resident, num_dropped).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class _MemoryReplay:
         program: Program,
         rank: int,
         resident: ResidentBytes,
-        left_out: int,
+        num_dropped: int,
     ) -> None:
         self.rank = rank
         self.resident = resident
@@ -104,11 +108,11 @@ class _MemoryReplay:
         self.fixed = self.lasting
         """Bytes that do not depend on microbatches, including temporary flat buffers."""
         self.actions = program.actions(rank)
-        self.microbatches = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
+        self.microbatches = microbatch_states(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
         self.events = MemoryEvents(resident.has_slots)
-        self.inputs = self.microbatches.input_bytes * (program.num_microbatches + left_out)
-        self.live = self.inputs + left_out * loss_bytes(memories, program, rank)
+        self.inputs = self.microbatches.input_bytes * (program.num_microbatches + num_dropped)
+        self.live = self.inputs + num_dropped * loss_bytes(memories, program, rank)
         self.activations = 0
         self.flat = FlatBytes(resident, self.actions, self._observe_flat) if resident.flats else None
         self.at: Action | str = "begin"
@@ -170,6 +174,7 @@ class _MemoryReplay:
             self.peak = _Peak(total, self.at, held, transient, states, flat, again, operator)
 
     def _described(self) -> RankMemory:
+        """Return the peak, with its bytes by category."""
         peak = self.peak
         listed = self.inputs + peak.activations + peak.transient + sum(peak.flat.values())
         categories = {
@@ -194,5 +199,5 @@ class _MemoryReplay:
 def loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:
     """Return the bytes of one microbatch's loss, if `rank` computes it."""
     graph, placed = memories[0].stage.graph, program.placement.rank_of_stage
-    here = any(m.stage.computes_loss and placed[m.stage.index] == rank for m in memories)
-    return graph.storage_bytes[graph.values[graph.loss].storage] if here else 0
+    is_here = any(m.stage.computes_loss and placed[m.stage.index] == rank for m in memories)
+    return graph.storage_bytes[graph.values[graph.loss].storage] if is_here else 0

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from stagewright.arrays import Floats
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.memory_events import Event, StorageEvent
-from stagewright.estimation.microbatch_memory import InFlight, MemoryEvents
+from stagewright.estimation.microbatch_memory import MemoryEvents, MicrobatchStates
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.schedule import Program
 
-_MOST_STRETCHES = 16
+_NUM_INTERVALS = 16
 """Number of intervals of a long computation of which the lowest and the highest moment are kept."""
 
 
@@ -40,7 +40,7 @@ def action_curves(
     Microbatches go through the same few transitions, each of which is computed once. Ignores: that operators take different
     times.
     """
-    microbatches = InFlight(memories, program.placement.rank_of_stage, rank, is_scripted=True)
+    microbatches = MicrobatchStates(memories, program.placement.rank_of_stage, rank, is_scripted=True)
     states, events = [0] * program.num_microbatches, MemoryEvents(has_slots)
     curves: dict[tuple[tuple[int, Event], ...], ActionCurve] = {}
     result: list[ActionCurve] = []
@@ -56,13 +56,13 @@ def action_curves(
     return result
 
 
-def _of_events(microbatches: InFlight, changes: Iterable[tuple[int, Event]]) -> ActionCurve:
+def _of_events(microbatches: MicrobatchStates, changes: Iterable[tuple[int, Event]]) -> ActionCurve:
     """Return the curve of an action that consists of these (state, event) transitions."""
     total, saved = None, 0
     for state, event in changes:
         step = microbatches.step(state, event)
         curve = _inside(step.script, microbatches.sizes(state))
-        total = curve if total is None else _then(total, curve, saved)
+        total = curve if total is None else _concatenated(total, curve, saved)
         saved += step.held
     return ActionCurve(*np.zeros((5, 1))) if total is None else total
 
@@ -80,7 +80,7 @@ def _inside(script: Sequence[StorageEvent], sizes: dict[int, int]) -> ActionCurv
     return ActionCurve(places / max(len(alive), 1), alive[places], *parts[places].T)
 
 
-def _then(first: ActionCurve, second: ActionCurve, saved: int) -> ActionCurve:
+def _concatenated(first: ActionCurve, second: ActionCurve, saved: int) -> ActionCurve:
     """Concatenate two curves, each in half of the time; the first one has added `saved` bytes of activations."""
     return ActionCurve(
         np.r_[first.moments, second.moments + 1.0] / 2.0,
@@ -94,9 +94,9 @@ def _then(first: ActionCurve, second: ActionCurve, saved: int) -> ActionCurve:
 def _sampled(alive: Floats) -> NDArray[np.int64]:
     """Return the indices of the moments to keep: local minima and maxima."""
     count = len(alive)
-    if count <= 2 * _MOST_STRETCHES:
+    if count <= 2 * _NUM_INTERVALS:
         return np.arange(count)
-    ends = np.linspace(0, count, _MOST_STRETCHES + 1).astype(int)
+    ends = np.linspace(0, count, _NUM_INTERVALS + 1).astype(int)
     chosen = {0, count - 1}
     for start, stop in pairwise(ends):
         chosen |= {start + int(np.argmin(alive[start:stop])), start + int(np.argmax(alive[start:stop]))}

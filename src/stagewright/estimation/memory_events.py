@@ -121,7 +121,11 @@ class Rank:
 
 
 class EventRun:
-    """Execution of one event on one microbatch, with the peak of alive bytes."""
+    """Execution of one event on one microbatch.
+
+    `highest` is the peak of alive bytes. The other results are those at the peak: saved `activations`, `transient` bytes of
+    the running function, of which `again` are recomputed, and the running `operator`.
+    """
 
     def __init__(self, rank: Rank, state: Storages) -> None:
         self.rank = rank
@@ -159,7 +163,7 @@ class EventRun:
                 assert peer is not None
                 self._send((kind, stage, peer))
             case _:
-                raise ScheduleError(f"the memory of {kind} actions is not known")
+                raise ScheduleError(f"the memory of {kind} actions is not modelled")
 
     def _hold(self, stage: int, values: dict[int, Key]) -> None:
         self.state.hold(stage, values, self.rank.input_keys)
@@ -224,7 +228,8 @@ class EventRun:
         self._observe(
             peak.above_entry, peak.allocated, freed_bytes - peak.released, peak.again, peak.operator
         )
-        script, state.script = state.script, None  # the function's own order, not that of what follows
+        # `_script` yields the events in the order of the statements, unlike what follows.
+        script, state.script = state.script, None
         storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
         outputs = {
             value: storages[home] if home in storages else given[home]
@@ -294,7 +299,7 @@ class EventRun:
         sending: list[Key] = []
         for message in self._messages(channel):
             first = message.values[0]
-            key = values[first.id] if _goes_as_it_is(message) else self.state.new(message.num_bytes)
+            key = values[first.id] if _is_sent_in_place(message) else self.state.new(message.num_bytes)
             self.state.take([key])
             sending.append(key)
         self._observe()
@@ -304,8 +309,11 @@ class EventRun:
     def _observe(
         self, above: int = 0, transient: int = 0, taken: int = 0, again: int = 0, operator: str = ""
     ) -> None:
-        """Note that `above` more bytes are alive than are listed, `taken` of them saved values a function has taken, while
-        `operator` of it runs; of what it has made, `again` bytes were there before."""
+        """Record a moment with `above` bytes beyond those of the state, if it is a new peak.
+
+        While a function runs, `transient` bytes are its own, `again` of them recomputed; `taken` are those of inputs that it
+        has taken over and not freed yet, which `held_bytes` no longer counts.
+        """
         if self.state.live + above > self.highest:
             self.highest = self.state.live + above
             self.activations = self.state.held_bytes + taken
@@ -313,20 +321,20 @@ class EventRun:
 
 
 def _script(
-    function: FunctionMemory, storages: dict[int, Key], gone: Iterable[tuple[int, Key, int]], saved: int
+    function: FunctionMemory, storages: dict[int, Key], freed: Iterable[tuple[int, Key, int]], saved: int
 ) -> Iterator[StorageEvent]:
-    """Yield allocations and frees of a run of `function` in order: after each statement its own, then inputs that are `gone`
-    (statement of the last use, storage, bytes), which are among the `saved` bytes at the beginning.
+    """Yield allocations and frees of a run of `function` in order: after each statement its own, then inputs that are
+    `freed` (statement of the last use, storage, bytes), which are among the `saved` bytes at the beginning.
 
     `storages` are the keys of storages that stay; others have negative keys.
     """
-    waiting = deque(sorted(gone))
+    waiting = deque(sorted(freed))
     sizes: dict[int, int] = {}
     transient = again = 0
     for statement, home, num_bytes in function.events.tolist():
         while waiting and waiting[0][0] < statement:
-            _, key, freed = waiting.popleft()
-            saved -= freed
+            _, key, freed_bytes = waiting.popleft()
+            saved -= freed_bytes
             yield StorageEvent(key, FREED, saved, transient, again)
         change = -sizes[home] if num_bytes == FREED else num_bytes
         sizes[home] = num_bytes
@@ -335,12 +343,12 @@ def _script(
         yield StorageEvent(
             storages[home] if home in storages else -1 - home, num_bytes, saved, transient, again
         )
-    for _, key, freed in waiting:
-        saved -= freed
+    for _, key, freed_bytes in waiting:
+        saved -= freed_bytes
         yield StorageEvent(key, FREED, saved, transient, again)
 
 
-def _goes_as_it_is(message: Message) -> bool:
+def _is_sent_in_place(message: Message) -> bool:
     """Whether a message is sent directly from its storage, without a packed copy."""
     if message.whole:
         return True

@@ -36,7 +36,7 @@ class Transition:
     """If recorded: allocations and frees in order; saved activations relative to those before."""
 
 
-MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
+_MEMORY_KINDS = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
 
 
 class MemoryEvents:
@@ -55,7 +55,7 @@ class MemoryEvents:
         """Yield microbatches and events; a channel with the maximum of pending sends ends the oldest before a new one."""
         for part in (action,) if action.overlapped is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
-            if kind not in MOVES or microbatch is None:
+            if kind not in _MEMORY_KINDS or microbatch is None:
                 continue
             event: Event = (True, kind, part.stage, part.peer)
             if self._has_slots and kind in SENDS:
@@ -116,14 +116,14 @@ def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tu
 
 
 @lru_cache(maxsize=64)
-def in_flight(
+def microbatch_states(
     memories: tuple[StageMemory, ...], rank_of_stage: tuple[int, ...], rank: int, is_scripted: bool = False
-) -> InFlight:
-    """Return the states of a microbatch on `rank`, cached for programs that differ only in the order of actions."""
-    return InFlight(memories, rank_of_stage, rank, is_scripted)
+) -> MicrobatchStates:
+    """Return the states of a microbatch on `rank`; cached for programs that differ only in the order of actions."""
+    return MicrobatchStates(memories, rank_of_stage, rank, is_scripted)
 
 
-class InFlight:
+class MicrobatchStates:
     """The states of a microbatch on `rank`, numbered in the order of discovery; microbatches share no storage.
 
     With `is_scripted`, transitions record their allocations and frees in order.
@@ -142,7 +142,7 @@ class InFlight:
         stages = (
             memory.stage for memory, placed in zip(memories, rank_of_stage, strict=True) if placed == rank
         )
-        read = dict.fromkeys(value for stage in stages for value in stage.inputs)  # others it is not given
+        read = dict.fromkeys(value for stage in stages for value in stage.inputs)  # the rank gets no others
         inputs = {value: start.new(graph.values[value].meta.storage_bytes) for value in read}
         start.take(inputs.values())
         self.rank = Rank(memories, rank_of_stage, rank, inputs)
@@ -160,7 +160,7 @@ class InFlight:
         """
         transition = self._steps.get((state, event))
         if transition is None:
-            with self._working:  # kept ones serve every thread
+            with self._working:  # computed transitions are read without it
                 transition = self._steps.get((state, event))
                 if transition is None:
                     transition = self._steps[state, event] = self._compute(state, event)
@@ -197,7 +197,7 @@ class InFlight:
         try:
             change.act(event)
         except KeyError as missing:
-            raise ScheduleError(f"value {missing} is used before it is there") from None
+            raise ScheduleError(f"value {missing} is used before it exists") from None
         held = before.held_bytes
         script = tuple(item._replace(saved=item.saved - held) for item in after.script or ())
         after.script = None

@@ -122,7 +122,7 @@ def work(node: Node, value: Lookup) -> Work:
     dtype = _dtype(node, value)
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0])
-        # Empty where the matmul has accumulated it, or what it is a view of.
+        # Empty if a matmul accumulates the gradient, or the one that it is a view of, instead of returning it.
         if not value(gradient.storage).meta.num_elements:
             return Work(Kernel.VIEW, dtype)
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.meta.payload_bytes * 3.0)
@@ -156,18 +156,18 @@ def _fused(node: Node, value: Lookup, dtype: str) -> Work:
     moved = stated.get("bytes_moved")
     if stated["kind"] == "matmul":
         flop, bytes_moved = stated["flop"], _once(node, value)
-        if _adds_up(node, value):
-            bytes_moved += _ADDED_BYTES * stated["weights"]
+        if _accumulates(node, value):
+            bytes_moved += _ACCUMULATED_BYTES * stated["weights"]
         return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved, shapes=(MatmulShape(1, *stated["shape"]),))
     kernel = Kernel.NORM if stated["kind"] == "norm" else Kernel.MEMORY
     return Work(kernel, dtype, bytes_moved=_once(node, value) if moved is None else moved)
 
 
-_ADDED_BYTES = 8
+_ACCUMULATED_BYTES = 8
 """Bytes read and written per float32 of the buffer that a matmul accumulates into."""
 
 
-def _adds_up(node: Node, value: Lookup) -> bool:
+def _accumulates(node: Node, value: Lookup) -> bool:
     """Whether a matmul accumulates into a buffer: its results are empty."""
     results = [value(output).meta for output in node.outputs if output is not None]
     return bool(results) and not any(meta.num_elements for meta in results)
@@ -245,22 +245,24 @@ class _OperatorCall:
         counted = arithmetic if flop is None else flop
         return Work(Kernel.MATMUL, self.dtype, counted, arithmetic, self.moved, shapes=shapes)
 
-    def adding(self, matmul: Work, num_results: float) -> Work:
+    def accumulating(self, matmul: Work, num_results: float) -> Work:
         """Return `matmul` with the traffic of accumulating `num_results` into a buffer, if it returns no results."""
-        if not _adds_up(self.node, self.value):
+        if not _accumulates(self.node, self.value):
             return matmul
-        return replace(matmul, bytes_moved=matmul.bytes_moved + _ADDED_BYTES * num_results)
+        return replace(matmul, bytes_moved=matmul.bytes_moved + _ACCUMULATED_BYTES * num_results)
 
 
-def _product(first: int) -> Callable[[_OperatorCall], Work]:
-    """Rule for (batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
+def _matmul(first: int) -> Callable[[_OperatorCall], Work]:
+    """Rule for (batch,) m x k times (batch,) k x n, the first operand at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _OperatorCall) -> Work:
         *batch_of, rows, inner = call.shape(first)
         batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
-        matmul = call.adding(call.matmul(MatmulShape(batch, rows, columns, inner)), batch * rows * columns)
-        factors = (call.meta(first), call.meta(first + 1), *call.results())
-        return replace(matmul, is_aligned=all(map(_is_aligned, factors)))
+        matmul = call.accumulating(
+            call.matmul(MatmulShape(batch, rows, columns, inner)), batch * rows * columns
+        )
+        tensors = (call.meta(first), call.meta(first + 1), *call.results())
+        return replace(matmul, is_aligned=all(map(_is_aligned, tensors)))
 
     return rule
 
@@ -275,13 +277,13 @@ def _grouped(call: _OperatorCall) -> Work:
     """One matmul per expert, with equal parts of the rows."""
     a, b = call.shape(0), call.shape(1)
     if call.argument(2) is None:
-        return call.adding(call.matmul(MatmulShape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
+        return call.accumulating(call.matmul(MatmulShape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
     experts = math.prod(call.shape(2))
     if len(b) == 3:
         shape = MatmulShape(experts, a[0] / experts, b[-1], a[-1])
     else:  # Gradients of weights are (outer, rows) x (rows, inner).
         shape = MatmulShape(experts, a[0], b[-1], a[-1] / experts)
-    return replace(call.adding(call.matmul(shape), experts * a[-2] * b[-1]), grouped=True)
+    return replace(call.accumulating(call.matmul(shape), experts * a[-2] * b[-1]), grouped=True)
 
 
 def _grouped_backward(call: _OperatorCall) -> Work:
@@ -347,11 +349,14 @@ def _attention(query: int, causal: int) -> Callable[[_OperatorCall], Work]:
     def rule(call: _OperatorCall) -> Work:
         is_causal = call.argument(causal, "is_causal", False) is True
         num_queries, num_keys = _lengths(call, query)
-        # Query i sees keys 0 to i, which leaves out keys beyond the last query.
-        most = min(num_queries, num_keys) if is_causal else num_keys
-        full = max(0, num_queries - num_keys)
-        seen = (most * (most + 1) / 2 + full * num_keys) / num_queries if is_causal else num_keys
-        attention = _attended(call, query, Scores(1, num_queries, most, 0, seen, int(is_causal)))
+        # With a causal mask query i sees keys 0 to i: none sees keys beyond the last query; later queries see all keys.
+        num_seen_keys = min(num_queries, num_keys) if is_causal else num_keys
+        num_later = max(0, num_queries - num_keys)
+        num_scores = num_seen_keys * (num_seen_keys + 1) / 2 + num_later * num_keys
+        mean_keys = num_scores / num_queries if is_causal else num_keys
+        attention = _attended(
+            call, query, Scores(1, num_queries, num_seen_keys, 0, mean_keys, int(is_causal))
+        )
         return replace(attention, in_blocks=attention.flop * _unskipped(call, query, is_causal))
 
     return rule
@@ -364,8 +369,8 @@ def _shared_attention(query: int) -> Callable[[_OperatorCall], Work]:
     def rule(call: _OperatorCall) -> Work:
         num_queries, num_keys = _lengths(call, query)
         is_causal = next(argument for argument in call.node.args if isinstance(argument, bool))
-        seen = (num_keys + 1) / 2 if is_causal else num_keys
-        return _attended(call, query, Scores(1, num_queries, num_keys, 0, seen, int(is_causal)))
+        mean_keys = (num_keys + 1) / 2 if is_causal else num_keys
+        return _attended(call, query, Scores(1, num_queries, num_keys, 0, mean_keys, int(is_causal)))
 
     return rule
 
@@ -446,11 +451,11 @@ def _copied(call: _OperatorCall) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
 
 
-_PRODUCTS: dict[str, Callable[[_OperatorCall], Work]] = {
-    "mm": _product(0),
-    "bmm": _product(0),
-    "addmm": _product(1),
-    "baddbmm": _product(1),
+_FLOP_RULES: dict[str, Callable[[_OperatorCall], Work]] = {
+    "mm": _matmul(0),
+    "bmm": _matmul(0),
+    "addmm": _matmul(1),
+    "baddbmm": _matmul(1),
     "_grouped_mm": _grouped,
     "_grouped_mm_backward": _grouped_backward,
     "convolution": _convolution,
@@ -468,7 +473,7 @@ _PRODUCTS: dict[str, Callable[[_OperatorCall], Work]] = {
     "_scaled_dot_product_cudnn_attention_backward": _attention(1, causal=14),
 }
 
-COUNTED = frozenset(_PRODUCTS)
+COUNTED = frozenset(_FLOP_RULES)
 """Operators with FLOP."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "shard", "group_rank", "all_to_all")
@@ -481,7 +486,7 @@ def _dequantised_blocks(call: _OperatorCall) -> Work:
 
 
 _RULES = {
-    **_PRODUCTS,
+    **_FLOP_RULES,
     "dequantise_blocks": _dequantised_blocks,
     **dict.fromkeys(_COLLECTIVES, _copied),
     **dict.fromkeys(("embedding", "index", "index_select", "permute_rows"), _gathered),

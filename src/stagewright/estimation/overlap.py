@@ -40,8 +40,8 @@ class Pair(NamedTuple):
 def pairs_of(graph: OperatorGraph, which: OverlappedCollectives) -> tuple[Pair, ...]:
     """Return the pairs of `graph` for a runtime's `overlapped_collectives`.
 
-    * In the backward a gather that runs again overlaps with the input gradient of the matmuls that it gathered for, and the
-      reduce-scatter of that gradient with the matmuls of the weights' gradients: each as a whole (``backward``, ``all``).
+    * In the backward a repeated gather overlaps with the input gradients of the matmuls that it gathered for, and the
+      reduce-scatter of these gradients with the matmuls of the weight gradients: each as a whole (``backward``, ``all``).
     * Inside layers a gather overlaps with the kernels that take its result, and a reduce-scatter with the one kernel whose
       result it adds up, in parts (``fused``, ``all``). Around a ring the first part is that of the rank itself: all but one
       of as many parts as there are ranks are computed while others are sent. With ``all``, the reduce-scatters of the
@@ -149,8 +149,11 @@ class Overlaps:
         self._most_s = collective_s[self._collectives] * np.array([1.0 - pair.exposed for pair in pairs])
 
     def hidden_seconds(self, nodes: Ints) -> Floats:
-        """Return how many seconds of every node of the graph overlap with others in a function that runs `nodes`, and a zero
-        for -1, any other node. A collective with several pairs overlaps with the kernels of one of them."""
+        """Return how many seconds of every node of the graph overlap with others in a function that runs `nodes`.
+
+        A zero follows at the end, index -1, which stands for nodes that are not in the graph. A collective with several
+        pairs overlaps with the kernels of one of them.
+        """
         runs = np.zeros(self._num_nodes + 1, np.bool_)
         runs[nodes] = True
         computing_s = np.add.reduceat(self._kernel_s * runs[self._kernels], self._starts)

@@ -13,7 +13,7 @@ from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.memory import loss_bytes
 from stagewright.estimation.memory_events import Key
-from stagewright.estimation.microbatch_memory import MemoryEvents, in_flight, slot_bytes
+from stagewright.estimation.microbatch_memory import MemoryEvents, microbatch_states, slot_bytes
 from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
@@ -43,7 +43,7 @@ def reserved_on(
     *,
     host_optimizer: bool = False,
     is_expandable: bool = False,
-    left_out: int = 0,
+    num_dropped: int = 0,
 ) -> Reserved:
     """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, with `resident` bytes.
 
@@ -53,7 +53,7 @@ def reserved_on(
 
     Resident bytes other than parameters, gradients, moments and master weights are modelled as one storage. With
     `host_optimizer` there are neither moments nor master weights. Gradients that are not sharded are one storage per flat
-    buffer. `is_expandable`: with expandable segments. `left_out` further microbatches repeat states of the program; only
+    buffer. `is_expandable`: with expandable segments. `num_dropped` further microbatches repeat states of the program; only
     their inputs and losses count.
 
     Ignores: several streams.
@@ -62,7 +62,7 @@ def reserved_on(
         ScheduleError: the program uses a value before it exists.
     """
     return _AllocatorReplay(
-        memories, program, rank, resident, workspace_bytes, host_optimizer, is_expandable, left_out
+        memories, program, rank, resident, workspace_bytes, host_optimizer, is_expandable, num_dropped
     ).run(num_steps)
 
 
@@ -76,7 +76,7 @@ class _AllocatorReplay:
         workspace_bytes: int,
         host_optimizer: bool,
         is_expandable: bool,
-        left_out: int,
+        num_dropped: int,
     ) -> None:
         self.rank = rank
         self.host_optimizer = host_optimizer
@@ -84,7 +84,7 @@ class _AllocatorReplay:
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
-        self.microbatches = in_flight(tuple(memories), placed, rank, is_scripted=True)
+        self.microbatches = microbatch_states(tuple(memories), placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator(is_expandable=is_expandable)
         self.buffers = _Buffers(resident, self.actions, self.allocator)
@@ -93,9 +93,9 @@ class _AllocatorReplay:
         self.inputs = self._script(list(self.microbatches.start_sizes.items()))
         self.runs = self._runs(resident.has_slots)
         self.scripts = _concatenated(self.requests)
-        self.held = np.full((self.num_microbatches + left_out, len(self.keys)), NONE, np.int64)
-        self.left_out_losses = [loss_bytes(memories, program, rank)] * left_out
-        self.state_bytes = resident.total
+        self.held = np.full((self.num_microbatches + num_dropped, len(self.keys)), NONE, np.int64)
+        self.dropped_losses = [loss_bytes(memories, program, rank)] * num_dropped
+        self.resident_bytes = resident.total
         self.slots = slot_bytes(memories, self.actions) if resident.has_slots else ()
         self.workspace_bytes = workspace_bytes
 
@@ -118,42 +118,49 @@ class _AllocatorReplay:
         that the optimizer will allocate in its first step."""
         runtime = runtime_of(self.stages[0].graph)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
-        flat = {value for buffer in self.flats for value in buffer.values}
-        shared = [buffer for buffer in self.flats if buffer.level >= OPTIMIZER]
         trained_flats = [buffer for buffer in self.flats if buffer.is_trained]
-        moved = {value for buffer in shared for value in buffer.values}
-        unsharded = {value: meta for value, meta in trained.items() if value not in moved}
-        fixed = [*_fixed(self.stages, moved), *(kept_parameters(buffer, runtime) for buffer in shared)]
-        alone = [meta for value, meta in unsharded.items() if value not in flat]
-        gradients = [m.num_elements * ITEM_BYTES[runtime.precision(m.dtype).gradient] for m in alone]
+        sharded_flats = [buffer for buffer in self.flats if buffer.level >= OPTIMIZER]
+        in_flats = {value for buffer in self.flats for value in buffer.values}
+        sharded = {value for buffer in sharded_flats for value in buffer.values}
+        unsharded = {value: meta for value, meta in trained.items() if value not in sharded}
+        fixed = [
+            *_fixed(self.stages, sharded),
+            *(kept_parameters(buffer, runtime) for buffer in sharded_flats),
+        ]
+        separate = [meta for value, meta in unsharded.items() if value not in in_flats]
+        gradients = [m.num_elements * ITEM_BYTES[runtime.precision(m.dtype).gradient] for m in separate]
         gradients += [
             self.buffers.sizes.gradient(buffer) for buffer in trained_flats if buffer.level < GRADIENTS
         ]
         if self.host_optimizer:
-            self._allocate(fixed, gradients, self.state_bytes)
+            self._allocate(fixed, gradients, self.resident_bytes)
             return []
         names = {value: stage.value(value).name for stage in self.stages for value in stage.parameters}
         updated = [
             (meta.shape, runtime.precision(meta.dtype), 1, names[value]) for value, meta in unsharded.items()
         ]
-        for buffer in shared:
+        for buffer in sharded_flats:
             if buffer.is_trained:
-                kind, num_spans = runtime.precision(buffer.dtype), len(buffer.groups)
-                updated += [((count,), kind, num_spans, "") for count in _cut(buffer, runtime)]
-        kept = optimizer_of(self.stages[0].graph)
+                precision, num_spans = runtime.precision(buffer.dtype), len(buffer.groups)
+                updated += [
+                    ((count,), precision, num_spans, "") for count in _state_elements(buffer, runtime)
+                ]
+        optimizer = optimizer_of(self.stages[0].graph)
         states = [
             num_bytes
-            for shape, kind, num_spans, name in updated
-            for num_bytes in kept.storages(shape, ITEM_BYTES[kind.state], num_spans, name)
+            for shape, precision, num_spans, name in updated
+            for num_bytes in optimizer.storages(shape, ITEM_BYTES[precision.state], num_spans, name)
         ]
         masters = [
-            math.prod(shape) * ITEM_BYTES[kind.state] for shape, kind, *_ in updated if kind.has_master
+            math.prod(shape) * ITEM_BYTES[precision.state]
+            for shape, precision, *_ in updated
+            if precision.has_master
         ]
         originals: list[Block] = []
         if runtime.optimizer.moves_parameters and all(buffer.level >= OPTIMIZER for buffer in trained_flats):
             originals = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
-        self._allocate(fixed, gradients, self.state_bytes - sum(states) - sum(masters))
+        self._allocate(fixed, gradients, self.resident_bytes - sum(states) - sum(masters))
         for block in originals:
             self.allocator.free(block)
         for num_bytes in masters:
@@ -198,15 +205,15 @@ class _AllocatorReplay:
 
     def _batch(self) -> None:
         """Replay all actions of one batch; free its remaining storages at the end."""
-        everyone = np.arange(len(self.held))
-        self.allocator.run(self.scripts, np.full(len(self.held), self.inputs), everyone, self.held)
-        losses = [self.allocator.allocate(num_bytes) for num_bytes in self.left_out_losses if num_bytes]
+        microbatches = np.arange(len(self.held))
+        self.allocator.run(self.scripts, np.full(len(self.held), self.inputs), microbatches, self.held)
+        losses = [self.allocator.allocate(num_bytes) for num_bytes in self.dropped_losses if num_bytes]
         for index, numbers, holders in self.runs:
             self.buffers.before(index)
             self.allocator.run(self.scripts, numbers, holders, self.held)
         self.buffers.end()
         remaining = [[(int(key), FREED) for key in np.flatnonzero(blocks != NONE)] for blocks in self.held]
-        self.allocator.run(_concatenated(remaining), everyone, everyone, self.held)
+        self.allocator.run(_concatenated(remaining), microbatches, microbatches, self.held)
         for block in losses:
             self.allocator.free(block)
 
@@ -251,29 +258,29 @@ class _Buffers(FlatBuffers):
         if (kind, of) in self._blocks:  # parameters without elements have none
             self._blocks[other, of] = self._blocks.pop((kind, of))
 
-    def _take_for_a_moment(self, num_bytes: int) -> None:
+    def _allocate_briefly(self, num_bytes: int) -> None:
         if num_bytes:
             self.allocator.free(self.allocator.allocate(num_bytes))
 
 
-def _cut(flat: FlatLayout, runtime: Runtime) -> list[int]:
+def _state_elements(flat: FlatLayout, runtime: Runtime) -> list[int]:
     """Return the elements of the tensors that hold the optimizer state of the first shard of a buffer."""
     if runtime.optimizer.gathers_masters:
         return [entry.meta.num_elements // flat.num_shards for entry in flat.entries]
     if not runtime.optimizer.moves_parameters:
         return [flat.shard_elements]
     ends = [*(entry.offset for entry in flat.entries[1:]), flat.num_elements]
-    cut = [
+    counts = [
         min(end, flat.shard_elements) - entry.offset for entry, end in zip(flat.entries, ends, strict=True)
     ]
-    return [count for count in cut if count > 0]
+    return [count for count in counts if count > 0]
 
 
-def _fixed(stages: Sequence[Stage], moved: Set[int]) -> list[int]:
-    """Return the bytes of every parameter, buffer and constant of `stages`, each once, except `moved` parameters."""
+def _fixed(stages: Sequence[Stage], sharded: Set[int]) -> list[int]:
+    """Return the bytes of every parameter, buffer and constant of `stages`, each once, except `sharded` parameters."""
     sizes: dict[int, int] = {}
     for stage in stages:
         for value in (*stage.parameters, *stage.buffers, *stage.constants):
-            if value not in moved:
+            if value not in sharded:
                 sizes[value] = stage.graph.storage_bytes[stage.value(value).storage]
     return list(sizes.values())

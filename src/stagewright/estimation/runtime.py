@@ -1,4 +1,4 @@
-"""Runtimes: whose execution of a plan is predicted, as data and as a rewrite of the operator graph.
+"""Runtimes: the training frameworks whose execution is predicted, as data and as a rewrite of the operator graph.
 
 A runtime is a file: which operators are one kernel and what such a kernel keeps, the types of gradients and optimizer state,
 what the host spends, which transfers keep a rank waiting. Time and memory come from the same estimate and replay for all.
@@ -42,18 +42,17 @@ _AS_TRACED = {
     "attention": "traced", "experts": "traced", "embedding": "split", "head": "split", "column_inputs": "shared",
     "loss": "float32",
 }  # fmt: skip
-"""What a trace does unless it is told otherwise."""
+"""How a model is traced by default."""
 
 _COMMUNICATION_SHARE = 0.15
-"""Of a GPU's multiprocessors. Source: 20 of 132 of an H800 serve communication (DeepSeek-V3, arXiv 2412.19437); NCCL's own
-share differs with version and width.
-"""
+"""Fraction of a GPU's multiprocessors. Source: 20 of 132 of an H800 serve communication (DeepSeek-V3, arXiv 2412.19437);
+NCCL's own fraction differs with version and number of ranks."""
 
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class FusedKernel(SourcedModel):
-    """A fused kernel, as `stagewright.graph.fusion.FusionRule` has it."""
+    """A fused kernel, with the fields of `stagewright.graph.fusion.FusionRule`."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9 _-]*$")
     around: frozenset[str] = Field(min_length=1)
@@ -67,7 +66,7 @@ class FusedKernel(SourcedModel):
     backward_scratch_bytes: _Count = 0.0
 
     @model_validator(mode="after")
-    def _products_are_products(self) -> FusedKernel:
+    def _check_flop(self) -> FusedKernel:
         if self.kind == "matmul":
             others = self.around - set(JOINED)
             if others or self.absorbs:
@@ -84,19 +83,20 @@ class FusedKernel(SourcedModel):
 
     @property
     def rule(self) -> FusionRule:
-        """What the rewrite takes."""
+        """The same kernel as a rule of `fuse`."""
         return FusionRule(**self.model_dump(exclude={"sources"}))
 
 
 class HostCosts(StrictModel):
-    """What the host spends, in seconds; where nothing is said, what the device's file says of eager execution.
+    """Seconds of the host.
 
-    * `kernel_s`: on a kernel, with the operators and autograd's work around it; views are then in it.
-    * `member_s`: more for every further member of a collective, and for a message to another rank: all wait for the slowest.
-    * `pass_s`: on a microbatch in one direction.
+    * `kernel_s`: for a kernel, with the operators and autograd's work around it, views included; None: those of eager
+      execution in the device's file.
+    * `member_s`: for every further member of a collective, and for a message to another rank: all wait for the slowest.
+    * `pass_s`: for a microbatch in one direction.
     * `step_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
-    * `waits_for_kernels`: whether it issues nothing before the device is done (``CUDA_LAUNCH_BLOCKING=1``): times of both
-      add up.
+    * `waits_for_kernels`: whether the host issues nothing before the device is done (``CUDA_LAUNCH_BLOCKING=1``): times of
+      both add up.
     """
 
     kernel_s: Seconds | None = None
@@ -107,7 +107,7 @@ class HostCosts(StrictModel):
 
 
 class Waits(StrictModel):
-    """Seconds for which a device idles, and what it waits for.
+    """Seconds for which a device waits.
 
     * `product_s`: around a matmul, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
@@ -128,8 +128,8 @@ class Waits(StrictModel):
 
 
 class Selective(StrictModel):
-    """What checkpointed layers keep under selective recomputation: what operators of the short names `keeps` make, of those
-    that are also `every_second` only what the first, the third, ... call in each layer makes."""
+    """Values that checkpointed layers keep under selective recomputation: the results of operators of the short names
+    `keeps`; for those also in `every_second`, only the results of the first, the third, ... call in each layer."""
 
     keeps: tuple[str, ...] = Field(min_length=1)
     every_second: tuple[str, ...] = ()
@@ -164,8 +164,8 @@ class OptimizerStorage(StrictModel):
 
 
 class Loop(StrictModel):
-    """A training step on one device whose memory is that of calls in autograd's order, one allocation after the other,
-    instead of that of stages (`stagewright.estimation.eager_step`).
+    """A plain training loop on one device: its memory is replayed call by call in autograd's order
+    (`stagewright.estimation.eager_step`) instead of stage by stage.
 
     * `step_copies`: copies of all gradients that exist at the peak of the optimizer step, created one after the other and
       freed at its end; weight decay needs one more.
@@ -198,7 +198,7 @@ class Runtime(SourcedModel):
       each a copy of it (``copied``).
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
     * `holds_logits`: whether the loop keeps logits in a variable while the loss is differentiated.
-    * `keeps_logits`: whether those of the microbatch before are kept until the next are made.
+    * `keeps_logits`: whether the logits of a microbatch are kept until those of the next are computed.
     * `shares_gathers`: whether matmuls with the same input share its gathered copy, and their input gradients are reduced
       together; otherwise each gathers the input and reduces its own gradient. A compiler merges equal gathers. Ignores: the
       memory of further copies.
@@ -318,11 +318,15 @@ class Runtime(SourcedModel):
 
     @property
     def traced(self) -> dict[str, str]:
-        """The part of the arguments of `stagewright.tracing.cache.trace` that says how this runtime computes a model."""
-        return {name: getattr(self, name) for name, way in _AS_TRACED.items() if getattr(self, name) != way}
+        """Arguments of `stagewright.tracing.cache.trace` that differ from its defaults."""
+        return {
+            name: getattr(self, name)
+            for name, default in _AS_TRACED.items()
+            if getattr(self, name) != default
+        }
 
     def precision(self, dtype: str) -> Precision:
-        """Types of what trains parameters of `dtype` (a torch name)."""
+        """Return the types of the training state of parameters of `dtype` (a torch name)."""
         default = Precision.of(dtype)
         gradients = self.optimizer.gradients
         as_parameter = gradients == "parameter" or (gradients == "fp16" and dtype == "float16")
@@ -332,7 +336,7 @@ class Runtime(SourcedModel):
         )
 
     def check_dtype(self, dtype: str) -> None:
-        """Raises `InputError` for the precision of a job that this runtime does not train."""
+        """Raise `InputError` if this runtime does not train in the precision `dtype` of a job."""
         if self.dtypes and dtype not in self.dtypes:
             raise InputError(
                 f"runtime '{self.name}' does not train in {dtype}: give --dtype {' or '.join(self.dtypes)}, or another "
@@ -340,7 +344,7 @@ class Runtime(SourcedModel):
             )
 
     def rewrite(self, graph: OperatorGraph) -> OperatorGraph:
-        """`graph` as this runtime runs it: `fuse` with its kernels, and its name among the facts."""
+        """Return `graph` as this runtime runs it, with fused kernels and with the runtime's name among the facts."""
         if self.name == STAGEWRIGHT:
             return graph
         fused = fuse(graph, [kernel.rule for kernel in self.kernels])
@@ -354,13 +358,13 @@ class Runtime(SourcedModel):
 
 
 def runtime_of(graph: OperatorGraph) -> Runtime:
-    """The runtime that a graph was rewritten for."""
+    """Return the runtime that a graph was rewritten for."""
     return load_runtime(graph.facts.get("runtime", STAGEWRIGHT))
 
 
 @cache
 def runtime_names() -> tuple[str, ...]:
-    """Names of the runtimes that are bundled; the own one comes first."""
+    """Return the names of the bundled runtimes, Stagewright's own first."""
     folder = resources.files("stagewright.estimation") / "runtimes"
     names = sorted(
         entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
@@ -370,10 +374,10 @@ def runtime_names() -> tuple[str, ...]:
 
 @cache
 def load_runtime(name: str) -> Runtime:
-    """The bundled runtime called `name`, or that of a TOML file.
+    """Return the bundled runtime `name`, or that of a TOML file.
 
     Raises:
-        InputError: there is none, naming the nearest, or its file says what it must not.
+        InputError: there is no such runtime (the message names the nearest), or its file is not valid.
 
     >>> load_runtime("stagewright").kernels
     ()
@@ -412,15 +416,15 @@ _BEING_READ: list[Path] = []
 
 
 def _build(name: str, document: dict[str, Any], origin: str) -> Runtime:
-    """The runtime that a file describes; what it does not say is as in the one that it is `based_on`."""
+    """Return the runtime that a file describes; missing keys are those of the runtime that it is `based_on`."""
     if (based_on := document.pop("based_on", None)) is not None:
         base = _document_of(str(based_on), name, origin)
         changed = {key for key, value in document.items() if not isinstance(value, dict)}
         changed |= {
-            f"{key}.{name}" for key, table in document.items() if isinstance(table, dict) for name in table
+            f"{key}.{inner}" for key, table in document.items() if isinstance(table, dict) for inner in table
         }
-        kept = (item for item in base.get("sources", {}).items() if item[0] not in changed)
-        base["sources"] = dict(kept)
+        sources = base.get("sources", {})
+        base["sources"] = {key: source for key, source in sources.items() if key not in changed}
         document = _merged(base, document)
     return validated(Runtime, {**document, "name": name}, origin)
 
@@ -443,7 +447,7 @@ def _document_of(name: str, child: str, origin: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`: tables key by key, kernels by their names."""
+    """Return `base` with `changes`: tables are merged key by key, kernels by name."""
     merged = dict(base)
     for key, value in changes.items():
         if key == "kernels" and isinstance(value, list):

@@ -60,7 +60,7 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
     columns = [costing.columns(function.nodes, stage.value) for function in functions]
     sums = [Sums.of(of_function) for of_function in columns]
-    waits = _waits(stage, columns, costing.device) if stage.offloaded else (0.0,) * len(functions)
+    waits = _waits(stage, functions, columns, costing.device) if stage.offloaded else (0.0,) * len(functions)
     recompute_s = 0.0
     if again := {node.id for node in stage.recomputed.nodes if node.id >= 0}:
         once = [node for node in stage.backward.nodes if node.id not in again]
@@ -90,10 +90,11 @@ def _recomputed(stage: Stage) -> list[int]:
     return [value for value in recomputed if stage.value(value).storage not in away]
 
 
-def _waits(stage: Stage, columns: Sequence[Floats], device: Device) -> tuple[float, ...]:
-    """Return the waiting seconds of F, I, W, B and R, whose operators have these `Costing.columns`; fetches that R starts
-    may be late in the backward."""
-    functions = stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild
+def _waits(
+    stage: Stage, functions: Sequence[Function], columns: Sequence[Floats], device: Device
+) -> tuple[float, ...]:
+    """Return the waiting seconds of F, I, W, B and R, the `functions`, whose operators have these `Costing.columns`; fetches
+    that R starts may be late in the backward."""
     forward, input_grad, weight_grad, backward, rebuild = zip(functions, columns, strict=True)
 
     def wait(*parts: tuple[Function, Floats]) -> float:
@@ -116,8 +117,8 @@ class RangeCosts:
     * `saved_bytes`: what F saves for the backward of one microbatch;
     * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
 
-    A graph may leave layers out (`few`), for which `copies` of others stand; the `graph` with all of them is built on first
-    use.
+    `few` is the graph, perhaps with layers left out; `copies` says which of its layers stand for them. The `graph` with all
+    layers is built on first use.
 
     Ignores: prologue and derived values; that the gradients of a parameter used on both sides of a cut are on both sides;
     values saved in a stage that did not compute them.
@@ -132,9 +133,9 @@ class RangeCosts:
 
     @cached_property
     def graph(self) -> OperatorGraph:
-        first = next(iter(self._elsewhere.values()))
-        if first is not self:
-            return first.graph
+        original = next(iter(self._elsewhere.values()))  # shares its graph with the costs on other devices
+        if original is not self:
+            return original.graph
         return expanded(self.few) if self.size > len(self.few.forward_ids) else self.few
 
     @cached_property

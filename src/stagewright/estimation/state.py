@@ -27,7 +27,7 @@ class ResidentBytes:
     `step_transient`: bytes that exist only during the optimizer step.
     `host_bytes`: optimizer state and streamed weights on the host, in no category.
     `flats`: flat buffers, some of which exist only during parts of a batch; `derived`: values that stages with gathered
-    parameters derive from them each time; `wire`: reduce dtype of gradients, if it differs from theirs.
+    parameters derive from them each time; `reduce_dtype`: type in which gradients are reduced, if not their own.
     `has_slots`: whether transfers use permanent buffers, in no category.
     """
 
@@ -37,7 +37,7 @@ class ResidentBytes:
     step_transient: int = 0
     flats: tuple[FlatLayout, ...] = ()
     derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
-    wire: str | None = None
+    reduce_dtype: str | None = None
     has_slots: bool = False
     runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
@@ -57,7 +57,7 @@ class ResidentBytes:
 def resident_bytes(
     memories: Sequence[StageMemory],
     flats: Sequence[FlatLayout] = (),
-    wire: str | None = None,
+    reduce_dtype: str | None = None,
     *,
     host_optimizer: bool = False,
     thread_bytes: int = 0,
@@ -65,38 +65,38 @@ def resident_bytes(
 ) -> ResidentBytes:
     """Return the resident bytes of the rank with the stages of `memories`; a tensor that several stages use counts once.
 
-    `flats` are the flat buffers, including those of other ranks, and `wire` the reduce dtype (a torch name) of gradients;
-    None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of every parameter of any
-    type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of one thread; the device has that
-    of the first; `kernel_bytes` are one workspace of the runtime's own kernels.
+    `flats` are the flat buffers, including those of other ranks, and `reduce_dtype` is the type (a torch name) in which
+    gradients are reduced; None: their own. With `host_optimizer` the host holds the optimizer's state, a master copy of
+    every parameter of any type, and a buffer for its gradient. `thread_bytes` are the matmul library's workspace of one
+    thread; the device has that of the first; `kernel_bytes` are one workspace of the runtime's own kernels.
 
     Master weights and gradients follow from `Precision.of` each parameter's type; state and temporary memory of a step from
     `OptimizerState`. Source: PyTorch's fused AdamW, which needs no additional memory. Ignores: a few bytes
     each for the norms of the gradients and, where tokens are masked, the weights of microbatches.
     """
     stages = [memory.stage for memory in memories]
-    runtime, kept = runtime_of(stages[0].graph), optimizer_of(stages[0].graph)
+    runtime, optimizer = runtime_of(stages[0].graph), optimizer_of(stages[0].graph)
     flats = of_stages(flats, (stage.index for stage in stages))
     sizes: dict[str, dict[object, int]] = {
         name: {} for name in ("parameters", "gradients", "optimizer", "master", "host", "updated")
     }
-    moved = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
-    summed = {value for flat in flats if flat.is_trained for value in flat.values}
+    sharded = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
+    in_flats = {value for flat in flats if flat.is_trained for value in flat.values}
     constants: dict[int, int] = {}
     for stage in stages:
-        for value in set(stage.parameters) - moved:
+        for value in set(stage.parameters) - sharded:
             sizes["parameters"][value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in (*stage.buffers, *stage.constants):
             constants[value] = stage.graph.storage_bytes[stage.value(value).storage]
-        for value in {value for value, _ in stage.gradients} - moved:
+        for value in {value for value, _ in stage.gradients} - sharded:
             meta, name = stage.value(value).meta, stage.value(value).name
             gradient = _add_optimizer(
-                sizes, value, meta.shape, runtime.precision(meta.dtype), kept, name=name
+                sizes, value, meta.shape, runtime.precision(meta.dtype), optimizer, name=name
             )
-            if value not in summed:
+            if value not in in_flats:
                 sizes["gradients"][value] = gradient
     for flat in flats:
-        _add_flat(sizes, flat, runtime, kept)
+        _add_flat(sizes, flat, runtime, optimizer)
     if runtime.optimizer.keeps_gradients:
         trained = {value: stage.value(value).meta for stage in stages for value, _ in stage.gradients}
         sizes["gradients"] |= {
@@ -104,15 +104,15 @@ def resident_bytes(
             for value, meta in trained.items()
             if runtime.precision(meta.dtype).gradient != meta.dtype
         }
-    there, updated = sizes.pop("host"), sizes.pop("updated")
-    on_host = sum(flat.num_elements * ITEM_BYTES[flat.dtype] for flat in flats if flat.is_streamed)
+    host_sizes, updated = sizes.pop("host"), sizes.pop("updated")
+    host_bytes = sum(flat.num_elements * ITEM_BYTES[flat.dtype] for flat in flats if flat.is_streamed)
     if host_optimizer:
-        on_host += sum(there.values())
+        host_bytes += sum(host_sizes.values())
         sizes |= {"optimizer": {}, "master": {}}
-    computed = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
-    gathered = {index: derived for index, (_, derived) in computed.items() if is_gathered(flats, index)}
-    lasting = [memory for index, (static, derived) in computed.items() for memory in (static, derived)
-               if memory is static or index not in gathered]  # fmt: skip
+    static = [memory.static for memory in memories]
+    derived = {memory.stage.index: memory.derived for memory in memories}
+    gathered = {index: function for index, function in derived.items() if is_gathered(flats, index)}
+    lasting = [function for index, function in derived.items() if index not in gathered]
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
     fixed = (
         runtime.workspaces * kernel_bytes
@@ -120,13 +120,20 @@ def resident_bytes(
         + sum(constants.values())
         + cotangents
         + (sum(map(_logits_bytes, stages)) if runtime.keeps_logits else 0)
-        + sum(sum(memory.kept.values()) for memory in lasting)
+        + sum(sum(function.kept.values()) for function in (*static, *lasting))
     )
     categories = {name: sum(entries.values()) for name, entries in sizes.items()} | {"constants": fixed}
-    rederived = _peak_in_turn(derived for index, (_, derived) in computed.items() if index not in gathered)
-    transient = 0 if host_optimizer else kept.transient_bytes(updated.values())
+    rederived = _peak_in_turn(lasting)
+    transient = 0 if host_optimizer else optimizer.transient_bytes(updated.values())
     return ResidentBytes(
-        categories, on_host, rederived, transient, flats=flats, derived=gathered, wire=wire, runtime=runtime
+        categories,
+        host_bytes,
+        rederived,
+        transient,
+        flats=flats,
+        derived=gathered,
+        reduce_dtype=reduce_dtype,
+        runtime=runtime,
     )
 
 
@@ -151,7 +158,7 @@ def kept_parameters(flat: FlatLayout, runtime: Runtime) -> int:
 
 
 def _add_flat(
-    sizes: dict[str, dict[object, int]], flat: FlatLayout, runtime: Runtime, kept: OptimizerState
+    sizes: dict[str, dict[object, int]], flat: FlatLayout, runtime: Runtime, optimizer: OptimizerState
 ) -> None:
     """Add the part of a flat buffer that one replica keeps; sharded gradients are temporary."""
     precision = runtime.precision(flat.dtype)
@@ -161,7 +168,7 @@ def _add_flat(
     if flat.is_trained and flat.level < GRADIENTS:
         sizes["gradients"][flat] = gradient * flat.num_elements
     if flat.is_trained and flat.level >= OPTIMIZER:
-        _add_optimizer(sizes, flat, (flat.shard_elements,), precision, kept, len(flat.groups))
+        _add_optimizer(sizes, flat, (flat.shard_elements,), precision, optimizer, len(flat.groups))
 
 
 def _add_optimizer(
@@ -169,14 +176,14 @@ def _add_optimizer(
     key: object,
     shape: Sequence[int],
     precision: Precision,
-    kept: OptimizerState,
+    optimizer: OptimizerState,
     num_spans: int = 1,
     name: str = "",
 ) -> int:
     """Add the optimizer's state of a tensor, and its size on the host; return the bytes of its gradient."""
     num_elements = math.prod(shape)
     state = num_elements * ITEM_BYTES[precision.state]
-    sizes["optimizer"][key] = sum(kept.storages(shape, ITEM_BYTES[precision.state], num_spans, name))
+    sizes["optimizer"][key] = sum(optimizer.storages(shape, ITEM_BYTES[precision.state], num_spans, name))
     sizes["host"][key] = sizes["optimizer"][key] + 2 * state
     sizes["updated"][key] = state
     if precision.has_master:

@@ -141,8 +141,8 @@ def overlapped(arithmetic: float, memory: float) -> float:
 
 def _precision(operator: Work, device: Device) -> str:
     """Return the precision whose figures apply; a type without figures is computed in float32."""
-    has = device.peak_flops.get(operator.dtype) and device.matmul_efficiency.get(operator.dtype)
-    return operator.dtype if has else "float32"
+    has_figures = device.peak_flops.get(operator.dtype) and device.matmul_efficiency.get(operator.dtype)
+    return operator.dtype if has_figures else "float32"
 
 
 def cost(operator: Work, device: Device) -> Cost:
@@ -253,19 +253,20 @@ class Costing:
         self._by_key: dict[object, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
         self._growing_by_kind: dict[tuple[int, Part], float] = {}
-        self._products_of: dict[int, int] = {}
+        self._num_matmuls_of: dict[int, int] = {}
         self._of_graph = graph.values.__getitem__
-        self._given = device, compiled  # as it was given, without the runtime's attention
+        self._is_compiled = compiled
+        self._plain_device = device  # without the runtime's attention
 
     def on(self, device: Device) -> Costing:
         """Return the costs of the same nodes on another device."""
-        costing = Costing(self.graph, device, self.cluster, self.matmul_precision, self._given[1])
+        costing = Costing(self.graph, device, self.cluster, self.matmul_precision, self._is_compiled)
         costing._not_issued, costing._pairs = self._not_issued, self._pairs
         return costing
 
     def of_graph(self, graph: OperatorGraph) -> Costing:
         """Return the costs of another graph on the same device; nodes of equal signature cost the same."""
-        costing = Costing(graph, self._given[0], self.cluster, self.matmul_precision, self._given[1])
+        costing = Costing(graph, self._plain_device, self.cluster, self.matmul_precision, self._is_compiled)
         costing._by_key, costing.without_rule = self._by_key, self.without_rule
         return costing
 
@@ -283,7 +284,7 @@ class Costing:
             self.without_rule.add(short_name(node.op))
         if not operator.is_aligned:
             operator = self._unaligned(operator)
-        result = self._in_products(operator, node, value)
+        result = self._at_matmul_precision(operator, node, value)
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
             result = replace(result, device_s=measured_s)
@@ -304,7 +305,7 @@ class Costing:
 
         Source for compilers: torch/_inductor/config.py, `shape_padding`.
         """
-        if self._given[1]:
+        if self._is_compiled:
             return replace(operator, is_aligned=True)
         is_batch = any(shape.batch > 1 for shape in operator.shapes)
         return (
@@ -337,7 +338,7 @@ class Costing:
         return float(seconds[is_measured].sum() / seconds.sum())
 
     def _key(self, node: Node, value: Lookup) -> object:
-        """Return what nodes of equal cost share; None for one that is like no other."""
+        """Return a key that nodes of equal cost share; None for a node like no other."""
         if node.op == ACCUMULATE:  # which splitting adds for every trained parameter
             gradient = value(node.inputs[0])
             return gradient.meta, value(gradient.storage).meta.num_elements
@@ -358,7 +359,7 @@ class Costing:
     @cached_property
     def _not_issued(self) -> frozenset[int]:
         """Ids of the views that the runtime does not issue; empty for compiled functions."""
-        if not self.runtime.merges_views or self._given[1]:
+        if not self.runtime.merges_views or self._is_compiled:
             return frozenset()
         return not_issued(self.graph)
 
@@ -369,12 +370,12 @@ class Costing:
         """
         if self.runtime.shares_gathers or (entry := entry_of(self.graph, node)) is None:
             return 1
-        if node.part is Part.FORWARD and self._given[1]:
+        if node.part is Part.FORWARD and self._is_compiled:
             return 1
-        num_products = self._products_of.get(entry.id)
-        if num_products is None:
-            num_products = self._products_of[entry.id] = len(takers(self.graph, entry))
-        return min(max(num_products, 1), _MOST_COPIES)
+        num_matmuls = self._num_matmuls_of.get(entry.id)
+        if num_matmuls is None:
+            num_matmuls = self._num_matmuls_of[entry.id] = len(takers(self.graph, entry))
+        return min(max(num_matmuls, 1), _MOST_COPIES)
 
     def _under_runtime(self, plain: Cost, operator: Work) -> Cost:
         """Return the cost with the runtime's host time instead of eager execution's, and its waits."""
@@ -440,8 +441,8 @@ class Costing:
             self._fused_costs[node.id] = cached
         return cached
 
-    def _in_products(self, operator: Work, node: Node, value: Lookup) -> Cost:
-        """Return the cost of an operator, with its matmul in the job's type for matmuls."""
+    def _at_matmul_precision(self, operator: Work, node: Node, value: Lookup) -> Cost:
+        """Return the cost of an operator; a matmul is computed in the job's type for matmuls, casts included."""
         if self.matmul_precision is None or operator.kernel is not Kernel.MATMUL:
             return cost(operator, self.device)
         if self.matmul_precision == "tf32":
@@ -451,7 +452,7 @@ class Costing:
         if precision_name(operator.dtype) not in ("bf16", "fp16") or not self._takes_fp8(node):
             return cost(operator, self.device)
         plain = cost(replace(operator, dtype="fp8"), self.device)
-        # Read in two bytes, written in one, which the matmul reads.
+        # Operands are read in two bytes and written in one, which the matmul then reads.
         num_bytes, num_casts = operator.bytes_moved, _CASTS
         gathered = self._gathered_in_fp8(node)
         if self.runtime.casts == "once":
@@ -511,10 +512,10 @@ class Costing:
     def columns(self, nodes: Iterable[Node], value: Lookup | None = None) -> Floats:
         """Return the fields of `Sums`, a row each, for every operator of a function; of a collective that overlaps with
         others of them the device's seconds are those that do not."""
-        own, ids = self.graph.nodes, list[int]()
+        graph_nodes, ids = self.graph.nodes, list[int]()
         others: dict[int, Cost] = {}  # those of nodes that splitting has added or renamed, by their place
         for place, node in enumerate(nodes):
-            original = own[node.id] if 0 <= node.id < len(own) else None
+            original = graph_nodes[node.id] if 0 <= node.id < len(graph_nodes) else None
             ids.append(node.id if original is not None and original.op == node.op else -1)
             if original is not node or node.signature < 0:
                 others[place] = self.of(node, value or self._of_graph)
@@ -583,14 +584,14 @@ class Costing:
         assert self.cluster is not None
         place = node.args.index(group_of(node)[0]) + 1
         among = replace(node, args=(*node.args[:place], num_ranks, *node.args[place + 1 :]))
-        # Of so many bytes that latency does not count.
-        now_s, then_s = (
+        # Scaled up, so that latency is negligible.
+        group_s, among_s = (
             collective_seconds(
                 sent, value, self.cluster, self._strides, scale=_GROWN * self._sent_share(node, value)
             )
             for sent in (node, among)
         )
-        return growing_s + max(0.0, self._num_copies(node) * (then_s - now_s) / _GROWN)
+        return growing_s + max(0.0, self._num_copies(node) * (among_s - group_s) / _GROWN)
 
     def _growing(self, node: Node, value: Lookup) -> float:
         if node.op in COLLECTIVES:
@@ -604,21 +605,21 @@ class Costing:
             overlapped_s = 0.0 if self.runtime.overlapped_collectives == "none" else sent.overlapped_s
             return max(0.0, sent.device_s - max(waits_s, overlapped_s))
         operator = work(node, value)
-        is_product = operator.kernel is Kernel.MATMUL
-        if operator.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
+        is_matmul = operator.kernel is Kernel.MATMUL
+        if operator.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_matmul):
             return 0.0
         if node.op in UNPACKING:  # of weights
             return 0.0
-        if node.id in self.fusions and not is_product:
+        if node.id in self.fusions and not is_matmul:
             return max(0.0, self.of(node, value).device_s - self.device.launch_overhead_s)
         grown = replace(
             operator, arithmetic=_GROWN * operator.arithmetic, shapes=(),
-            bytes_moved=0.0 if is_product else _GROWN * operator.bytes_moved,
+            bytes_moved=0.0 if is_matmul else _GROWN * operator.bytes_moved,
             in_blocks=None if operator.in_blocks is None else _GROWN * operator.in_blocks,
             scores=None if operator.scores is None else operator.scores._replace(batch=_GROWN * operator.scores.batch),
         )  # fmt: skip
-        seconds = _slowed(self._in_products(grown, node, value), self.device).device_s / _GROWN
-        if not is_product or self.device.products is None or operator.grouped:
+        seconds = _slowed(self._at_matmul_precision(grown, node, value), self.device).device_s / _GROWN
+        if not is_matmul or self.device.products is None or operator.grouped:
             return seconds
         of_weights = node.part >= Part.WEIGHT_GRAD
         least = self.device.products.least_kernel_factor
@@ -650,8 +651,8 @@ def together(
     host_s: Floats | float,
     hidden_s: Floats | float,
 ) -> Floats:
-    """Return the seconds of functions from the sums of their operators: the device's work or the host's, whichever is
-    longer."""
+    """Return the seconds of functions from the sums of their operators: the device's work, the host's, or the collectives
+    that another microbatch hides, whichever takes longest."""
     return np.maximum(device_s, np.maximum(hidden_s, host_s))
 
 
@@ -667,14 +668,14 @@ def host_optimizer_seconds(
     gradient: int,
     parameter: int,
     clips: bool,
-    kept: OptimizerState = ADAMW,
+    optimizer: OptimizerState = ADAMW,
 ) -> float:
     """Return the seconds of an optimizer on the host: gradients are copied there, the optimizer runs, parameters are copied
     back, in elements of `gradient` and `parameter` bytes. Without a `device` both are on the host already.
 
     These follow each other, as in the executor. Ignores: launches; that transfers use bandwidth of the host's memory.
     """
-    on_host = kept.passes * gradient + (gradient + parameter if parameter != gradient else 0.0)
+    on_host = optimizer.passes * gradient + (gradient + parameter if parameter != gradient else 0.0)
     clipping = 3.0 * gradient if clips else 0.0
     if device is None:
         return host.memory_seconds(on_host + clipping) * num_parameters
@@ -689,17 +690,19 @@ def optimizer_seconds(
     has_master: bool,
     clips: bool,
     num_tensors: int = 0,
-    kept: OptimizerState = ADAMW,
+    optimizer: OptimizerState = ADAMW,
 ) -> float:
     """Return the seconds of an optimizer on parameters of 4-byte state, with clipping and, if there are masters, rounding.
 
-    Fused AdamW reads weight, gradient and two moments and writes all but the gradient, others follow `kept`; clipping reads
-    each gradient, then reads and writes it; rounding reads a master and writes two bytes. A CPU does each of these tensor by
-    tensor, whereas a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width;
-    matmuls of an optimizer.
+    Fused AdamW reads weight, gradient and two moments and writes all but the gradient; the traffic of others is in
+    `optimizer`. Clipping reads each gradient, then reads and writes it; rounding reads a master and writes two bytes. A CPU
+    does each of these tensor by tensor, whereas a GPU does them for all `num_tensors` in a few kernels. Ignores: those
+    launches; fp64's double width; matmuls of an optimizer.
     """
-    per_parameter = 4.0 * kept.passes + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
-    per_tensor = kept.calls + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
+    per_parameter = 4.0 * optimizer.passes + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
+    per_tensor = (
+        optimizer.calls + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
+    )
     return (device.pace or 1.0) * (
         device.memory_seconds(per_parameter * num_parameters)
         + per_tensor * num_tensors * device.host_overhead_s

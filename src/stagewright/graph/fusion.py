@@ -41,8 +41,8 @@ class FusionRule:
       saves although nothing else uses them.
     * `forward_bytes`, `backward_bytes`: memory traffic per element of the largest input or output; None: every tensor once.
     * `scratch_bytes`, `backward_scratch_bytes`: temporary memory per element of the largest tensor.
-    * `kind`: what bounds it: ``memory``, ``norm`` for kernels that need statistics of a row first, or ``matmul``: products
-      of one tensor with several matrices, joined into one matmul whose results lie in one storage.
+    * `kind`: what bounds it: ``memory``, ``norm`` for kernels that need statistics of a row first, or ``matmul``: matmuls
+      of one tensor with several matrices, joined into one whose results lie in one storage.
     """
 
     name: str
@@ -116,9 +116,10 @@ def reducing_once(graph: OperatorGraph) -> OperatorGraph:
         gradient: tuple((node, summed.get(value, value)) for node, value in parts)
         for gradient, parts in graph.contributions.items()
     }
-    handed_on = {value for parts in graph.contributions.values() for _, value in parts}
-    gone = {node.id for node in graph.nodes if node.op == ALL_REDUCE and handed_on.intersection(node.outputs)}
-    nodes = tuple(node for node in graph.nodes if node.id not in gone)
+    contributed = {value for parts in graph.contributions.values() for _, value in parts}
+    nodes = tuple(
+        node for node in graph.nodes if node.op != ALL_REDUCE or contributed.isdisjoint(node.outputs)
+    )
     return renumbered_graph(replace(graph, nodes=nodes, contributions=contributions))
 
 
@@ -142,10 +143,10 @@ def holding_logits(graph: OperatorGraph) -> OperatorGraph:
 
 def logits_of(graph: OperatorGraph) -> int | None:
     """Return the result of the last matmul of the forward, or its all-gather; None if there is none."""
-    product = _last_product(graph)
-    if product is None or product.outputs[0] is None:
+    matmul = _last_matmul(graph)
+    if matmul is None or matmul.outputs[0] is None:
         return None
-    logits = product.outputs[0]
+    logits = matmul.outputs[0]
     while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
         (result,) = user.outputs
         if result is None:
@@ -154,7 +155,7 @@ def logits_of(graph: OperatorGraph) -> int | None:
     return logits
 
 
-def _last_product(graph: OperatorGraph) -> Node | None:
+def _last_matmul(graph: OperatorGraph) -> Node | None:
     """Return the last matmul of the forward, or None if there is none."""
     forward = map(graph.nodes.__getitem__, reversed(graph.forward_ids))
     return next((node for node in forward if _multiplies(node)), None)
@@ -197,8 +198,8 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
 
 
 def _after_logits(graph: OperatorGraph) -> Iterator[Node]:
-    """Yield the operators of the forward after its last matmul; all where there is none."""
-    last = _last_product(graph)
+    """Yield the operators of the forward after its last matmul; all if it has none."""
+    last = _last_matmul(graph)
     first = 0 if last is None else graph.position[last.id] + 1
     yield from map(graph.nodes.__getitem__, graph.forward_ids[first:])
 
@@ -224,7 +225,7 @@ def _grown(
 ) -> set[int]:
     """Return the kernel around `anchor`: neighbours that the rule absorbs, without the views at its ends."""
     names = rule.around | rule.absorbs
-    side = graph.position[anchor.id] >= graph.late
+    is_late = graph.position[anchor.id] >= graph.late
     members, waiting = {anchor.id}, [anchor]
     while waiting:
         node = waiting.pop()
@@ -233,7 +234,7 @@ def _grown(
                 other.id not in members
                 and other.id not in taken
                 and other.part is Part.FORWARD
-                and (graph.position[other.id] >= graph.late) == side
+                and (graph.position[other.id] >= graph.late) == is_late
                 and (short_name(other.op) in names or _is_view(graph, other))
                 and _in_reach(rule.within, anchor.module, other.module)
                 and not (
@@ -581,8 +582,9 @@ class _Fused:
             offset += result.meta.num_elements
         return self._new_value(contiguous((offset,), self.values[outputs[0]].meta.dtype))
 
-    def _product(self, group: int, part: Part) -> tuple[tuple[str, Any], ...]:
-        """FLOP of one direction, elements of the matrices, and rows, columns and inner dimension of the joined matmul."""
+    def _joined_matmul(self, group: int, part: Part) -> tuple[tuple[str, Any], ...]:
+        """Return, as arguments of a joined matmul, its FLOP in one direction, the elements of its matrices of weights, and
+        its rows, columns and inner dimension."""
         rows, inner, weights = 0, 0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
@@ -623,13 +625,13 @@ class _Fused:
         per_element = rule.forward_bytes if is_forward else rule.backward_bytes
         kwargs: tuple[tuple[str, Any], ...] = (("kind", rule.kind),)
         if rule.kind == "matmul":
-            kwargs += self._product(unit.group, unit.part)
+            kwargs += self._joined_matmul(unit.group, unit.part)
         if per_element is not None:
             kwargs += (("bytes_moved", per_element * largest * (unit.part is not Part.WEIGHT_GRAD)),)
         scratch: list[int] = []
-        beyond = rule.scratch_bytes if is_forward else rule.backward_scratch_bytes
-        if beyond and unit.part is not Part.WEIGHT_GRAD:
-            scratch = [self._new_value(TensorMeta((int(beyond * largest),), (1,), "uint8"))]
+        scratch_bytes = rule.scratch_bytes if is_forward else rule.backward_scratch_bytes
+        if scratch_bytes and unit.part is not Part.WEIGHT_GRAD:
+            scratch = [self._new_value(TensorMeta((int(scratch_bytes * largest),), (1,), "uint8"))]
         return replace(
             first,
             op=f"{KERNEL}{rule.name}.{unit.part.name.lower()}",

@@ -87,10 +87,10 @@ def copies_of(graph: OperatorGraph) -> Copies:
     counts = np.ones(len(graph.nodes), np.int64)
     for repeat in graph.facts.get(REPEATS, ()):
         expansion = _Expansion(graph, repeat)
-        counts[[node.id for node in expansion.template.nodes]] += expansion.num
+        counts[[node.id for node in expansion.template.nodes]] += expansion.num_copies
         after: dict[int, list[int]] = {}
         copies: list[int] = []
-        for number, copy in expansion.nodes.in_order(graph.forward_ids, expansion.num):
+        for number, copy in expansion.nodes.in_order(graph.forward_ids, expansion.num_copies):
             if copy == 0:
                 copies = after[number] = []
             copies.append(number)
@@ -143,15 +143,15 @@ class _Numbers:
 
     def place(self, number: int, holder: int, copy: int, num_copies: int) -> tuple[int, int]:
         """Return the number and copy that copy `copy` of an item in layer `holder` refers to by `number`."""
-        of = self.home.get(number, -1)
+        home = self.home.get(number, -1)
         if holder == _TEMPLATE:
-            if of == _TEMPLATE:
+            if home == _TEMPLATE:
                 return number, copy
-            if of == _SECOND and copy > 0:
+            if home == _SECOND and copy > 0:
                 return self.onwards[number], copy - 1
-            if of == _NEXT and copy < num_copies:
+            if home == _NEXT and copy < num_copies:
                 return self.backwards[number], copy + 1
-        elif holder == _NEXT and of == _TEMPLATE:
+        elif holder == _NEXT and home == _TEMPLATE:
             return number, num_copies
         return number, 0
 
@@ -193,7 +193,7 @@ class _Expansion:
         names = (*repeat.before[-3:], repeat.after)
         layers = self._layers(names)
         self.second, self.template = layers[_SECOND], layers[_TEMPLATE]
-        self.num = len(repeat.missing)
+        self.num_copies = len(repeat.missing)
         for layer, next_layer in pairwise(layers):
             if len(layer.nodes) != len(next_layer.nodes) or len(layer.values) != len(next_layer.values):
                 raise self._irregular(
@@ -242,9 +242,8 @@ class _Expansion:
         owner = {value: layer for layer in layers for value in layer.values}
         for gradient, parts in graph.contributions.items():
             if gradient not in owner and parts and graph.values[gradient].node < 0:
-                of = {id(owner.get(value)): owner.get(value) for _, value in parts}
-                layer = next(iter(of.values())) if len(of) == 1 else None
-                if layer is not None:
+                layer = owner.get(parts[0][1])
+                if layer is not None and all(owner.get(value) is layer for _, value in parts):
                     layer.values.append(gradient)
         for layer in layers:
             if len(set(layer.values)) < len(layer.values):
@@ -256,18 +255,13 @@ class _Expansion:
     def _check_pattern(self) -> None:
         """Check that the template relates to its neighbours as the layer before it does."""
         graph, before, template = self.old, self.second, self.template
-
         shifted = self.values.shifted
-
-        def counted(number: int, step: tuple[int, int]) -> int:
-            return number + step[1] if number >= 0 else number
-
         for first, second in zip(before.nodes, template.nodes, strict=True):
             same = (
                 (first.op, first.part, first.ordinal, first.is_kept, first.signature)
                 == (second.op, second.part, second.ordinal, second.is_kept, second.signature)
-                and (counted(first.draw, self.draws), counted(first.region, self.regions))
-                == (second.draw, second.region)
+                and self._counted(first.draw, self.draws, 1) == second.draw
+                and self._counted(first.region, self.regions, 1) == second.region
                 and before.suffix(first.module) == template.suffix(second.module)
                 and renumbered((first.args, first.kwargs), shifted) == (second.args, second.kwargs)
                 and tuple(map(shifted, first.inputs)) == second.inputs
@@ -276,7 +270,7 @@ class _Expansion:
             )
             if not same:
                 raise self._irregular(
-                    f"{graph.describe(first)} is not what is in its place in '{template.path}'"
+                    f"{graph.describe(first)} differs from its counterpart in '{template.path}'"
                 )
         for mine, theirs in zip(before.values, template.values, strict=True):
             first, second = graph.values[mine], graph.values[theirs]
@@ -297,19 +291,20 @@ class _Expansion:
         for value, users in graph.consumers.items():
             if value in inner:
                 for user in users:
-                    if abs(self.nodes.home.get(user, 9) - home[value]) > 1:
+                    place = self.nodes.home.get(user)
+                    if place is None or abs(place - home[value]) > 1:
                         raise self._irregular(
-                            f"{graph.describe(graph.nodes[user])} uses what one of them makes"
+                            f"{graph.describe(graph.nodes[user])} uses a value of one of them"
                         )
         outside = {graph.loss, *(value for pair in graph.mutations for value in pair)}
         for gradient, parts in graph.contributions.items():
             if gradient not in inner:
                 outside |= {value for _, value in parts if home.get(value) != home.get(gradient, -1)}
         if outside & inner:
-            raise self._irregular("something outside is made of what one of them makes")
+            raise self._irregular("something outside them is computed from a value of one of them")
 
     def _step(self, counters: Iterable[int]) -> tuple[int, int]:
-        """Return the largest of numbers that count along the model, and how many one layer has."""
+        """Return the largest of a layer's numbers that count along the model, and how many it has."""
         numbers = {number for number in counters if number >= 0}
         return (max(numbers), max(numbers) - min(numbers) + 1) if numbers else (-1, 0)
 
@@ -318,14 +313,14 @@ class _Expansion:
     def graph(self) -> OperatorGraph:
         """Return the graph with a copy of the template for every missing layer, numbered as if it had been traced whole."""
         old = self.old
-        values = self.values.in_order(range(len(old.values)), self.num)
+        values = self.values.in_order(range(len(old.values)), self.num_copies)
         self.number = {key: index for index, key in enumerate(values)}
-        order = self.nodes.in_order(range(len(old.nodes)), self.num)
+        order = self.nodes.in_order(range(len(old.nodes)), self.num_copies)
         self.number_of_node = {key: index for index, key in enumerate(order)}
         nodes = tuple(self._node(*key) for key in order)
         late = old.facts.get("late")
         if late is not None:
-            late += self.num * sum(node.part is Part.FORWARD for node in self.template.nodes)
+            late += self.num_copies * sum(node.part is Part.FORWARD for node in self.template.nodes)
         return replace(
             old,
             values=tuple(self._value(*key) for key in values),
@@ -338,15 +333,15 @@ class _Expansion:
             gradients=dict(self._gradients()),
             contributions=dict(self._contributions()),
             mutations=tuple((self.number[a, 0], self.number[b, 0]) for a, b in old.mutations),
-            num_draws=old.num_draws + self.num * self.draws[1],
+            num_draws=old.num_draws + self.num_copies * self.draws[1],
             facts=old.facts | ({} if late is None else {"late": late}),
         )
 
     def _value_number(self, value: int, holder: int, copy: int) -> int:
-        return self.number[self.values.place(value, holder, copy, self.num)]
+        return self.number[self.values.place(value, holder, copy, self.num_copies)]
 
     def _node_number(self, node: int, holder: int, copy: int) -> int:
-        return -1 if node < 0 else self.number_of_node[self.nodes.place(node, holder, copy, self.num)]
+        return -1 if node < 0 else self.number_of_node[self.nodes.place(node, holder, copy, self.num_copies)]
 
     def _name(self, name: str, copy: int) -> str:
         """Return a name in the template as the name in a copy."""
@@ -387,9 +382,9 @@ class _Expansion:
         )
 
     def _counted(self, number: int, step: tuple[int, int], copy: int) -> int:
-        """Shift a number that counts along the model: those after the template move by all copies."""
+        """Return a number that counts along the model for copy `copy`; numbers after the template move by all copies."""
         last, count = step
-        return number + (self.num if number > last else copy) * count if number >= 0 else number
+        return number + (self.num_copies if number > last else copy) * count if number >= 0 else number
 
     def _named(self, kind: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         of_template = [
@@ -398,19 +393,19 @@ class _Expansion:
         for name, value in kind.items():
             yield name, self.number[value, 0]
             if of_template and name == of_template[-1][0]:
-                for copy in range(1, self.num + 1):
+                for copy in range(1, self.num_copies + 1):
                     yield from (
                         (self._name(template_name, copy), self.number[template_value, copy])
                         for template_name, template_value in of_template
                     )
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
-        for value, copy in self.values.in_order(self.old.gradients, self.num):
+        for value, copy in self.values.in_order(self.old.gradients, self.num_copies):
             holder, gradient = self.values.home.get(value, -1), self.old.gradients[value]
             yield self.number[value, copy], self._value_number(gradient, holder, copy)
 
     def _contributions(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-        for gradient, copy in self.values.in_order(self.old.contributions, self.num):
+        for gradient, copy in self.values.in_order(self.old.contributions, self.num_copies):
             holder = self.values.home.get(gradient, -1)
             parts = tuple(
                 (self._node_number(node, holder, copy), self._value_number(value, holder, copy))

@@ -1,7 +1,7 @@
 """Graphs of other microbatch sizes or parallel degrees, extrapolated from graphs at few sizes.
 
 Every dimension of a tensor is linear in the number of samples, and in 1 / the number of ranks that share a layer; so are
-strides and sizes among the arguments of operators. So all of them lie on a line through those of two graphs, which must be
+strides and sizes among the arguments of operators. All of them thus lie on a line through those of two graphs, which must be
 equal in everything else: operators, their order and their inputs. Where several sizes change at once, each number follows
 from those at which only one of them does.
 """
@@ -35,7 +35,7 @@ class SizeChange(NamedTuple):
 
     @property
     def factor(self) -> Fraction:
-        """What a number in proportion to the size is multiplied by."""
+        """Factor of numbers that are proportional to the size."""
         return Fraction(self.before, self.after) if self.is_degree else Fraction(self.after, self.before)
 
 
@@ -163,7 +163,7 @@ class _Sizes:
 class _Line(_Sizes):
     """A line through two points: numbers at `at`, from those at 0 and at 1.
 
-    `degrees` are the parallel degrees at 0 and at 1: no other number grows with the degree.
+    `degrees` are the parallel degrees at 0 and at 1, if they change: no other number may then grow with the degree.
     """
 
     def __init__(self, at: Fraction, degrees: tuple[int, int] | None = None, degree: int = 0) -> None:
@@ -183,7 +183,7 @@ class _Line(_Sizes):
 
 
 class _Corner(_Sizes):
-    """The corner of a box opposite to one whose neighbours are known."""
+    """The corner of a box opposite to the base, from the base and the corners next to it."""
 
     def __init__(self, changes: Sequence[SizeChange]) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class SplitGraph:
         self._partition = Partition(graph, cuts)
         self._builders: dict[tuple[int, bool], _StageBuilder] = {}
         self._located: list[_Storages] = []
-        """Storages of the values of each stage. They are the same for what it sends, whatever its policy."""
+        """Storages of the values of each stage; those of the values that it sends do not depend on its policy."""
 
     def stages(self, policies: Sequence[Policy] = ()) -> list[Stage]:
         """Return all stages; `policies` as for `split_graph`."""
@@ -49,8 +49,8 @@ class SplitGraph:
             raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
         self._located, stages = [], []
         for index, policy in enumerate(policies or [KEEP] * num_stages):
-            stage, here = self._build(index, policy)
-            self._located.append(here)
+            stage, storages = self._build(index, policy)
+            self._located.append(storages)
             stages.append(stage)
         return [self._at(stage, self._located[stage.index]) for stage in reversed(stages)][::-1]
 
@@ -59,25 +59,26 @@ class SplitGraph:
         return self._at(*self._build(index, policy))
 
     def _build(self, index: int, policy: Policy) -> tuple[Stage, _Storages]:
-        """Stages before it have been built."""
+        """Return a stage, and the storages of its values so far; earlier stages must have been built."""
         key = index, policy.recomputes
         if key not in self._builders:
             self._builders[key] = _StageBuilder(self._partition, *key)
         builder = self._builders[key].under(policy)
-        here = builder.located()
-        self._arrive(here, builder.receives)
-        here.follow(builder.nodes.forward)
-        return builder.build(here), here
+        storages = builder.located()
+        self._arrive(storages, builder.receives)
+        storages.follow(builder.nodes.forward)
+        return builder.build(storages), storages
 
-    def _at(self, stage: Stage, here: _Storages) -> Stage:
+    def _at(self, stage: Stage, storages: _Storages) -> Stage:
         """Return `stage` with the storages of its values, once the later stages have theirs."""
-        self._arrive(here, stage.grad_receives)
-        here.follow(stage.backward.nodes)
-        return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
+        self._arrive(storages, stage.grad_receives)
+        storages.follow(stage.backward.nodes)
+        return replace(stage, extra=storages.values, local_bytes=storages.storage_bytes)
 
-    def _arrive(self, here: _Storages, transfers: Iterable[Transfer]) -> None:
+    def _arrive(self, storages: _Storages, transfers: Iterable[Transfer]) -> None:
+        """Add the values of `transfers` in the storages that their senders describe."""
         for transfer in transfers:
-            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
+            storages.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
 
 
 class _Storages:
@@ -140,9 +141,9 @@ class _Storages:
             for name in (*self._stands_for.get(argument, ()), *names):
                 base = self.graph.values[name]
                 if base.storage == view.storage:
-                    here = self.value(argument)
-                    meta = replace(view.meta, offset=view.meta.offset + here.meta.offset - base.meta.offset)
-                    self.values[view.id] = replace(view, storage=here.storage, meta=meta)
+                    moved = self.value(argument)
+                    meta = replace(view.meta, offset=view.meta.offset + moved.meta.offset - base.meta.offset)
+                    self.values[view.id] = replace(view, storage=moved.storage, meta=meta)
                     return
 
 
@@ -165,8 +166,8 @@ class _Nodes:
 
 @dataclass(frozen=True)
 class _Recomputation:
-    """Recomputation of a stage: what F saves, the whole `backward` with the `nodes` of the forward that it runs again, and
-    the part of the forward that I and W each run again `once`."""
+    """Recomputation of a stage: the values `saved` by F, the full `backward` with the forward `nodes` that it repeats, and
+    the part of the forward that, if the backward is split, I repeats `once` for itself and W."""
 
     saved: tuple[int, ...]
     backward: list[Node]
@@ -194,7 +195,8 @@ class _StageBuilder:
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
         self.nodes = self._with_copies(self._nodes(), recomputes)
         changed = [value for _, value in self.mutations]
-        trained = [value for value, _ in self.weights.gradients]  # also where its gradient alone is made here
+        # A parameter that this stage only computes the gradient of is among its parameters too.
+        trained = [value for value, _ in self.weights.gradients]
         self.parameters = self._sources(Origin.PARAMETER, trained)
         self.buffers = self._sources(Origin.BUFFER, [buffer for buffer, _ in self.mutations])
         self.constants = self._sources(Origin.CONSTANT, changed)
@@ -202,6 +204,7 @@ class _StageBuilder:
         self.read_buffers, self.read_constants = self._sources(Origin.BUFFER), self._sources(Origin.CONSTANT)
 
     def under(self, policy: Policy) -> _StageBuilder:
+        """Return a builder for `policy` that adds no values to this one."""
         builder = copy.copy(self)
         builder.policy, builder.added = policy, dict(self.added)
         return builder
@@ -209,7 +212,7 @@ class _StageBuilder:
     def located(self) -> _Storages:
         return _Storages(self.graph, self.added, {**self.weights.instead, **self.copies})
 
-    def build(self, here: _Storages) -> Stage:
+    def build(self, storages: _Storages) -> Stage:
         nodes, inputs = self.nodes, self.inputs
         changed = [value for _, value in self.mutations]
         prepared = made_by((*nodes.static, *nodes.derived))
@@ -217,38 +220,45 @@ class _StageBuilder:
         arrived, cotangents = _values(self.receives), _values(self.grad_receives)
         at_hand = {*arrived, *inputs, *made_by(nodes.forward)} - resident
         weight_grad = with_finishing(nodes.weight_grad, nodes.finishing)
-        both = sorted((*nodes.input_grad, *nodes.weight_grad), key=lambda node: node.id)
-        backward = with_finishing(both, nodes.finishing)
-        by_input_grad = {*cotangents, *made_by(nodes.input_grad), *made_by(nodes.late)}
+        backward = with_finishing(_in_order(nodes.input_grad, nodes.weight_grad), nodes.finishing)
         needed = _used((*backward, *nodes.late), at_hand)
         loss = [self.graph.loss] if self.computes_loss else []
-        late_loss = loss if self.graph.loss in made_by(nodes.late) else []
-        loss = [] if late_loss else loss
-        again = self._again(backward, needed, late_loss, at_hand, resident, here)
-        saved = again.saved
-        parcels = self._parcels(saved, inputs, here)
-        away = {value for parcel in parcels for value in parcel.values}
-        kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
+        late_loss, loss = (loss, []) if self.graph.loss in made_by(nodes.late) else ([], loss)
+        recomputation = self._recomputation(backward, needed, late_loss, at_hand, resident, storages)
+        saved, once = recomputation.saved, recomputation.once
+        parcels = self._parcels(saved, inputs, storages)
+        offloaded = {value for parcel in parcels for value in parcel.values}
+        kept = (*(value for value in saved if value not in offloaded), *(parcel.handle for parcel in parcels))
         ahead = self.policy.fetch_ahead
-        whole = with_fetches(again.backward, parcels, ahead)
-        first = _first_run(whole, again.nodes, again.once.nodes) if self.grad_receives else []
-        at_first, is_first = made_by(first), {id(node) for node in first}
-        begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
-        missing = [parcel for parcel in parcels if not at_first.intersection(parcel.values)]
-        later = [node for node in again.once.nodes if id(node) not in is_first]
-        recomputed = [node for node in again.nodes if id(node) not in is_first]
-        backward = [node for node in whole if id(node) not in is_first]
-        weight_grad = with_fetches(weight_grad, missing, ahead, begun)
+        full_backward = with_fetches(recomputation.backward, parcels, ahead)
+
+        # R runs the beginning of the backward; B, I and W run the remaining nodes.
+        rebuild = (
+            _before_cotangents(full_backward, recomputation.nodes, once.nodes) if self.grad_receives else []
+        )
+        by_rebuild, rebuild_ids = made_by(rebuild), {id(node) for node in rebuild}
+        begun = {parcel.storage for parcel in parcels if parcel.storage in by_rebuild}
+        to_fetch = [parcel for parcel in parcels if not by_rebuild.intersection(parcel.values)]
+        backward = [node for node in full_backward if id(node) not in rebuild_ids]
+        recomputed = [node for node in recomputation.nodes if id(node) not in rebuild_ids]
+
+        # In a split backward, I recomputes for itself and W.
+        by_input_grad = {*cotangents, *made_by(nodes.input_grad), *made_by(nodes.late)}
+        weight_grad = with_fetches(weight_grad, to_fetch, ahead, begun)
         for_weight_grad = _used(
             weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad)
         )
-        extra = _in_order(later, nodes.late)
+        repeated = [node for node in once.nodes if id(node) not in rebuild_ids]
+        by_input_grad |= made_by(repeated)
+        extra = _in_order(repeated, nodes.late)
         input_grad = interleaved(nodes.input_grad, extra, (*for_weight_grad, *late_loss))
-        input_grad = with_fetches(input_grad, missing, ahead, begun)
-        by_input_grad |= made_by(later)
-        there = {*kept} | at_first
-        used = (*_used(backward, there), *_used(input_grad, there), *for_weight_grad)
-        with_copies = with_offloads(nodes.forward, parcels, ahead, lambda value: here.value(value).storage)
+        input_grad = with_fetches(input_grad, to_fetch, ahead, begun)
+
+        available = {*kept} | by_rebuild
+        used = (*_used(backward, available), *_used(input_grad, available), *for_weight_grad)
+        with_copies = with_offloads(
+            nodes.forward, parcels, ahead, lambda value: storages.value(value).storage
+        )
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         return Stage(
             index=self.index,
@@ -267,25 +277,27 @@ class _StageBuilder:
             ),
             input_grad=Function(
                 tuple(input_grad),
-                _distinct((*_used(input_grad, there), *cotangents)),
+                _distinct((*_used(input_grad, available), *cotangents)),
                 _distinct((*grad_sent, *(v for v in for_weight_grad if v in by_input_grad), *late_loss)),
             ),
             weight_grad=Function(tuple(weight_grad), for_weight_grad, ()),
             backward=Function(
-                tuple(backward), _distinct((*_used(backward, there), *cotangents)), (*grad_sent, *late_loss)
+                tuple(backward),
+                _distinct((*_used(backward, available), *cotangents)),
+                (*grad_sent, *late_loss),
             ),
-            rebuild=part(first, resident, _distinct(used)),
+            rebuild=part(rebuild, resident, _distinct(used)),
             receives=self.receives,
             sends=self.sends,
             grad_receives=self.grad_receives,
             grad_sends=self.grad_sends,
             saved=kept,
-            offloaded=tuple(value for value in saved if value in away),
+            offloaded=tuple(value for value in saved if value in offloaded),
             saved_for_weight_grad=for_weight_grad,
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
-            recomputed=part(recomputed, resident, again.once.outputs),
+            recomputed=part(recomputed, resident, once.outputs),
             late=nodes.late,
         )
 
@@ -299,8 +311,7 @@ class _StageBuilder:
         after = (*self.weights.nodes, *self.weights.finishing)
         gradient_nodes = _prune(gradient_nodes, after, _values(self.grad_sends))
         prologue = self._closure((*forward_nodes, *gradient_nodes, *after), Part.PROLOGUE, changed)
-        forward = tuple(sorted((*prologue, *forward_nodes), key=lambda node: node.id))
-        forward, late = self._divided(forward, changed)
+        forward, late = self._divided(tuple(_in_order(prologue, forward_nodes)), changed)
         stage_nodes = (*forward, *late, *gradient_nodes, *after)
         return _Nodes(
             static=self._closure(stage_nodes, Part.STATIC, changed),
@@ -325,23 +336,23 @@ class _StageBuilder:
         late = tuple(node for node in forward if node.id not in first)
         return tuple(node for node in forward if node.id in first), late
 
-    def _again(
+    def _recomputation(
         self,
         backward: Sequence[Node],
         needed: Sequence[int],
         late_loss: Sequence[int],
         at_hand: set[int],
         resident: set[int],
-        here: _Storages,
+        storages: _Storages,
     ) -> _Recomputation:
-        """Return what runs again for `backward`, which needs the values `needed`; `at_hand` are those that F could keep."""
+        """Return the recomputation for `backward`, which needs the values `needed`; `at_hand` are all that F could keep."""
         forward, late = self.nodes.forward, self.nodes.late
         if not self.policy.reruns:
             wanted, kept = self._wanted(forward, needed)
             once = self._recomputed(forward, wanted, kept, resident)
-            # Of what operators that run again make, some is kept where others of their results are not.
+            # An operator that runs again may have kept results besides those that are recomputed.
             kept &= made_by(once.nodes) & {*needed, *once.inputs}
-            once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
+            once = replace(once, nodes=tuple(self._with_new_ids(node, kept, storages) for node in once.nodes))
             recomputed = made_by(once.nodes)
             saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in recomputed)
             return _Recomputation(
@@ -350,27 +361,27 @@ class _StageBuilder:
         returned = _values(self.grad_sends), (value for _, value in self.weights.gradients), [self.graph.loss]
         rerun = rerunning(
             interleaved(backward, late, late_loss), forward, self.policy.reruns, self.graph.position,
-            storage=lambda value: here.value(value).storage,
-            number=lambda value, root: self._another(value, root, here),
+            storage=lambda value: storages.value(value).storage,
+            number=lambda value, root: self._add_copy(value, root, storages),
             returned=itertools.chain(*returned),
         )  # fmt: skip
         kept = {*rerun.taken} & at_hand
         once = self._recomputed(forward, needed, kept, resident)
-        once = replace(once, nodes=tuple(self._with_new_ids(node, kept, here) for node in once.nodes))
+        once = replace(once, nodes=tuple(self._with_new_ids(node, kept, storages) for node in once.nodes))
         return _Recomputation(
             tuple(v for v in rerun.taken if v in kept), rerun.nodes, tuple(rerun.again), once
         )
 
-    def _another(self, value: int, storage: int | None, here: _Storages) -> int:
+    def _add_copy(self, value: int, storage: int | None, storages: _Storages) -> int:
         """Add a copy of a value, in a new storage unless one is given."""
-        copy = self._fresh(here.value(value), storage)
-        here.add(self.added[copy])
+        copy = self._fresh(storages.value(value), storage)
+        storages.add(self.added[copy])
         return copy
 
-    def _with_new_ids(self, node: Node, kept: Collection[int], here: _Storages) -> Node:
+    def _with_new_ids(self, node: Node, kept: Collection[int], storages: _Storages) -> Node:
         """Return `node` with new ids for the outputs that are already `kept`."""
         outputs = tuple(
-            self._another(value, None, here) if value is not None and value in kept else value
+            self._add_copy(value, None, storages) if value is not None and value in kept else value
             for value in node.outputs
         )
         return node if outputs == node.outputs else replace(node, outputs=outputs)
@@ -407,22 +418,22 @@ class _StageBuilder:
         return Function(tuple(n for n in forward if n.id in chosen), tuple(sorted(inputs)), tuple(outputs))
 
     def _parcels(
-        self, saved: Sequence[int], inputs: Sequence[int], here: _Storages
+        self, saved: Sequence[int], inputs: Sequence[int], storages: _Storages
     ) -> tuple[OffloadedStorage, ...]:
         """Return the storages of `saved` that the policy offloads, except those of user inputs, which stay alive anyway."""
         groups: dict[int, list[int]] = defaultdict(list)
         for value in self._of_storages(saved, self.policy.offload):
-            groups[here.value(value).storage].append(value)
+            groups[storages.value(value).storage].append(value)
         moved = ((values, root) for root, values in groups.items() if root not in inputs)
-        return tuple(self._parcel(values, root, here) for values, root in moved)
+        return tuple(self._parcel(values, root, storages) for values, root in moved)
 
-    def _parcel(self, values: Sequence[int], root: int, here: _Storages) -> OffloadedStorage:
-        first, num_bytes = here.value(values[0]), here.bytes_of(root)
+    def _parcel(self, values: Sequence[int], root: int, storages: _Storages) -> OffloadedStorage:
+        first, num_bytes = storages.value(values[0]), storages.bytes_of(root)
         like = Value(-1, TensorMeta((0,), (1,), "uint8"), -1, Origin.NODE)
         handle = self._fresh(like)
         storage = self._fresh(replace(like, meta=TensorMeta((num_bytes,), (1,), "uint8")))
-        here.add(self.added[handle])
-        here.add(replace(self.added[storage], storage=root))
+        storages.add(self.added[handle])
+        storages.add(replace(self.added[storage], storage=root))
         return OffloadedStorage(
             tuple(values), handle, storage, first.meta.offset * first.meta.item_bytes, num_bytes
         )
@@ -503,15 +514,17 @@ def _in_order(*groups: Iterable[Node]) -> list[Node]:
     return sorted((node for group in groups for node in group), key=lambda node: node.id)
 
 
-def _first_run(nodes: Sequence[Node], again: Sequence[Node], once: Sequence[Node]) -> list[Node]:
-    """Return what can run while the rank waits for a cotangent: the uninterrupted run of `again` at the beginning of
-    `nodes`, up to a node that is not among `once`, with the fetches before that. Nothing waits for what is fetched: where no
-    cotangent is waited for, the backward hides that."""
-    again_ids, once_ids = {id(node) for node in again}, {id(node) for node in once}
-    comes = [id(node) in once_ids or node.op in (FETCH, FETCHED) for node in nodes]
-    start = next((index for index, node in enumerate(nodes) if id(node) in again_ids), 0)
-    stop = comes.index(False, start) if False in comes[start:] else len(nodes)
-    run = [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
+def _before_cotangents(nodes: Sequence[Node], repeated: Sequence[Node], once: Sequence[Node]) -> list[Node]:
+    """Return the nodes of a backward that can run while the rank waits for a cotangent: its first uninterrupted run of
+    `repeated` nodes, as far as they are among `once`, with the fetches before and in it.
+
+    They end before the first wait for a fetch, which the backward hides if the cotangent is there already.
+    """
+    repeated_ids, once_ids = {id(node) for node in repeated}, {id(node) for node in once}
+    can_run = [id(node) in once_ids or node.op in (FETCH, FETCHED) for node in nodes]
+    start = next((index for index, node in enumerate(nodes) if id(node) in repeated_ids), 0)
+    stop = can_run.index(False, start) if False in can_run[start:] else len(nodes)
+    run = [node for node, can in zip(nodes[:stop], can_run, strict=False) if can]
     return list(itertools.takewhile(lambda node: node.op != FETCHED, run))
 
 

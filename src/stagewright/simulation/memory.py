@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from stagewright.arrays import Floats
 from stagewright.compiled import compiled
 from stagewright.simulation.costs import StageCosts
+from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
 
 
@@ -40,9 +41,9 @@ class PatternBytes:
         at_start = structure.per_pattern(costs.bytes_at_start)
         at_end = structure.per_pattern(costs.bytes_at_end)
         transient = structure.per_pattern(costs.transient_bytes)
-        overlapped = structure.is_overlapped
-        changes = overlapped.any() and any(part[overlapped].any() for part in (at_start, at_end, transient))
-        return cls(at_start, at_end, transient, not changes)
+        off_compute = structure.tables.stream != COMPUTE_STREAM
+        others_change = any(part[off_compute].any() for part in (at_start, at_end, transient))
+        return cls(at_start, at_end, transient, follows_program_order=not others_change)
 
 
 def memory_curve(
@@ -53,9 +54,9 @@ def memory_curve(
     Simultaneous events have program order, with an action's start before its end.
     """
     time = np.column_stack([start, end]).ravel()
-    appear = (table.at_start + table.transient)[pattern]
-    go = (table.at_end + table.transient)[pattern]
-    change = np.column_stack([appear, -go]).ravel()
+    allocated = (table.at_start + table.transient)[pattern]
+    freed = (table.at_end + table.transient)[pattern]
+    change = np.column_stack([allocated, -freed]).ravel()
     order = np.argsort(time, kind="stable")
     time_s = np.concatenate([[0.0], time[order]])
     return MemoryCurve(time_s, base_bytes + np.concatenate([[0.0], np.cumsum(change[order])]))

@@ -111,18 +111,18 @@ class ProgramPrediction(StrictModel):
 
     def _check_sizes(self, program: Program, origin: str) -> None:
         stages, ranks, limits = program.num_stages, program.num_ranks, self.assumptions.memory_limits
-        wanted = {f"costs.{name}": stages for name, column in self.costs if isinstance(column, tuple)}
-        wanted |= {"costs.transfer_seconds": stages - 1, "costs.transfer_bytes": stages - 1}
+        expected = {f"costs.{name}": stages for name, column in self.costs if isinstance(column, tuple)}
+        expected |= {"costs.transfer_seconds": stages - 1, "costs.transfer_bytes": stages - 1}
         sizes = {f"costs.{name}": len(column) for name, column in self.costs if isinstance(column, tuple)}
-        for name, size, right in (
-            *((name, sizes[name], right) for name, right in wanted.items()),
+        for name, size, needed in (
+            *((name, sizes[name], needed) for name, needed in expected.items()),
             ("cuts", len(self.cuts), stages - 1),
             ("peak_bytes", len(self.peak_bytes), ranks),
             ("assumptions.speeds", len(self.assumptions.speeds), ranks),
             ("assumptions.memory_limits", ranks if limits is None else len(limits), ranks),
         ):
-            if size != right:
-                raise InputError(f"{origin}: {name} has {size} entries where {right} belong: plan again")
+            if size != needed:
+                raise InputError(f"{origin}: {name} has {size} entries where {needed} belong: plan again")
         ends = (0, *self.cuts, self.assumptions.num_layers)
         if any(cut >= next_cut for cut, next_cut in pairwise(ends)):
             raise InputError(

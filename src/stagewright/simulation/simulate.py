@@ -118,9 +118,9 @@ def _with_seconds(
         seconds[structure.pairs] -= costs.overlap_saved_s[structure.stage[structure.pairs]]
     slot_seconds = np.zeros(len(structure.tables.slot_link))
     if isinstance(transfers, int | float):
-        slot_seconds[structure.travelling] = transfers
+        slot_seconds[structure.sent_slots] = transfers
     else:
-        for slot, source, target in structure.journeys:
+        for slot, source, target in structure.transfers:
             slot_seconds[slot] = transfer_seconds(transfers, source, target)
     return structure.tables._replace(seconds=seconds, slot_seconds=slot_seconds)
 

@@ -9,14 +9,13 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.schedule.action import Kind
 from stagewright.schedule.tokens import Edge, Token, TokenRules, What
 from stagewright.simulation.costs import CHECKPOINTED_FORWARD, KIND_ROWS
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Floats, Ints, Tables
-from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF, Contention
+from stagewright.simulation.streams import STREAM_OF, Contention
 
 _TRAVEL = {
     What.VALUE: AT_ONCE,
@@ -36,14 +35,14 @@ class Structure:
 
     Pattern `p` has the costs in row `row[p]`, column `stage[p]` of the cost tables; an overlapped pair, of pattern
     `pairs[i]`, also those of its second part, in row `second_row[i]`, column `second_stage[i]`. Token `s` of microbatch `m`
-    has the index ``slot_base[s] + m * slot_stride[s]``. `journeys` are the slots that are sent, with source and target
+    has the index ``slot_base[s] + m * slot_stride[s]``. `transfers` are the slots that are sent, with source and target
     stage.
     """
 
     rules: TokenRules
     tables: Tables
-    number: dict[Token, int]
-    journeys: tuple[tuple[int, int, int], ...]
+    slots: dict[Token, int]
+    transfers: tuple[tuple[int, int, int], ...]
     slot_base: Ints
     slot_stride: Ints
     row: Ints
@@ -55,14 +54,9 @@ class Structure:
     num_links: int
 
     @cached_property
-    def travelling(self) -> Ints:
-        """Slots of all journeys."""
-        return _ints(slot for slot, _, _ in self.journeys)
-
-    @cached_property
-    def is_overlapped(self) -> NDArray[np.bool_]:
-        """Per pattern, whether it overlaps with the computations."""
-        return self.tables.stream != COMPUTE_STREAM
+    def sent_slots(self) -> Ints:
+        """Slots of all transfers."""
+        return _ints(slot for slot, _, _ in self.transfers)
 
     def per_pattern(self, table: Floats) -> Floats:
         """Return the cost of each pattern from a table [row, stage]."""
@@ -73,7 +67,7 @@ class Structure:
 
     def token_index(self, token: Token) -> int:
         """Return the index of `token` in the engine."""
-        slot = self.number[token if token.microbatch is None else token._replace(microbatch=0)]
+        slot = self.slots[token if token.microbatch is None else token._replace(microbatch=0)]
         return int(self.slot_base[slot] + (token.microbatch or 0) * self.slot_stride[slot])
 
 
@@ -93,13 +87,13 @@ def structure_of(encoded: EncodedProgram, edges: Iterable[Edge] | None, contenti
 
 
 def _build(encoded: EncodedProgram, rules: TokenRules, contention: Contention) -> Structure:
-    number: dict[Token, int] = {}
-    needs = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
-    makes = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
-    sizes = _ints(1 if slot.microbatch is None else encoded.num_microbatches for slot in number)
-    base, stride = np.cumsum(sizes) - sizes, _ints(slot.microbatch is not None for slot in number)
-    travel = _ints(_travel(slot, rules) for slot in number)
-    posted = _ints(_posted(slot, number) for slot in number)
+    slots: dict[Token, int] = {}
+    needs = _numbered((rules.needs(pattern) for pattern in encoded.patterns), slots)
+    makes = _numbered((rules.makes(pattern) for pattern in encoded.patterns), slots)
+    sizes = _ints(1 if slot.microbatch is None else encoded.num_microbatches for slot in slots)
+    base, stride = np.cumsum(sizes) - sizes, _ints(slot.microbatch is not None for slot in slots)
+    travel = _ints(_travel(slot, rules) for slot in slots)
+    posted = _ints(_posted(slot, slots) for slot in slots)
     links: dict[tuple[int, ...], int] = {}
     tables = Tables(
         need_first=base[needs.slot] + needs.shift * stride[needs.slot],
@@ -113,18 +107,18 @@ def _build(encoded: EncodedProgram, rules: TokenRules, contention: Contention) -
         make_offsets=makes.offsets,
         seconds=np.zeros(len(encoded.patterns)),
         stream=_ints(STREAM_OF[pattern.kind] for pattern in encoded.patterns),
-        slot_link=_ints(_link(slot, rules, contention, links) for slot in number),
-        slot_seconds=np.zeros(len(number)),
-        slot_user=_ints(_user(slot, rules) for slot in number),
+        slot_link=_ints(_link(slot, rules, contention, links) for slot in slots),
+        slot_seconds=np.zeros(len(slots)),
+        slot_user=_ints(_user(slot, rules) for slot in slots),
     )
     second_parts = [pattern.parts[1] for pattern in encoded.patterns if pattern.overlapped]
     return Structure(
         rules,
         tables,
-        number,
+        slots,
         tuple(
             (index, slot.stage, slot.peer)
-            for slot, index in number.items()
+            for slot, index in slots.items()
             if slot.peer is not None and travel[index] in (AT_ONCE, WHEN_POSTED)
         ),
         base,
@@ -155,18 +149,18 @@ class _Numbered(NamedTuple):
     offsets: Ints
 
 
-def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> _Numbered:
-    """Return `groups` as numbers; number new slots."""
-    slots: list[int] = []
+def _numbered(groups: Iterable[tuple[Token, ...]], slots: dict[Token, int]) -> _Numbered:
+    """Return `groups` as arrays; add new slots to `slots`."""
+    numbers: list[int] = []
     shifts: list[int] = []
     offsets = [0]
     for group in groups:
         for token in group:
             slot = token if token.microbatch is None else token._replace(microbatch=0)
-            slots.append(number.setdefault(slot, len(number)))
+            numbers.append(slots.setdefault(slot, len(slots)))
             shifts.append(token.microbatch or 0)
-        offsets.append(len(slots))
-    return _Numbered(_ints(slots), _ints(shifts), _ints(offsets))
+        offsets.append(len(numbers))
+    return _Numbered(_ints(numbers), _ints(shifts), _ints(offsets))
 
 
 def _travel(slot: Token, rules: TokenRules) -> int:
@@ -181,9 +175,9 @@ def _link(slot: Token, rules: TokenRules, contention: Contention, links: dict[tu
     return links.setdefault(contention.link(*ends), len(links))
 
 
-def _posted(slot: Token, number: dict[Token, int]) -> int:
+def _posted(slot: Token, slots: dict[Token, int]) -> int:
     posted = _POSTED_FOR.get(slot.what)
-    return -1 if posted is None else number[slot._replace(what=posted)]
+    return -1 if posted is None else slots[slot._replace(what=posted)]
 
 
 def _user(slot: Token, rules: TokenRules) -> int:

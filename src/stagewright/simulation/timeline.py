@@ -181,17 +181,17 @@ def transfer_times(timeline: Timeline) -> TransferTimes:
     >>> times.source_stage.tolist(), times.start_s.tolist(), times.end_s.tolist()
     ([1, 1, 0, 0], [4.5, 7.5, 1.0, 2.0], [5.0, 8.0, 1.5, 2.5])
     """
-    structure, journeys = timeline.structure, timeline.structure.journeys
-    slots = np.array([slot for slot, _, _ in journeys], np.int64)
+    structure = timeline.structure
+    slots = structure.sent_slots
     microbatches = np.arange(timeline.encoded.num_microbatches)
     tokens = structure.slot_base[slots][:, None] + microbatches * structure.slot_stride[slots][:, None]
     arrival = timeline.token_s[tokens]
-    ends = np.array([ends for _, *ends in journeys], np.int64).reshape(-1, 2)
+    ends = np.array([ends for _, *ends in structure.transfers], np.int64).reshape(-1, 2)
     count = len(microbatches)
     return TransferTimes(
         np.repeat(ends[:, 0], count),
         np.repeat(ends[:, 1], count),
-        np.tile(microbatches, len(journeys)),
+        np.tile(microbatches, len(slots)),
         (arrival - timeline.slot_s[slots][:, None]).ravel(),
         arrival.ravel(),
     )

@@ -1,4 +1,4 @@
-"""The bubble of a program by cause: each part is the difference that leaving its cause out makes."""
+"""The bubble of a program by cause: the fraction of each cause is what leaving it out saves."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def bubble(program: Program, costs: StepCosts) -> Bubble:
     >>> round(idle.warm_up, 3), idle.imbalance, idle.transfers
     (0.2, 0.0, 0.0)
     """
-    still = with_transfers(costs, 0.0).model_copy(update={"gather_seconds": (), "reduce_seconds": ()})
-    equal = with_equal_stages(still)
-    whole, without, plain = (
-        simulated(program, step_costs).bubble_fraction for step_costs in (costs, still, equal)
+    computing = with_transfers(costs, 0.0).model_copy(update={"gather_seconds": (), "reduce_seconds": ()})
+    balanced = with_equal_stages(computing)
+    total, of_computing, of_balanced = (
+        simulated(program, step_costs).bubble_fraction for step_costs in (costs, computing, balanced)
     )
-    without = min(whole, without)
-    plain = min(without, plain)
-    return Bubble(warm_up=plain, imbalance=without - plain, transfers=whole - without)
+    of_computing = min(total, of_computing)
+    of_balanced = min(of_computing, of_balanced)
+    return Bubble(warm_up=of_balanced, imbalance=of_computing - of_balanced, transfers=total - of_computing)
 
 
 def with_transfers(costs: StepCosts, factor: float) -> StepCosts:

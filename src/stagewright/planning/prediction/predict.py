@@ -72,17 +72,12 @@ def predict(
     reserved = reserved_peaks(staged, memories)
     num_microbatches = staged.program.num_microbatches * staged.num_holders
     tokens = model_costs.graph.facts.get("num_tokens", 0) * num_microbatches
+    peak_flops = sum(staged.job.peak_of(staged.device_of(rank)) for rank in range(staged.pp))
     return Predictions(
         step_seconds=step,
         lower_bound_seconds=_lower_bound(staged, model_costs),
         tokens_per_second=tokens / step,
-        mfu=model_costs.costing.model_flop
-        * num_microbatches
-        / (
-            step
-            * staged.num_holders
-            * sum(staged.job.peak_of(staged.device_of(rank)) for rank in range(staged.pp))
-        ),
+        mfu=model_costs.costing.model_flop * num_microbatches / (step * staged.num_holders * peak_flops),
         bubble_fraction=timeline.bubble_fraction,
         measured_share=model_costs.costing.measured_share,
         ranks=tuple(
@@ -195,21 +190,16 @@ def action_costs(staged: StagedModel, *, steps: bool = True) -> StepCosts:
     if not staged.job.profile.recomputes_ahead:
         early_s, late_s = late_s, early_s
     updates = _update_seconds(staged) if steps and steps_early(staged.program) else []
+    added_to_backward_s = late_s + pass_s + slowed_s + backward_posts
     return StepCosts(
         forward_seconds=_column(
             pass_s + slowed_s + forward_posts + [summary.forward_s for summary in staged.summaries]
         ),
         input_grad_seconds=_column(
-            late_s
-            + pass_s
-            + slowed_s
-            + backward_posts
-            + [summary.input_grad_s for summary in staged.summaries]
+            added_to_backward_s + [summary.input_grad_s for summary in staged.summaries]
         ),
         weight_grad_seconds=tuple(summary.weight_grad_s for summary in staged.summaries),
-        backward_seconds=_column(
-            late_s + pass_s + slowed_s + backward_posts + [summary.backward_s for summary in staged.summaries]
-        ),
+        backward_seconds=_column(added_to_backward_s + [summary.backward_s for summary in staged.summaries]),
         recompute_seconds=_unless_zero(early_s.tolist()),
         gather_seconds=_unless_zero(gather_s),
         reduce_seconds=_unless_zero(
@@ -371,7 +361,9 @@ def host_step_seconds(job: Job, gradient_bytes: float, device: Device | None, ho
     """Return the seconds of AdamW of one rank on its host; without a `device` gradients and parameters are there already."""
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     clips = job.clip_norm is not None
-    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips, kept=job.kept)
+    return host_optimizer_seconds(
+        gradient_bytes / sizes[0], device, host, *sizes, clips=clips, optimizer=job.kept
+    )
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:
@@ -386,6 +378,7 @@ def host_of(cluster: Cluster, rank: int) -> Host:
 
 
 def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
+    """Return the seconds of a rank's optimizer on its device, for `num_gradients` gradients of `gradient_bytes` in all."""
     num_parameters = gradient_bytes / ITEM_BYTES[job.precision.gradient]
     if job.profile.loop is not None:
         return eager_step.optimizer_seconds(
@@ -460,15 +453,15 @@ def lowered(program: Program, edges: tuple[Edge, ...], ahead: int) -> Program:
 def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[int]:
     """Return the bytes that the allocator of each rank reserves; on a GPU, from a replay of every allocation.
 
-    In a long pipeline only the fullest ranks are replayed; the other ranks are taken to lose as large a share to
+    In a long pipeline only the fullest ranks are replayed; the other ranks are assumed to lose as large a fraction to
     fragmentation as the worst of these. With split backwards, which free the values of a microbatch in two parts,
-    fragmentation may grow over a whole batch: all of it is replayed, as no state of the allocator comes back (in none of
-    63 to 253 repetitions of a microbatch in zero-bubble programs of llama-3-8b).
+    fragmentation may grow over a whole batch, so all of it is replayed: the allocator never returned to an earlier state in
+    63 to 253 repetitions of a microbatch in zero-bubble programs of llama-3-8b.
     """
-    least = [reserved_bytes(memory, staged.device_of(memory.rank)) for memory in memories]
+    reserved = [reserved_bytes(memory, staged.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(staged.pp) if staged.device_of(rank).kind != "cpu"]
     if not ranks:
-        return least
+        return reserved
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
     is_split = any(action.kind is Kind.W for action in staged.program)
     whole = staged.program if is_split else shortened(staged.program)
@@ -476,17 +469,17 @@ def reserved_peaks(staged: StagedModel, memories: Sequence[RankMemory]) -> list[
     replayed = {rank: _replayed(staged, program, memories[rank]) for rank in fullest}
     worst = max(replayed[rank] / memories[rank].peak_bytes for rank in fullest)
     for rank in ranks:
-        least[rank] = max(least[rank], replayed.get(rank, int(worst * memories[rank].peak_bytes)))
-    return least
+        reserved[rank] = max(reserved[rank], replayed.get(rank, int(worst * memories[rank].peak_bytes)))
+    return reserved
 
 
 def _replayed(staged: StagedModel, program: Program, memory: RankMemory) -> int:
-    """Return the bytes that the allocator of a rank reserves."""
+    """Return the bytes that the allocator of one rank reserves in a replay of `program`."""
     rank, device = memory.rank, staged.device_of(memory.rank)
     peaks = reserved_on(
         staged.memories, program, rank, staged.resident(rank), device.workspace_bytes,
         host_optimizer=rank in staged.host_optimizer,
         is_expandable=runtime_of(staged.stages[0].graph).expandable_segments and device.grows_segments,
-        left_out=staged.program.num_microbatches - program.num_microbatches,
+        num_dropped=staged.program.num_microbatches - program.num_microbatches,
     )  # fmt: skip
     return peaks.reserved_peak_bytes

@@ -79,7 +79,7 @@ def as_model_says(
     as `pipeline`."""
     policies = default_policies(model_costs.graph, cuts)
     staged = staged_model(model_costs, cuts, program, cluster, job, num_holders, policies)
-    needed = [policies[stage.index] if _again(stage) else KEEP for stage in staged.stages]
+    needed = [policies[stage.index] if _recomputed_nodes(stage) else KEEP for stage in staged.stages]
     if needed != policies:
         staged = staged_model(model_costs, cuts, program, cluster, job, num_holders, needed)
     return with_recomputation(staged, program)
@@ -87,18 +87,20 @@ def as_model_says(
 
 def with_recomputation(staged: StagedModel, program: Program) -> StagedModel:
     """Return `staged` under `program`, which recomputes nothing yet, with the recomputation of its stages inserted."""
-    stages = [stage.index for stage in staged.stages if _again(stage)]
+    stages = [stage.index for stage in staged.stages if _recomputed_nodes(stage)]
     return replace(staged, program=insert_recomputation(program, stages))
 
 
 def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
     """Return the policy of a stage of `as_model_says` as plans name it."""
-    recomputed = _again(stage)
+    recomputed = _recomputed_nodes(stage)
     if not recomputed:
         return "keep"
     graph, policy = stage.graph, region_policy(stage.graph)
-    again_for = (node for node in stage.backward.nodes if node.part > Part.FORWARD)
-    needed = {graph.values[v].storage for node in again_for for v in node.inputs if v < len(graph.values)}
+    gradient_nodes = (node for node in stage.backward.nodes if node.part > Part.FORWARD)
+    needed = {
+        graph.values[v].storage for node in gradient_nodes for v in node.inputs if v < len(graph.values)
+    }
     entering = (
         value for value in (*stage.rebuild.inputs, *stage.recomputed.inputs) if value < len(graph.values)
     )
@@ -110,7 +112,7 @@ def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
     )
 
 
-def _again(stage: Stage) -> list[Node]:
+def _recomputed_nodes(stage: Stage) -> list[Node]:
     """Return the operators that a stage recomputes, in the order of the model."""
     return sorted((*stage.rebuild.nodes, *stage.recomputed.nodes), key=lambda node: node.id)
 

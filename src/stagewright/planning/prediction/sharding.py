@@ -49,7 +49,7 @@ def check_streamed(num_holders: int, zero: int | None, job: Job) -> None:
 
 
 def is_frozen(graph: OperatorGraph) -> bool:
-    """Return whether parts of a model are not trained, which is all that is streamed then."""
+    """Return whether a model has parameters that are not trained; only these are then streamed."""
     return any(value not in graph.gradients for value in graph.parameters.values())
 
 
@@ -57,28 +57,28 @@ def sharded_program(
     program: Program,
     stages: Sequence[Stage],
     levels: Sequence[int],
-    held: Collection[int] = (),
+    whole: Collection[int] = (),
     *,
     reduces_once: bool = False,
 ) -> Program:
     """Return `program` with the collectives that replicas need for the ZeRO stages `levels` of `stages`.
 
-    Parameters of level 3 are gathered before use and released after it; those of the stages `held`, all on one rank, stay
-    whole through each microbatch. Where gradients are sharded, at most two stages have whole gradients at a time; with
+    Parameters of level 3 are gathered before use and released after it; those of the stages `whole`, all on one rank, are
+    gathered once per microbatch. Where gradients are sharded, at most two stages have whole gradients at a time; with
     `reduces_once` all stages keep theirs until the last microbatch. Other gradients are all-reduced once, overlapped with
     the remaining backwards.
     """
-    everything = sorted(set(range(len(stages))) - set(held))
-    gathered = [stage for stage in everything if levels[stage] >= PARAMETERS]
-    scattered = [stage for stage in everything if levels[stage] >= GRADIENTS]
+    others = sorted(set(range(len(stages))) - set(whole))
+    gathered = [stage for stage in others if levels[stage] >= PARAMETERS]
+    scattered = [stage for stage in others if levels[stage] >= GRADIENTS]
     if gathered:
         reading = [stage for stage in gathered if reads_weights(stages[stage])]
         program = insert_gathers(program, NUM_BUFFERS, gathered, reading)
     if scattered:
         program = insert_reductions(program, None if reduces_once else NUM_BUFFERS, scattered)
-    summed_once = sorted(set(everything) - set(scattered))
+    summed_once = sorted(set(others) - set(scattered))
     program = insert_reductions(program, None, summed_once) if summed_once else program
-    return insert_microbatch_gathers(program, held, reduces_once=reduces_once) if held else program
+    return insert_microbatch_gathers(program, whole, reduces_once=reduces_once) if whole else program
 
 
 def without_sharding(program: Program) -> Program:
@@ -111,7 +111,7 @@ class HostCopies:
     """The seconds of copies between a device and its host, of the streamed buffers of a rank.
 
     The link between the two has both directions at once. While every device of the node copies, the host's memory may be
-    the slower of the two. Ignores: that values which are offloaded take the same link.
+    the slower of the two. Ignores: that offloaded values take the same link.
     """
 
     device: Device
@@ -140,14 +140,15 @@ class HostCopies:
 class Collectives:
     """The seconds of the collectives over flat buffers of a rank's replicas, each collective on its own.
 
-    `ranks` are the global ranks of the replicas, `wire` the reduce dtype (a torch name). Of the ranks that hold a buffer,
-    every `FlatLayout.num_shards` consecutive ones are a shard group; gradients are then all-reduced over the groups.
-    Source: `stagewright.cluster.collectives`. Ignores: that collectives and transfers share the links.
+    `ranks` are the global ranks of the replicas, `reduce_dtype` is the type (a torch name) in which gradients are reduced.
+    Of the ranks that hold a buffer, every `FlatLayout.num_shards` consecutive ones are a shard group; gradients are then
+    all-reduced over the groups. Source: `stagewright.cluster.collectives`. Ignores: that collectives and transfers share the
+    links.
     """
 
     cluster: Cluster
     ranks: Sequence[int]
-    wire: str | None = None
+    reduce_dtype: str | None = None
     runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
     def shard_group(self, flat: FlatLayout) -> Sequence[int]:
@@ -171,7 +172,7 @@ class Collectives:
         """Return the seconds to all-reduce or reduce-scatter the gradients of `flats`."""
         seconds = 0.0
         for flat in flats:
-            item = ITEM_BYTES[self.wire or self.runtime.precision(flat.dtype).gradient]
+            item = ITEM_BYTES[self.reduce_dtype or self.runtime.precision(flat.dtype).gradient]
             cost = reduce_scatter_seconds if flat.level >= OPTIMIZER else all_reduce_seconds
             seconds += cost(self.cluster, flat.num_elements * item, self.shard_group(flat))
             if flat.num_copies > 1:

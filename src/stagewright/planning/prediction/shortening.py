@@ -20,30 +20,30 @@ _KEPT_MICROBATCHES = 4
 def shortened(program: Program) -> Program:
     """Return a program with just enough microbatches to reach every state of its memory.
 
-    Where all ranks repeat the same actions for the next microbatch or two, or with several stages on a rank for as many as
-    it goes through before its next stage, only the first repetitions stay. Programs without such a part, as those that run
-    all forwards first, are returned unchanged.
+    If all ranks repeat the same actions for every microbatch or two, or (with several stages per rank) for every round of
+    microbatches through a stage, only the first repetitions stay. Other programs, such as those that run all forwards first,
+    are returned unchanged.
     """
     for period in sorted({1, 2, program.num_ranks, 2 * program.num_ranks}):
         parts = [_repetitions(actions, program.num_microbatches, period) for actions in program.ranks]
         kept = -(-_KEPT_MICROBATCHES // period)
-        left_out = min(map(len, parts)) - 1 - kept
-        if left_out > 0:
+        num_dropped = min(map(len, parts)) - 1 - kept
+        if num_dropped > 0:
             short = replace(
                 program,
-                num_microbatches=program.num_microbatches - left_out * period,
+                num_microbatches=program.num_microbatches - num_dropped * period,
                 ranks=tuple(
                     (
                         *actions[: begins[kept]],
                         *(
-                            _moved(action, -left_out * period)
-                            for action in actions[begins[kept + left_out] :]
+                            _moved(action, -num_dropped * period)
+                            for action in actions[begins[kept + num_dropped] :]
                         ),
                     )
                     for actions, begins in zip(program.ranks, parts, strict=True)
                 ),
             )
-            with suppress(ScheduleError):  # of microbatches in another order than that of their numbers
+            with suppress(ScheduleError):  # if microbatches are not in the order of their numbers
                 check_placed(short)
                 check_complete(short)
                 check_free_of_deadlock(short)
@@ -62,8 +62,8 @@ def _repetitions(actions: Sequence[Action], num_microbatches: int, period: int) 
     ([1, 3, 5, 7], [])
     """
     first = next((action for action in actions if action.microbatch is not None), None)
-    of_period, rest = divmod(_num_numbered(actions) * period, num_microbatches)
-    if first is None or rest:
+    num_actions, remainder = divmod(_num_numbered(actions) * period, num_microbatches)
+    if first is None or remainder:
         return []
     begins = [
         index
@@ -76,7 +76,7 @@ def _repetitions(actions: Sequence[Action], num_microbatches: int, period: int) 
     current: list[int] = []
     before: list[Action] | None = None
     for begin, end in pairwise(begins):
-        if _num_numbered(actions[begin:end]) != of_period:
+        if _num_numbered(actions[begin:end]) != num_actions:
             before = None
             continue
         number = actions[begin].microbatch

@@ -173,7 +173,7 @@ class StagedModel:
         )
 
     def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
-        """Return by how many bytes the fullest rank is over its memory; negative for its headroom."""
+        """Return by how many bytes the fullest rank is over its memory; if it is not, minus its headroom."""
         return max(
             reserved_bytes(memory, self.device_of(memory.rank)) - self.usable_bytes(memory.rank)
             for memory in memories
@@ -186,22 +186,25 @@ class StagedModel:
 
     @cached_property
     def communicator_bytes(self) -> tuple[int, ...]:
-        """Bytes of a GPU that communicators of our own runtime take, per pipeline rank; 0 on CPUs and for other runtimes,
-        whose devices' reserve includes them."""
+        """Bytes of a GPU that communicators of Stagewright's own runtime take, per pipeline rank; 0 on CPUs, and for other
+        runtimes, as the reserve of a device includes theirs."""
         if not self.uses_lanes:
             return (0,) * self.pp
         firsts = [self.first_rank(rank) for rank in range(self.pp)]
-        everyone = range(self.pp * self.ranks_per_stage)
-        model = [begin + part for begin in firsts for part in range(self.tp)]
+        all_ranks = range(self.pp * self.ranks_per_stage)
+        first_replica = [first + part for first in firsts for part in range(self.tp)]
         lanes, tied = self.lanes, {tuple(ranks) for ranks in self.holders.values() if len(ranks) > 1}
         sizes = []
         for rank, first in enumerate(firsts):
             replicas = self.replicas(rank)
             shards = replicas[: self.num_shards]
+            # Gathers and reductions have separate communicators.
             groups = [shards, shards, replicas[:: self.num_shards], range(first, first + self.tp)]
             groups += [[firsts[holder] for holder in holders] for holders in tied if rank in holders]
             collectives = sum(group_bytes(group, self.cluster) for group in groups)
-            collectives += sum(group_bytes(group, self.cluster, is_small=True) for group in (everyone, model))
+            collectives += sum(
+                group_bytes(group, self.cluster, is_small=True) for group in (all_ranks, first_replica)
+            )
             sizes.append(lane_bytes(lanes, rank, self.cluster, firsts) + collectives)
         return tuple(sizes)
 
@@ -280,13 +283,13 @@ def _summaries(
     )
 
 
-_PolicedStage = tuple[StageMemory, StageSummary]
+_StageUnderPolicy = tuple[StageMemory, StageSummary]
 
-_BY_POLICY: WeakKeyDictionary[SplitGraph, dict[tuple[int, Policy, Costing], _PolicedStage]] = (
+_BY_POLICY: WeakKeyDictionary[SplitGraph, dict[tuple[int, Policy, Costing], _StageUnderPolicy]] = (
     WeakKeyDictionary()
 )
-"""Stages of each split graph under their policies: searches of a partition with less memory, or more microbatches, want the
-same ones."""
+"""Stages of each split graph under their policies, which searches of a partition with less memory or more microbatches
+share."""
 
 
 class Variants:
@@ -298,7 +301,7 @@ class Variants:
 
     def __init__(self, staged: StagedModel, model_costs: RangeCosts) -> None:
         self.staged = staged
-        self._known_costs = costs_by_stage(
+        self._stage_costs = costs_by_stage(
             model_costs, staged.cluster, staged.program, staged.ranks_per_stage
         )
         self._kept = tuple(zip(staged.memories, staged.summaries, strict=True))
@@ -309,10 +312,10 @@ class Variants:
         memories, summaries = zip(*(self._stage(*key) for key in enumerate(policies)), strict=True)
         return replace(self.staged, memories=memories, summaries=summaries, program=program)
 
-    def _stage(self, index: int, policy: Policy) -> _PolicedStage:
+    def _stage(self, index: int, policy: Policy) -> _StageUnderPolicy:
         if policy == KEEP:
             return self._kept[index]
-        costing = self._known_costs[index].costing
+        costing = self._stage_costs[index].costing
         stage = self._by_policy.get((index, policy, costing))
         if stage is None:
             hands_over = self.staged.memories[index].hands_over
@@ -322,18 +325,21 @@ class Variants:
 
 
 def costs_by_stage(
-    model_costs: RangeCosts, cluster: Cluster, program: Program, width: int
+    model_costs: RangeCosts, cluster: Cluster, program: Program, ranks_per_stage: int
 ) -> list[RangeCosts]:
     """Return the costs of the model on the rank of every stage, as `costs_by_rank` does."""
-    stage_costs = costs_by_rank(model_costs, cluster, program.num_ranks, width)
+    stage_costs = costs_by_rank(model_costs, cluster, program.num_ranks, ranks_per_stage)
     return [stage_costs[rank] for rank in program.placement.rank_of_stage]
 
 
-def costs_by_rank(model_costs: RangeCosts, cluster: Cluster, num_ranks: int, width: int) -> list[RangeCosts]:
-    """Return the costs of the model on every pipeline rank of `width` devices: those of its slowest device."""
+def costs_by_rank(
+    model_costs: RangeCosts, cluster: Cluster, num_ranks: int, ranks_per_stage: int
+) -> list[RangeCosts]:
+    """Return the costs of the model on every pipeline rank, of `ranks_per_stage` devices: those of its slowest device."""
     if cluster.is_homogeneous:
         return [model_costs] * num_ranks
-    kinds = (cluster.kinds_of(range(rank * width, (rank + 1) * width)) for rank in range(num_ranks))
+    firsts = range(0, num_ranks * ranks_per_stage, ranks_per_stage)
+    kinds = (cluster.kinds_of(range(first, first + ranks_per_stage)) for first in firsts)
     return [
         max(map(model_costs.on, rank_kinds), key=lambda costs: float(costs.seconds[-1]))
         for rank_kinds in kinds

@@ -15,7 +15,7 @@ from stagewright.simulation import simulate as simulate_program
 
 def simulated(program: Program, costs: StepCosts) -> Timeline:
     """Return the timeline of one batch."""
-    whole, costs = costs, with_receiving(costs)
+    stated, costs = costs, with_receiving(costs)
     edges = [(transfer.source, transfer.target) for transfer in costs.transfers]
     transfer_s = {(transfer.source, transfer.target): transfer.value_seconds for transfer in costs.transfers}
     transfer_s |= {
@@ -32,7 +32,7 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         step_s=costs.update_seconds or 0.0,
     )
     timeline = simulate_program(program, stages, transfer_s, edges=edges)
-    return _with_gaps(timeline, whole) if whole.receivers_wait else timeline
+    return _with_gaps(timeline, stated) if stated.receivers_wait else timeline
 
 
 def with_receiving(costs: StepCosts) -> StepCosts:
@@ -45,7 +45,7 @@ def with_receiving(costs: StepCosts) -> StepCosts:
     if not costs.receivers_wait:
         return costs
     forward, backward = receiving_seconds(costs)
-    still = {"value_seconds": 0.0, "gradient_seconds": 0.0}
+    instant = {"value_seconds": 0.0, "gradient_seconds": 0.0}
     update = {
         "forward_seconds": np.add(costs.forward_seconds, forward),
         "input_grad_seconds": np.add(costs.input_grad_seconds, backward),
@@ -54,7 +54,7 @@ def with_receiving(costs: StepCosts) -> StepCosts:
     return costs.model_copy(
         update={name: tuple(column.tolist()) for name, column in update.items()}
         | {
-            "transfers": tuple(transfer.model_copy(update=still) for transfer in costs.transfers),
+            "transfers": tuple(transfer.model_copy(update=instant) for transfer in costs.transfers),
             "receivers_wait": False,
         }
     )
@@ -70,7 +70,7 @@ def receiving_seconds(costs: StepCosts) -> tuple[list[float], list[float]]:
 
 
 def _with_gaps(timeline: Timeline, costs: StepCosts) -> Timeline:
-    """Return `timeline` with computations that begin when what they wait for has arrived."""
+    """Return `timeline` with computations that start after their waits for transfers, which become idle time."""
     waits = receiving_seconds(costs)
     of_pattern = [
         sum(waits[part.kind is not Kind.F][part.stage] for part in action.parts if part.kind in RECEIVED_BY)

@@ -42,12 +42,12 @@ def transfer_seconds(staged: StagedModel, edges: Sequence[tuple[int, int]]) -> d
     A transfer begins after the time that its sender is busy (`posting_seconds`).
     """
     seconds = {}
-    for source, target, sent in _sent(staged, edges):
-        if _waits_while(staged) is not None:
-            seconds[source, target] = 0.0  # part of `posting_seconds`
+    for source, target, num_bytes in _sent(staged, edges):
+        if not num_bytes or _blocks_while(staged) is not None:  # then part of `posting_seconds`
+            seconds[source, target] = 0.0
             continue
-        on_the_way = sent if _posts(staged, source) is None else 0
-        seconds[source, target] = message_seconds(staged, source, target, on_the_way) if sent else 0.0
+        is_async = _message_overhead(staged, source) is None
+        seconds[source, target] = message_seconds(staged, source, target, num_bytes if is_async else 0)
     return seconds
 
 
@@ -61,8 +61,8 @@ def taken_share(staged: StagedModel, pipeline_rank: int) -> float:
 def transfers_slow(staged: StagedModel, transfer_s: Mapping[tuple[int, int], float]) -> Floats:
     """Return by how many seconds overlapped transfers slow a forward plus a backward of each stage.
 
-    Their kernels occupy multiprocessors at both ends: as many as collectives do within a node, two channels between nodes.
-    On lanes only the sender is slowed, as its receiver waits, and within a node only by a lane's thread blocks.
+    Their kernels occupy multiprocessors at both ends: within a node as many as those of collectives, between nodes two
+    channels. On lanes only the sender is slowed, as its receiver waits, and within a node only by a lane's thread blocks.
 
     Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; that of `taken_share` within one. Ignores:
     memory traffic of transfers; that a rank may have nothing to compute during them; that a send occupies its
@@ -88,43 +88,42 @@ def transfers_slow(staged: StagedModel, transfer_s: Mapping[tuple[int, int], flo
 def posting_seconds(staged: StagedModel, edges: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
     """Return the seconds that a forward and a backward of each stage spend on sending and on posting receive buffers.
 
-    Sending lasts until the bytes have left. Both are 0 where a processor other than the computing one does this, and
+    Sending lasts until the bytes have left. Both are 0 if another processor than the one that computes does this, and
     between stages of one rank.
 
     Ignores: that a buffer is posted a microbatch ahead; copies by the system at the receiver's end.
     """
     placed = staged.program.placement.rank_of_stage
     forward, backward = np.zeros(len(placed)), np.zeros(len(placed))
-    for source, target, sent in _sent(staged, edges):
+    for source, target, num_bytes in _sent(staged, edges):
         if placed[source] == placed[target]:
             continue
         busy = forward if source < target else backward
-        if _waits_while(staged) is not None:
-            taken = _blocking_seconds(staged, source, target, sent)
-            busy[source] += taken
-            if _waits_while(staged) == "sends and receives":
-                busy[target] += taken
+        if (blocking := _blocks_while(staged)) is not None:
+            blocked_s = _blocking_seconds(staged, source, target, num_bytes)
+            busy[source] += blocked_s
+            if blocking == "sends and receives":
+                busy[target] += blocked_s
             continue
-        if (overhead := _posts(staged, target)) is not None:
-            busy[target] += _num_messages(staged, source, target) * overhead
-        if (overhead := _posts(staged, source)) is not None:
-            leaving = message_seconds(staged, source, target, sent) - message_seconds(
-                staged, source, target, 0
-            )
-            busy[source] += _num_messages(staged, source, target) * overhead + leaving
+        if (overhead_s := _message_overhead(staged, target)) is not None:
+            busy[target] += _num_messages(staged, source, target) * overhead_s
+        if (overhead_s := _message_overhead(staged, source)) is not None:
+            latency_s = message_seconds(staged, source, target, 0)
+            leaving_s = message_seconds(staged, source, target, num_bytes) - latency_s
+            busy[source] += _num_messages(staged, source, target) * overhead_s + leaving_s
     return forward, backward
 
 
-def _waits_while(staged: StagedModel) -> str | None:
-    """Return during what a rank waits; None if its transfers overlap with computations."""
+def _blocks_while(staged: StagedModel) -> str | None:
+    """Return the operations that block a rank, as `Runtime.transfers`; None if transfers overlap with computations."""
     transfers = staged.job.profile.transfers
     if transfers == "overlapped if interleaved":
         return None if len(staged.stages) > staged.pp else "sends"
     return None if transfers == "overlapped" else transfers
 
 
-def _posts(staged: StagedModel, stage: int) -> float | None:
-    """Return the seconds that a message costs the processor that computes a stage; None where another processor sends."""
+def _message_overhead(staged: StagedModel, stage: int) -> float | None:
+    """Return the seconds that a message costs the processor that computes a stage; None if another processor sends."""
     return staged.device_of(staged.program.placement.rank_of_stage[stage]).message_overhead_s
 
 
@@ -134,15 +133,15 @@ def _blocking_seconds(staged: StagedModel, source: int, target: int, num_bytes: 
     Source: Megatron-LM's scatter-gather optimisation, Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
     """
     profile = staged.job.profile
-    begins_s = profile.host.member_s + profile.waits.message_s
+    overhead_s = profile.host.member_s + profile.waits.message_s
     if not profile.scatters_boundaries or staged.tp == 1 or staged.sequence_parallel:
-        return message_seconds(staged, source, target, num_bytes) + begins_s
+        return message_seconds(staged, source, target, num_bytes) + overhead_s
     placed = staged.program.placement.rank_of_stage
     here, there = staged.first_rank(placed[source]), staged.first_rank(placed[target])
     gathered_s = all_gather_seconds(staged.cluster, num_bytes, range(there, there + staged.tp))
     sent_s = message_seconds(staged, source, target, num_bytes / staged.tp)
     between_nodes = staged.cluster.node_of(here) != staged.cluster.node_of(there)
-    return sent_s + gathered_s + begins_s + between_nodes * profile.waits.scattered_s
+    return sent_s + gathered_s + overhead_s + between_nodes * profile.waits.scattered_s
 
 
 def message_seconds(staged: StagedModel, source: int, target: int, num_bytes: float) -> float:

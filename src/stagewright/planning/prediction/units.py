@@ -18,7 +18,7 @@ from stagewright.graph.flat_buffers import GRADIENTS
 from stagewright.graph.layers import layers_of
 from stagewright.planning.prediction.staged_model import StagedModel
 
-_TRIED_PARTS = 2, 4
+_FEW_UNITS, _LAYERS_PER_UNIT = 2, 4
 """Divisions tried besides whole stages and units of a layer: units per stage (as many as a rank has buffers), and layers per
 unit."""
 _PARTS_WITHOUT_LAYERS = 32
@@ -80,11 +80,10 @@ def _numbers_to_try(
     if num_units is not None:
         return [(num_units,) * (len(cuts) + 1)]
     layers = [_num_layers(model_costs, start, stop) for start, stop in pairwise((0, *cuts, model_costs.size))]
-    few, apart = _TRIED_PARTS
     divisions = [
         tuple(layers),
-        tuple(min(count, max(few, -(-count // apart))) for count in layers),
-        tuple(min(few, count) for count in layers),
+        tuple(min(count, max(_FEW_UNITS, -(-count // _LAYERS_PER_UNIT))) for count in layers),
+        tuple(min(_FEW_UNITS, count) for count in layers),
         tuple(1 for _ in layers),
     ]
     return list(dict.fromkeys(divisions))
