@@ -214,6 +214,16 @@ def test_a_compiler_pads_an_odd_vocabulary() -> None:
     assert of_head[50_257, True] == pytest.approx(of_head[50_256, True], rel=0.02)
 
 
+def test_what_grows_of_a_fused_operator_is_no_more_than_it_takes() -> None:
+    """Nodes of equal signature may be at different places of what is fused."""
+    graph = dense()
+    costs, value = Costing(graph, CLUSTER.device, CLUSTER, compiled=True), graph.values.__getitem__
+    grows = {node.id: costs.growing(node, value) for node in graph.nodes if node.id in costs.fusions}
+    assert sum(grows.values()) > 0
+    for node in graph.nodes:
+        assert costs.growing(node, value) <= costs.of(node, value).device_s * (1 + 1e-9), node.name
+
+
 def test_messages_that_a_rank_waits_for_add_their_shapes(tmp_path: Path) -> None:
     text = 'based_on = "torch-fsdp"\ntransfers = "sends and receives"\n[waits]\nmessage_s = '
     steps, bound = {}, {}

@@ -252,7 +252,7 @@ class Costing:
         self.without_rule: set[str] = set()
         self._by_key: dict[object, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
-        self._growing_by_kind: dict[tuple[int, Part], float] = {}
+        self._growing_by_kind: dict[tuple[int, Part | None], float] = {}
         self._num_matmuls_of: dict[int, int] = {}
         self._of_graph = graph.values.__getitem__
         self._is_compiled = compiled
@@ -558,7 +558,8 @@ class Costing:
         grow."""
         if self.device.profile is not None:
             return 0.0
-        kind = self._kind(node), node.part
+        # A signature does not say what a node is fused with.
+        kind = (node.id, None) if node.id in self.fusions else (self._kind(node), node.part)
         if node.signature < 0 or kind not in self._growing_by_kind:
             self._growing_by_kind[kind] = self._growing(node, value)
         return self._growing_by_kind[kind]

@@ -173,8 +173,9 @@ class Search:
     """Configurations for which a preliminary fit was tried."""
     is_gathered: bool = False
     """Whether all degrees have a bound."""
-    _whole_s: dict[Configuration, float] = field(default_factory=dict)
-    """Step seconds of the first plan, by its configuration with the loss in one piece and without offloading."""
+    _first_fits: dict[Configuration, tuple[int, float]] = field(default_factory=dict)
+    """Loss pieces and step seconds of the first plan, by its configuration with the loss in one piece and without
+    offloading."""
 
     wait_for_kernels: Callable[[], object] = lambda: None
     """Waits for the process that compiles the kernels of the joint search, if there is one."""
@@ -632,11 +633,13 @@ class Search:
         if fit is None:
             return
         configuration = entry.configuration
+        num_pieces, shape = configuration.loss_pieces, entry.shape
         whole = replace(configuration, loss_pieces=1, offload=False)
-        whole_s = self._whole_s.setdefault(whole, fit.step_seconds)
-        if configuration.loss_pieces > 1 and whole_s < fit.step_seconds:  # pieces do not help here
-            shape = entry.shape
-            self.waiting.keep(lambda other: other.configuration.loss_pieces == 1 or other.shape != shape)
+        first_pieces, first_s = self._first_fits.setdefault(whole, (num_pieces, fit.step_seconds))
+        if num_pieces > first_pieces and first_s < fit.step_seconds:  # more pieces do not help here
+            self.waiting.keep(
+                lambda other: other.configuration.loss_pieces < num_pieces or other.shape != shape
+            )
         self.add(fit)
 
     def add(self, fit: Fit) -> None:

@@ -64,6 +64,9 @@ _ALIKE = 0.005
 _OFFLOADING = 0.1
 """The same for alike configurations that offload: a little less memory may cost much time."""
 
+_MEMORY_ANYWAY = "memory whatever its stages recompute or offload"
+"""What a configuration lacks that needs too much for any choice of these."""
+
 _LITTLE = 0.02
 """Share of a device's memory below which it makes no difference how state is sharded."""
 
@@ -157,9 +160,14 @@ class Fitter(ABC):
         if self.nearest_bound is None:
             return PlanError(self.excluded[0].reason)
         missing, entry = self.nearest_bound
+        lacks = (
+            f"{format_bytes(missing)} a device or more"
+            if missing > 0
+            else "memory whatever its stages recompute"
+        )
         return PlanError(
-            f"no configuration fits on cluster '{self.cluster.name}': {entry.configuration} lacks {format_bytes(missing)} a "
-            "device or more, the least of all; use more devices, shorter samples, or a higher memory limit"
+            f"no configuration fits on cluster '{self.cluster.name}': {entry.configuration} lacks {lacks}, the least of "
+            "all; use more devices, shorter samples, or a higher memory limit"
         )
 
 
@@ -491,7 +499,7 @@ class OperatorFitter(Fitter):
         )
 
     def _exclude_hopeless(self, entry: Entry, missing: int) -> None:
-        self.exclude(entry.configuration, "lacks memory whatever its stages recompute or offload")
+        self.exclude(entry.configuration, f"lacks {_MEMORY_ANYWAY}")
         self._note_bound(entry, missing)
         self._try_on_host(entry)
 

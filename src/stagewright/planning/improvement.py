@@ -56,7 +56,7 @@ def improve(search: Search) -> None:
         last = fitter.last_resort()
         if last is None:
             return
-        search.fits.append(last)
+        search.add(last)
         _try_pieces(search)
         if len(search.fits) == 1:
             return
