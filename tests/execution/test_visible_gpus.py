@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stagewright.errors import InputError
-from stagewright.execution import device
+from stagewright.execution import accelerator, device
 
 
 class _Devices:
@@ -16,8 +18,8 @@ class _Devices:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_visible: int) -> None:
         self.current: torch.device | None = None
-        monkeypatch.setattr(device, "num_devices", lambda kind: num_visible)
-        monkeypatch.setattr(device, "accelerator_of", self._of)
+        monkeypatch.setattr(accelerator, "num_devices", lambda kind: num_visible)
+        monkeypatch.setattr(accelerator, "accelerator_of", self._of)
 
     def _of(self, chosen: torch.device) -> _Devices:
         self._chosen = chosen
@@ -61,3 +63,16 @@ def test_a_device_that_is_not_there_is_refused(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(InputError, match=says):
         device.local_device("cuda")
+
+
+def test_who_starts_ranks_on_cpus_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from stagewright.execution.launch import kind_of\n"
+        "for kind in ('cpu', 'auto'):\n"
+        "    assert kind_of(kind, SimpleNamespace(cluster=SimpleNamespace(kind='cpu')), 2) == 'cpu'\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

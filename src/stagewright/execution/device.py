@@ -1,14 +1,18 @@
-"""The device that a rank's process computes on."""
+"""The device that a rank's process computes on.
+
+Importing this module does not import torch: to start ranks on CPUs takes none.
+"""
 
 from __future__ import annotations
 
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from stagewright.errors import InputError, nearest
-from stagewright.execution.accelerator import accelerator_of, num_devices
 from stagewright.planning.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
 
 ASKED = ("cpu", "cuda", "auto")
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -20,8 +24,12 @@ def kind_of(kind: str, plan: Plan, num_ranks_here: int) -> str:
     Raises `InputError` for an unknown kind, or if this machine has fewer GPUs than ranks to run and they may not share."""
     if kind not in ASKED:
         raise InputError(f"--device {kind}{nearest(kind, ASKED)}: give cpu, cuda or auto")
+    if kind == "cpu" or (kind == "auto" and plan.cluster.kind != "cuda"):
+        return "cpu"
+    from stagewright.execution.accelerator import num_devices
+
     available = num_devices("cuda")
-    if kind == "cpu" or (kind == "auto" and not (available and plan.cluster.kind == "cuda")):
+    if kind == "auto" and not available:
         return "cpu"
     if available < num_ranks_here and not (available and gpus_are_shared()):
         sharing = (
@@ -45,6 +53,10 @@ def gpus_are_shared() -> bool:
 def local_device(kind: str) -> torch.device:
     """Make this process's device current and return it. Raises `InputError` where there are several GPUs and the launcher
     does not say which one to use, or names one that does not exist."""
+    import torch
+
+    from stagewright.execution.accelerator import accelerator_of, num_devices
+
     if kind == "cpu":
         return torch.device("cpu")
     num_visible, local = num_devices("cuda"), os.environ.get("LOCAL_RANK")

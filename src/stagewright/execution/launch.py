@@ -12,6 +12,7 @@ from pathlib import Path
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import check_start, steps_of
 from stagewright.execution.data.prepared import held_out_data, ready
+from stagewright.execution.device import kind_of
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch_environment import start_timeout_s
 from stagewright.execution.options import RunOptions, options_as_keywords
@@ -43,8 +44,6 @@ def run(options: RunOptions) -> Record | None:
             processes on the CPU; or a folder cannot be written to or is in use by another run.
         RunError: a rank failed; names the rank and the action.
     """
-    from stagewright.execution.device import kind_of
-
     if isinstance(options.plan, Plan) or options.callbacks:
         raise InputError(
             "run() starts processes, which take the path of a plan and no callbacks: save the plan and give its path, or "
