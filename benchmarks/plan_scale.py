@@ -1,6 +1,6 @@
 """How long `stagewright plan` takes for large models on large clusters, in units of what `torch.export` of Llama-3-8B takes.
 
-    python benchmarks/plan_scale.py [--only llama-3-8b ...] [--limit 600] [--first] [--json]
+    python benchmarks/plan_scale.py [--only PART-OF-A-NAME] [--limit 600] [--first] [--json]
 
 X is `torch.export` of Llama-3-8B, 8,192 tokens with labels, on fake tensors, imports left out, around every case. Each
 case is the whole command in a new process: with no trace kept (`new`), then with those that the run before has kept

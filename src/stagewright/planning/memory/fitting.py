@@ -40,6 +40,9 @@ from stagewright.units import format_bytes
 _MOST_FRAGMENTS = 0.3
 """Share of memory lost to fragmentation above which a configuration is given up."""
 
+_HEADROOM_STEPS = 25
+"""Headroom grows by at least the memory limit divided by this number."""
+
 _OTHER_UNITS = 0.01
 """Share of a step by which other cuts may be faster, because other sharding units fit with them."""
 
@@ -210,29 +213,46 @@ class Fitting:
                 missing = candidate.excess_bytes
                 reason = f"lacks {format_bytes(missing)} of memory a device"
                 return Miss(entry, reason, missing, True, candidate, was_short=was_short)
-            ways = ways_on_hosts(candidate, self.host_optimizer)
-            lacking = [host_excess_bytes(way.staged) for way in ways]
-            if (missing := min(lacking)) > 0:
-                reason = f"lacks {format_bytes(missing)} of memory on a host"
-                return Miss(entry, reason, missing, was_short=was_short)
-            seconds = math.inf
-            for way in itertools.compress(ways, (excess <= 0 for excess in lacking)):
-                plan = make_plan(way, model_costs, self.reference)
-                seconds = min(seconds, plan.predictions.step_seconds)
-                missing = lacking_bytes(plan, way) - lost
-                if missing <= 0:
-                    if not configuration.saves:
-                        return Fit(plan, entry, was_short=was_short)
-                    return Fit(plan, entry, lost, lost / limit, was_short)
-            if seconds >= longest_s:  # with more headroom it is no faster
-                return Miss(entry, was_short=was_short, least_s=seconds)
-            lost, is_expected = lost + max(missing, limit // 25), False
-            fragmented.append(replace(candidate.with_headroom(0), excess_bytes=missing))
+            result = self._planned(entry, candidate, model_costs, lost, lost / limit, longest_s, was_short)
+            if isinstance(result, Fit | Miss):
+                return result
+            lost, is_expected = lost + max(result, limit // _HEADROOM_STEPS), False
+            fragmented.append(replace(candidate.with_headroom(0), excess_bytes=result))
             if is_last or headroom is not None:
                 break
         least = min(fragmented, key=lambda candidate: candidate.excess_bytes)
         reason = f"lacks {format_bytes(least.excess_bytes)} of memory a device, lost to fragmentation"
         return Miss(entry, reason, least.excess_bytes, True, least, was_short=was_short)
+
+    def _planned(
+        self,
+        entry: Entry,
+        candidate: Candidate,
+        model_costs: RangeCosts,
+        headroom: int,
+        lost_share: float,
+        longest_s: float,
+        was_short: bool,
+    ) -> Fit | Miss | int:
+        """Return the plan of a candidate that leaves `headroom`, or why it is of no use; if it loses more than that to
+        fragmentation, the bytes that it still lacks."""
+        ways = ways_on_hosts(candidate, self.host_optimizer)
+        lacking = [host_excess_bytes(way.staged) for way in ways]
+        if (missing := min(lacking)) > 0:
+            reason = f"lacks {format_bytes(missing)} of memory on a host"
+            return Miss(entry, reason, missing, was_short=was_short)
+        seconds = math.inf
+        for way in itertools.compress(ways, (excess <= 0 for excess in lacking)):
+            plan = make_plan(way, model_costs, self.reference)
+            seconds = min(seconds, plan.predictions.step_seconds)
+            missing = lacking_bytes(plan, way) - headroom
+            if missing <= 0:
+                if not entry.configuration.saves:
+                    return Fit(plan, entry, was_short=was_short)
+                return Fit(plan, entry, headroom, lost_share, was_short)
+        if seconds >= longest_s:  # with more headroom it is no faster
+            return Miss(entry, was_short=was_short, least_s=seconds)
+        return missing
 
     def without_partition(self, entry: Entry, model_costs: RangeCosts, *, keeps: bool = False) -> Miss | None:
         """Return why no partition has memory for the state and what stages must save, or None if there is one.
