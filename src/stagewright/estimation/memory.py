@@ -11,6 +11,7 @@ Microbatches share only resident storages, and all go through the same few state
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -138,7 +139,8 @@ class _MemoryReplay:
             self.at = "end of batch"
             self.flat.end()
             self.fixed = self.lasting + self.flat.total
-        self.live -= sum(self.microbatches.sending_bytes(state) for state in self.states)
+        for state, count in Counter(self.states).items():
+            self.live -= count * self.microbatches.sending_bytes(state)
         transient = self.resident.step_transient
         self.at = "optimizer step"
         self._observe(transient, 0, transient)
@@ -186,10 +188,11 @@ class _MemoryReplay:
             "transient": peak.transient - peak.again,
             "boundary": peak.total - self.resident.total - listed,
         }
+        saved_bytes = {state: self.microbatches.saved_bytes(state) for state in {*peak.states}}
         alive = tuple(
             Alive(stage, microbatch, num_bytes)
             for microbatch, state in enumerate(peak.states)
-            for stage, num_bytes in self.microbatches.saved_bytes(state).items()
+            for stage, num_bytes in saved_bytes[state].items()
         )
         return RankMemory(
             self.rank, peak.total, str(peak.at), categories, alive=alive, operator=peak.operator
