@@ -56,8 +56,8 @@ def flat_operations(actions: Sequence[Action], flats: Iterable[FlatLayout]) -> l
 @lru_cache(maxsize=32)
 def _operations(actions: tuple[Action, ...], flats: tuple[FlatLayout, ...]) -> tuple[FlatOperations, ...]:
     """Return the operations; cached because a rank is replayed under many memory policies."""
-    buffers = _Buffers(flats, actions)
-    return (*(buffers.of(action) for action in actions), buffers.end())
+    state = _FlatState(flats, actions)
+    return (*(state.of(action) for action in actions), state.end())
 
 
 def is_gathered(flats: Iterable[FlatLayout], stage: int) -> bool:
@@ -66,7 +66,7 @@ def is_gathered(flats: Iterable[FlatLayout], stage: int) -> bool:
 
 
 @dataclass
-class _Buffers:
+class _FlatState:
     """The state of a rank's flat buffers, which its actions change in order."""
 
     flats: tuple[FlatLayout, ...]

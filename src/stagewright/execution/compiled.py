@@ -139,15 +139,15 @@ def _difference(
     results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> str:
     """Return what compilation changed beyond rounding, in words; empty if nothing."""
-    largest = max(map(_largest, wanted), default=0.0)
-    for result, expected in zip(results, wanted, strict=True):
+    scales = list(map(_largest, wanted))
+    for result, expected, scale in zip(results, wanted, scales, strict=True):
         if (result.dtype, result.shape, result.stride()) != (
             expected.dtype,
             expected.shape,
             expected.stride(),
         ):
             return f"a result is {_layout(result)} instead of {_layout(expected)}"
-        if not _is_close(result, expected, largest):
+        if not _is_close(result, expected, scale, max(scales)):
             return "a result differs"
     if _sharing((*given, *results)) != _sharing((*given, *wanted)):
         return "results share storages differently"
@@ -158,8 +158,8 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()}"
 
 
-def _is_close(result: torch.Tensor, expected: torch.Tensor, largest: float) -> bool:
-    """Compare with tolerances; `largest` is the largest element of all results.
+def _is_close(result: torch.Tensor, expected: torch.Tensor, scale: float, largest: float) -> bool:
+    """Compare with tolerances; `scale` is the largest element of `expected`, and `largest` that of all results.
 
     Results below one rounding of it are noise, such as gradients of attention's keys where all tokens are equal.
     """
@@ -170,7 +170,7 @@ def _is_close(result: torch.Tensor, expected: torch.Tensor, largest: float) -> b
         return True
     part = TOLERANCE.get(expected.dtype, _LOOSE)
     # Equal infinities are close.
-    return torch.allclose(result, expected, rtol=part, atol=part * _largest(expected), equal_nan=True)
+    return torch.allclose(result, expected, rtol=part, atol=part * scale, equal_nan=True)
 
 
 def _largest(tensor: torch.Tensor) -> float:

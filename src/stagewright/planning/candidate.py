@@ -589,7 +589,7 @@ def fastest_fitted(
         return _with_choice(first, with_layers_recomputed(first.staged, model_costs, offload=True))
     whole = _whole_stages(first, model_costs) if first.cuts else None
     precision = first.staged.job.precision
-    kept_state = configuration.kept_state(model_costs.state_bytes, model_costs.trained_bytes, precision)
+    kept_state = configuration.kept_state(model_costs, precision)
     for shrink in shrinks if first.cuts else shrinks[:1]:
         tried = [()] if whole is None else cuts_to_try(
             whole, first.memories, model_costs, () if shrink else by_cuts,
@@ -628,9 +628,7 @@ def _budget(model_costs: RangeCosts, tried: Candidate) -> MemoryBudget:
     program = make_program(tried.configuration)
     counts = saved_counts(program, model_costs)
     ends = np.array([0, *tried.cuts, model_costs.size])
-    kept_state = tried.configuration.kept_state(
-        model_costs.state_bytes, model_costs.trained_bytes, staged.job.precision
-    )
+    kept_state = tried.configuration.kept_state(model_costs, staged.job.precision)
     stage_bytes = np.diff(kept_state[ends]) + np.array(counts) * np.diff(model_costs.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:

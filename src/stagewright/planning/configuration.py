@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from stagewright.arrays import Floats
 from stagewright.cluster import Cluster
@@ -15,6 +15,10 @@ from stagewright.graph.flat_buffers import PARAMETERS
 from stagewright.planning.job import Job
 from stagewright.schedule import Program
 from stagewright.schedule.sharding import NUM_BUFFERS
+
+if TYPE_CHECKING:
+    from stagewright.estimation.stages import RangeCosts
+    from stagewright.planning.bounds.layer_costs import LayerCosts
 
 Recompute = Literal["auto", "model", "none", "selective", "full"]
 """What stages recompute: as much as memory asks for, what the model's own code checkpoints, nothing, the part of every
@@ -186,8 +190,8 @@ class Configuration:
             return None
         return max(size for size in range(1, self.shard_size + 1) if self.num_holders % size == 0)
 
-    def kept_state(self, state_bytes: Floats, trained_bytes: Floats, precision: Precision) -> Floats:
-        """Return how much of `state_bytes`, of which trained parameters have `trained_bytes`, a rank keeps on its device.
+    def kept_state(self, costs: RangeCosts | LayerCosts, precision: Precision) -> Floats:
+        """Return how much of the `state_bytes` of `costs` a rank keeps on its device, in their form.
 
         Frozen parameters have neither gradients nor optimizer state, so that only sharding of parameters divides them.
         """
@@ -196,7 +200,7 @@ class Configuration:
         frozen = 1 / shards if self.level >= PARAMETERS else 1.0
         held = min(1.0, NUM_BUFFERS / (self.chunks or 1)) if self.streamed else 1.0
         trained = kept / precision.bytes_per_parameter
-        return held * (trained * trained_bytes + frozen * (state_bytes - trained_bytes))
+        return held * (trained * costs.trained_bytes + frozen * (costs.state_bytes - costs.trained_bytes))
 
     def __str__(self) -> str:
         """

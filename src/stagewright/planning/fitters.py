@@ -473,9 +473,7 @@ class OperatorFitter(Fitter):
     def _kept_state(self, configuration: Configuration) -> Floats:
         """Return the bytes of state that a rank keeps, as prefix sums over operators."""
         model_costs = self.coarse.model_costs(configuration.traced)
-        return configuration.kept_state(
-            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
-        )
+        return configuration.kept_state(model_costs, self.job.precision)
 
     def _note_needs(self, entry: Entry, level: int = 0, spare_bytes: float = 0.0) -> None:
         """Note the needs of an entry that lacks memory whatever it recomputes or offloads, even with `spare_bytes` more on

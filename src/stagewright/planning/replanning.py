@@ -189,9 +189,7 @@ def _cuts(plan: Plan, staged: StagedModel, model_costs: RangeCosts) -> list[tupl
     """Return cuts that suit the devices of `staged`; none where recomputation is defined operator by operator."""
     if not all(isinstance(policy, str) for policy in plan.memory_policy):
         return []
-    kept_state = configuration_of(plan).kept_state(
-        model_costs.state_bytes, model_costs.trained_bytes, plan.job.precision
-    )
+    kept_state = configuration_of(plan).kept_state(model_costs, plan.job.precision)
     memories = rank_memories(staged)
     candidates = cuts_to_try(staged, memories, model_costs, (), state_bytes=kept_state, offload=False)
     return candidates[:_MOST_CUTS]

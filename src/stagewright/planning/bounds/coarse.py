@@ -253,7 +253,10 @@ class Coarse:
             return stage_sums(columns, configuration.layers_per_stage).reshape(-1, configuration.pp)
 
         costs = self.columns(configuration, key, cluster)[0]
-        saved, state = by_rank(costs.saved_bytes), by_rank(self._kept_state(configuration, costs))
+        saved, state = (
+            by_rank(costs.saved_bytes),
+            by_rank(configuration.kept_state(costs, self.job.precision)),
+        )
         needed = state.sum(axis=0) + saved.max(axis=0)
         for rank in {0, configuration.pp - 1}:
             alive = _alive(
@@ -268,13 +271,9 @@ class Coarse:
 
     def missing_anywhere(self, configuration: Configuration, key: Configuration, cluster: Cluster) -> int:
         """Return the average bytes by which ranks are over, regardless of cuts, from their state alone."""
-        needed = float(self._kept_state(configuration, self.costs(key)).sum())
+        needed = float(configuration.kept_state(self.costs(key), self.job.precision).sum())
         usable = sum(usable_bytes_of_ranks(self.job, cluster, configuration.pp))
         return int((needed - usable) / configuration.pp)
-
-    def _kept_state(self, configuration: Configuration, costs: LayerCosts) -> Floats:
-        """Return the bytes of state that a rank keeps of every layer."""
-        return configuration.kept_state(costs.state_bytes, costs.trained_bytes, self.job.precision)
 
 
 def _is_narrower(smaller: int, degree: int) -> bool:

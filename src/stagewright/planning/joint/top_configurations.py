@@ -322,9 +322,7 @@ def calibrated(base: Plan, model_costs: RangeCosts, configuration: Configuration
     """Return what the predictions of `base` show beyond the costs of ranges."""
     stages, ranks = base.predictions.stages, base.predictions.ranks
     extra = 0.0
-    kept_state = configuration.kept_state(
-        model_costs.state_bytes, model_costs.trained_bytes, base.job.precision
-    )
+    kept_state = configuration.kept_state(model_costs, base.job.precision)
     state = [0.0] * base.pp
     for stage, rank in zip(stages, base.placement, strict=True):
         stage_s = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds

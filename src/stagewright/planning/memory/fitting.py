@@ -265,9 +265,7 @@ class Fitting:
         gives_up = configuration.saves or configuration.recompute == "full"
         if configuration.recompute == "model" or (not keeps and gives_up):
             counts = [0.0] * len(counts)
-        kept_state = configuration.kept_state(
-            model_costs.state_bytes, model_costs.trained_bytes, self.job.precision
-        )
+        kept_state = configuration.kept_state(model_costs, self.job.precision)
         limits = usable_bytes_of_ranks(self.job, entry.cluster, configuration.pp)
         ranks = program.placement.rank_of_stage
         stage_costs = costs_by_stage(model_costs, entry.cluster, program, configuration.ranks_per_stage)
